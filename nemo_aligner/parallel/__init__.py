@@ -1,0 +1,1 @@
+"""How a run is laid out over processes: launch, layout, collectives, and megatron-core without CUDA."""

@@ -1,0 +1,77 @@
+"""The few collectives on Python objects and flags that the package needs beside Megatron's."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, or there is no process group at all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's ``value``, on every rank."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's ``value``, in rank order, on every rank."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def agree(flag: bool, device: torch.device | str) -> bool:
+    """Whether ``flag`` is set on any rank; the same answer on all of them."""
+    box = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return bool(box.item())
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Run ``function`` on rank 0 and give its result, or raise its error, on every rank."""
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if is_main():
+        outcome = _attempt(function)
+    if dist.is_initialized():
+        outcome = broadcast_object(outcome)
+    return _result(outcome)
+
+
+def once_per_node(function: Callable[[], T], local_rank: int) -> T:
+    """Run ``function`` on each node's local rank 0; its node's ranks share the result or the error."""
+    host = socket.gethostname()
+    outcome = _attempt(function) if local_rank == 0 else None
+    everyone = gather_objects((host, outcome))
+    for other in everyone:
+        if other[1] is not None and other[1][1] is not None:
+            raise other[1][1]
+    return _result(next(found for name, found in everyone if name == host and found is not None))
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _result(outcome: tuple[T | None, Exception | None]) -> T:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

@@ -1,0 +1,157 @@
+"""From the launcher's environment to an initialised process group: torchrun, Slurm's srun, or plain python."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.errors import ConfigError
+
+_DEFAULT_PORT = 29400
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all: ``rank`` of ``world_size``, ``local_rank`` on its node, and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master: tuple[str, int] | None
+
+
+@contextmanager
+def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
+    """Initialise torch.distributed from the environment, and tear it down at the end.
+
+    NCCL and one GPU per process where CUDA is available, else gloo on the CPU.
+
+    Raises:
+        ConfigError: the launcher's environment is incomplete, or there are more local ranks than GPUs.
+    """
+    place = _find_place(os.environ)
+    use_cuda = torch.cuda.is_available()
+    device = _select_device(place, use_cuda)
+    if not use_cuda:
+        _share_cores(place.local_world_size)
+    backend = "nccl" if use_cuda else "gloo"
+    _init_process_group(place, backend, timedelta(seconds=timeout_seconds))
+    try:
+        yield Launch(place.rank, place.world_size, place.local_rank, device, backend)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _find_place(env: Mapping[str, str]) -> _Place:
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _place_from_torchrun(env)
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_STEP_ID" in env:
+        return _place_from_slurm(env)
+    return _Place(0, 1, 0, 1, None)
+
+
+def _place_from_torchrun(env: Mapping[str, str]) -> _Place:
+    world_size = _read_int(env, "WORLD_SIZE")
+    return _Place(
+        rank=_read_int(env, "RANK"),
+        world_size=world_size,
+        local_rank=_read_int(env, "LOCAL_RANK"),
+        local_world_size=_read_int(env, "LOCAL_WORLD_SIZE", default=world_size),
+        master=(_read(env, "MASTER_ADDR"), _read_int(env, "MASTER_PORT")),
+    )
+
+
+def _place_from_slurm(env: Mapping[str, str]) -> _Place:
+    world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
+    # One port per job, so that jobs that share a node do not meet.
+    port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
+    return _Place(
+        rank=_read_int(env, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_read_int(env, "SLURM_LOCALID"),
+        local_world_size=int(re.split(r"\D", env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))[0]),
+        master=(
+            env.get("MASTER_ADDR") or first_host(_read(env, "SLURM_STEP_NODELIST")),
+            _read_int(env, "MASTER_PORT", default=port),
+        ),
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``gpu[003-005,9],cpu1`` -> ``gpu003``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodelist)
+    if match is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST: got {nodelist!r}, wanted a list of hosts")
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + suffix
+
+
+def _read(env: Mapping[str, str], key: str) -> str:
+    value = env.get(key)
+    if value is None:
+        raise ConfigError(f"environment variable {key}: it is missing, the launcher has to set it")
+    return value
+
+
+def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> int:
+    if default is not None and key not in env:
+        return default
+    value = _read(env, key)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None
+
+
+def _select_device(place: _Place, use_cuda: bool) -> torch.device:
+    if not use_cuda:
+        return torch.device("cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {place.local_rank} has no GPU of its own: this node shows "
+            f"{torch.cuda.device_count()}; start at most one process per GPU"
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _share_cores(local_world_size: int) -> None:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+
+
+def _init_process_group(place: _Place, backend: str, timeout: timedelta) -> None:
+    if place.master is None:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+        return
+    host, port = place.master
+    if backend == "gloo" and host in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    dist.init_process_group(
+        backend, init_method="env://", rank=place.rank, world_size=place.world_size, timeout=timeout
+    )

@@ -1,0 +1,102 @@
+"""ParallelLayout: how a model and its data are spread over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from nemo_aligner.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the tensor, pipeline and data parallel groups, and this rank's place in each."""
+
+    tp: int
+    pp: int
+    dp: int
+    sequence_parallel: bool
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same piece of the model."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks that pass activations to each other."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The global rank of the last stage of this rank's pipeline."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_pipeline_model_parallel_last_rank()
+
+    def __str__(self) -> str:
+        sequence = "+SP" if self.sequence_parallel else ""
+        return f"TP={self.tp}{sequence} PP={self.pp} DP={self.dp}"
+
+
+def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> int:
+    """The data parallel size that ``world_size`` leaves.
+
+    Raises:
+        ConfigError: ``tp * pp`` does not divide ``world_size``, or sequence parallel without TP.
+    """
+    if world_size % (tp * pp) != 0:
+        raise ConfigError(
+            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp}) = "
+            f"{tp * pp}: got {world_size} processes, wanted a multiple of {tp * pp}"
+        )
+    if sequence_parallel and tp == 1:
+        raise ConfigError(
+            "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, wanted 2 or more"
+        )
+    return world_size // (tp * pp)
+
+
+def initialize_layout(
+    tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234
+) -> ParallelLayout:
+    """Build Megatron's process groups over the initialised world and seed its generators."""
+    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel)
+
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(tp, pp)
+    model_parallel_cuda_manual_seed(seed)
+    return ParallelLayout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        sequence_parallel=sequence_parallel,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def destroy_layout() -> None:
+    """Forget Megatron's process groups, so that another layout can be built in this process."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
