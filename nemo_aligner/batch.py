@@ -55,7 +55,9 @@ class PackedBatch:
         cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int32)
         cu_seqlens[1:] = lengths.cumsum(0)
         return cls(
-            tokens=torch.cat([torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]),
+            tokens=torch.cat(
+                [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
+            ),
             position_ids=torch.cat([torch.arange(int(length)) for length in lengths]),
             cu_seqlens=cu_seqlens,
             last_token=cu_seqlens[1:].long() - 1,
@@ -90,7 +92,9 @@ class PackedBatch:
         return replace(
             self,
             tokens=torch.cat([self.tokens, self.tokens.new_zeros(fill)]),
-            position_ids=torch.cat([self.position_ids, torch.arange(fill, device=self.tokens.device)]),
+            position_ids=torch.cat(
+                [self.position_ids, torch.arange(fill, device=self.tokens.device)]
+            ),
             cu_seqlens=torch.cat([self.cu_seqlens, total]),
         )
 

@@ -76,7 +76,9 @@ class RmLoopConfig:
             "trainer.rm", self, "max_epochs", "max_steps", "val_check_interval", "save_interval"
         )
         _require(
-            self.gradient_clip_val >= 0, "trainer.rm.gradient_clip_val", self.gradient_clip_val,
+            self.gradient_clip_val >= 0,
+            "trainer.rm.gradient_clip_val",
+            self.gradient_clip_val,
             "0 (no clipping) or more",
         )
 
@@ -99,7 +101,9 @@ class SchedulerConfig:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, "model.optim.sched.warmup_steps", self.warmup_steps, "0 or more")
+        _require(
+            self.warmup_steps >= 0, "model.optim.sched.warmup_steps", self.warmup_steps, "0 or more"
+        )
         _require(self.min_lr >= 0, "model.optim.sched.min_lr", self.min_lr, "0 or more")
 
 
@@ -117,7 +121,9 @@ class OptimConfig:
         _require_positive("model.optim", self, "lr", "eps")
         _require(self.weight_decay >= 0, "model.optim.weight_decay", self.weight_decay, "0 or more")
         _require(
-            self.sched.min_lr <= self.lr, "model.optim.sched.min_lr", self.sched.min_lr,
+            self.sched.min_lr <= self.lr,
+            "model.optim.sched.min_lr",
+            self.sched.min_lr,
             f"at most model.optim.lr ({self.lr})",
         )
 
@@ -177,23 +183,33 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            "model", self, "tensor_model_parallel_size", "pipeline_model_parallel_size",
-            "context_parallel_size", "global_batch_size", "micro_batch_tokens",
+            "model",
+            self,
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "global_batch_size",
+            "micro_batch_tokens",
         )
         _require(
-            self.context_parallel_size == 1, "model.context_parallel_size", self.context_parallel_size,
+            self.context_parallel_size == 1,
+            "model.context_parallel_size",
+            self.context_parallel_size,
             "1 (context parallelism is not supported)",
         )
         _require(self.freeze_layers >= 0, "model.freeze_layers", self.freeze_layers, "0 or more")
         _require(
             not self.sequence_parallel or self.tensor_model_parallel_size > 1,
-            "model.sequence_parallel", self.sequence_parallel,
+            "model.sequence_parallel",
+            self.sequence_parallel,
             "false, or model.tensor_model_parallel_size above 1",
         )
         if self.reward_model_type is RewardModelType.regression:
             names = self.regression.attributes
             _require(
-                bool(names) and len(set(names)) == len(names), "model.regression.attributes", names,
+                bool(names) and len(set(names)) == len(names),
+                "model.regression.attributes",
+                names,
                 "at least one attribute name, each once",
             )
 
@@ -215,7 +231,9 @@ class CheckpointCallbackConfig:
 
     def __post_init__(self) -> None:
         _require(
-            self.save_top_k >= 0, "exp_manager.checkpoint_callback_params.save_top_k", self.save_top_k,
+            self.save_top_k >= 0,
+            "exp_manager.checkpoint_callback_params.save_top_k",
+            self.save_top_k,
             "0 or more",
         )
 
@@ -260,7 +278,10 @@ class ScorerModelConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            "model", self, "tensor_model_parallel_size", "pipeline_model_parallel_size",
+            "model",
+            self,
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
             "micro_batch_tokens",
         )
 
@@ -281,7 +302,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, "server.port", self.port, "0 (any free port) to 65535")
         _require_positive(
-            "server", self, "max_batch_size", "exit_timeout_secs", "heartbeat_secs",
+            "server",
+            self,
+            "max_batch_size",
+            "exit_timeout_secs",
+            "heartbeat_secs",
             "worker_timeout_secs",
         )
 

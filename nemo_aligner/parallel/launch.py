@@ -1,4 +1,4 @@
-"""From the launcher's environment to an initialised process group: torchrun, Slurm's srun, or plain python."""
+"""From the launcher's environment to a process group: torchrun, Slurm's srun, or plain python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULT_PORT = 29400
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all: ``rank`` of ``world_size``, ``local_rank`` on its node, and its device."""
+    """This process among all: ``rank`` of ``world_size``, its place on its node, and its device."""
 
     rank: int
     world_size: int
@@ -91,12 +91,17 @@ def _place_from_slurm(env: Mapping[str, str]) -> _Place:
         rank=_read_int(env, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_read_int(env, "SLURM_LOCALID"),
-        local_world_size=int(re.split(r"\D", env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))[0]),
+        local_world_size=_first_number(env.get("SLURM_STEP_TASKS_PER_NODE"), default=world_size),
         master=(
             env.get("MASTER_ADDR") or first_host(_read(env, "SLURM_STEP_NODELIST")),
             _read_int(env, "MASTER_PORT", default=port),
         ),
     )
+
+
+def _first_number(text: str | None, default: int) -> int:
+    match = re.match(r"\d+", text or "")
+    return int(match.group()) if match else default
 
 
 def first_host(nodelist: str) -> str:

@@ -63,12 +63,13 @@ def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> i
     """
     if world_size % (tp * pp) != 0:
         raise ConfigError(
-            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp}) = "
-            f"{tp * pp}: got {world_size} processes, wanted a multiple of {tp * pp}"
+            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp}): "
+            f"got {world_size} processes, wanted a multiple of {tp * pp}"
         )
     if sequence_parallel and tp == 1:
         raise ConfigError(
-            "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, wanted 2 or more"
+            "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, "
+            "wanted 2 or more"
         )
     return world_size // (tp * pp)
 

@@ -1,0 +1,209 @@
+"""From a model's shape to megatron-core: TransformerConfig and layer spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from torch import Tensor
+
+from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.attention import PackedAttention
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import ParallelLayout
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
+
+
+def transformer_config(
+    shape: ModelShape, layout: ParallelLayout, precision: Precision, recompute: Recompute
+) -> TransformerConfig:
+    """megatron-core's view of ``shape`` at ``layout``.
+
+    Raises:
+        ConfigError: heads, query groups or layers do not divide by the layout.
+    """
+    _check_divisible(shape, layout)
+    dtype = DTYPES[precision]
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.layernorm_epsilon,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=precision is Precision.bf16,
+        # Packs differ in length; megatron-core asks for this dispatcher beside it, with or without MoE.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Gradients are summed over a step and divided once by the global count, never mean by mean.
+        calculate_per_token_loss=True,
+        # Weights come from a checkpoint. (Without perform_initialization megatron-core would also leave
+        # out the marks by which the gradient norm tells sharded weights from replicated ones.)
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **_recompute_options(recompute),
+    )
+
+
+def _leave_as_is(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _check_divisible(shape: ModelShape, layout: ParallelLayout) -> None:
+    for name, count in (
+        ("attention heads", shape.num_attention_heads),
+        ("query groups", shape.num_query_groups),
+        ("ffn channels", shape.ffn_hidden_size),
+    ):
+        if count % layout.tp != 0:
+            raise ConfigError(
+                f"model.tensor_model_parallel_size: got {layout.tp}, "
+                f"wanted a divisor of the model's {count} {name}"
+            )
+    if shape.num_layers % layout.pp != 0:
+        raise ConfigError(
+            f"model.pipeline_model_parallel_size: got {layout.pp}, "
+            f"wanted a divisor of the model's {shape.num_layers} layers"
+        )
+
+
+def _recompute_options(recompute: Recompute) -> dict[str, Any]:
+    if recompute is Recompute.full:
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if recompute is Recompute.selective:
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that tells Megatron whether its weight sees only a shard of the tokens.
+
+    Unmarked under sequence parallelism, its gradient would miss the other ranks' tokens.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The modules a layer is made of: TransformerEngine's fuse a norm into the linear after it."""
+
+    norm: Any
+    block_norm: Any
+    norm_linear: Any
+    row_linear: Any
+    key_map: dict[str, str]
+
+
+def _torch_parts() -> _Parts:
+    return _Parts(
+        norm=SequenceParallelRMSNorm,
+        block_norm=SequenceParallelRMSNorm,
+        norm_linear=ColumnParallelLinear,
+        row_linear=RowParallelLinear,
+        # Checkpoints name the norms after the linear that they feed, as TransformerEngine does.
+        key_map={
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
+    )
+
+
+def _transformer_engine_parts() -> _Parts:
+    from megatron.core.extensions.transformer_engine import (
+        TELayerNormColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    return _Parts(
+        norm=IdentityOp,
+        block_norm=TENorm,
+        norm_linear=TELayerNormColumnParallelLinear,
+        row_linear=TERowParallelLinear,
+        key_map={},
+    )
+
+
+def use_transformer_engine() -> bool:
+    """Whether layers are built from TransformerEngine: on a GPU, where it can be imported."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The decoder block of this rank's pipeline stage."""
+    parts = _transformer_engine_parts() if use_transformer_engine() else _torch_parts()
+    attention = SelfAttentionSubmodules(
+        linear_qkv=parts.norm_linear,
+        core_attention=PackedAttention,
+        linear_proj=parts.row_linear,
+        q_layernorm=IdentityOp,
+        k_layernorm=IdentityOp,
+    )
+    layer = TransformerLayerSubmodules(
+        input_layernorm=parts.norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=attention,
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=parts.norm,
+        mlp=ModuleSpec(
+            module=MLP,
+            submodules=MLPSubmodules(linear_fc1=parts.norm_linear, linear_fc2=parts.row_linear),
+        ),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=parts.key_map,
+    )
+    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
+    layers = [spec] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.block_norm)

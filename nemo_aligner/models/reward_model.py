@@ -1,0 +1,171 @@
+"""GPTRewardModel: a pretrained decoder with an fp32 head that reads each sequence's last token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_aligner.batch import PackedBatch
+from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.attention import PackedSegments
+from nemo_aligner.models.backbone import layer_spec, transformer_config
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import ParallelLayout
+
+_HEAD_INIT_STD = 0.02
+
+
+class RewardHead(torch.nn.Module):
+    """Linear map ``[S, hidden] -> [S, num_attributes]`` in fp32, without bias, whole on all TP ranks."""
+
+    def __init__(self, hidden_size: int, num_attributes: int, seed: int) -> None:
+        super().__init__()
+        # Drawn on the CPU from its own generator: the same head on any device, at any layout.
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.empty(num_attributes, hidden_size, dtype=torch.float32)
+        weight.normal_(std=_HEAD_INIT_STD, generator=generator)
+        self.weight = torch.nn.Parameter(weight.to(torch.cuda.current_device()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight)
+
+
+class GPTRewardModel(GPTModel):
+    """megatron-core's GPTModel with a reward head in the place of the output layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        num_attributes: int,
+        seed: int,
+    ) -> None:
+        super().__init__(
+            config,
+            layer_spec(config),
+            vocab_size=shape.padded_vocab_size(layout.tp),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=layout.is_first_stage,
+            post_process=layout.is_last_stage,
+            position_embedding_type="rope",
+            rotary_percent=shape.rotary_percentage,
+            rotary_base=shape.rotary_base,
+            seq_len_interpolation_factor=shape.seq_len_interpolation_factor,
+        )
+        self._scale_rotary_frequencies(shape)
+        if self.pre_process:
+            # Rows past the vocabulary are never read nor loaded; zero, they cannot spread a NaN.
+            torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
+        if self.post_process:
+            del self.output_layer
+            self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed)
+
+    def _scale_rotary_frequencies(self, shape: ModelShape) -> None:
+        scaling = shape.rope_scaling
+        if scaling is not None:
+            self.rotary_pos_emb.inv_freq = self.rotary_pos_emb._apply_scaling(
+                self.rotary_pos_emb.inv_freq,
+                factor=scaling.factor,
+                low_freq_factor=scaling.low_freq_factor,
+                high_freq_factor=scaling.high_freq_factor,
+                original_max_position_embeddings=scaling.old_context_len,
+            )
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Score a pack (on this model's device).
+
+        Returns:
+            Rewards ``[S, num_attributes]`` float32 on the last stage; on the others the hidden
+            states ``[T, 1, hidden]`` (``T / tp`` tokens under sequence parallelism) for the next.
+        """
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
+            if self.training and self.config.recompute_granularity == "full":
+                # A recomputed layer is differentiated only if its input asks for it, and behind a
+                # frozen embedding nothing does.
+                embedded.requires_grad_()
+        hidden = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary_frequencies(batch.position_ids),
+            packed_seq_params=PackedSegments.of(batch, batch.tokens.device),
+        )
+        if not self.post_process:
+            return hidden
+        return self.rm_head(self._last_token_states(hidden, batch.last_token))
+
+    def _rotary_frequencies(self, position_ids: Tensor) -> Tensor:
+        """Angles ``[T, 1, 1, rotary channels]`` for tokens at ``position_ids [T]``."""
+        rope = self.rotary_pos_emb
+        positions = position_ids.float()
+        if rope.seq_len_interpolation_factor is not None:
+            positions = positions / rope.seq_len_interpolation_factor
+        angles = torch.outer(positions, rope.inv_freq.to(positions.device))
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+    def _last_token_states(self, hidden: Tensor, last_token: Tensor) -> Tensor:
+        """``hidden [T or T/tp, 1, h]`` -> ``[S, h]``; each rank adds the rows that it holds."""
+        if not self.config.sequence_parallel:
+            return hidden[last_token, 0]
+        local = last_token - self.pg_collection.tp.rank() * hidden.size(0)
+        mine = (local >= 0) & (local < hidden.size(0))
+        rows = hidden[local.clamp(0, hidden.size(0) - 1), 0] * mine.unsqueeze(1).to(hidden.dtype)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(
+            rows, group=self.pg_collection.tp
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        # LanguageModule's version looks for the output layer, which is not here.
+        return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def build_reward_model(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    *,
+    num_attributes: int,
+    precision: Precision,
+    recompute: Recompute = Recompute.none,
+    seed: int = 1234,
+) -> GPTRewardModel:
+    """This rank's piece of a reward model, its backbone not yet loaded, its head freshly drawn."""
+    config = transformer_config(shape, layout, precision, recompute)
+    return GPTRewardModel(config, shape, layout, num_attributes, seed).to(
+        torch.cuda.current_device()
+    )
+
+
+def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> None:
+    """Leave embeddings and the first ``count`` of ``num_layers`` layers as they are; 0 freezes nothing.
+
+    Raises:
+        ConfigError: ``count`` leaves no layer to train.
+    """
+    if count == 0:
+        return
+    if count >= num_layers:
+        raise ConfigError(f"model.freeze_layers: got {count}, wanted less than {num_layers}")
+    if model.pre_process:
+        model.embedding.requires_grad_(False)
+    for layer in model.decoder.layers:
+        if layer.layer_number <= count:
+            layer.requires_grad_(False)
+
+
+def wrap_for_training(model: GPTRewardModel) -> DistributedDataParallel:
+    """Megatron's data parallel wrapper: fp32 gradients, sharded for the distributed optimizer."""
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, config, model)
