@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -50,17 +49,6 @@ def on_main(function: Callable[[], T]) -> T:
     if dist.is_initialized():
         outcome = broadcast_object(outcome)
     return _result(outcome)
-
-
-def once_per_node(function: Callable[[], T], local_rank: int) -> T:
-    """Run ``function`` on each node's local rank 0; its node's ranks share the result or the error."""
-    host = socket.gethostname()
-    outcome = _attempt(function) if local_rank == 0 else None
-    everyone = gather_objects((host, outcome))
-    for other in everyone:
-        if other[1] is not None and other[1][1] is not None:
-            raise other[1][1]
-    return _result(next(found for name, found in everyone if name == host and found is not None))
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -1,0 +1,195 @@
+"""Between a ``.nemo`` archive and a reward model on this rank: load to train, load to score, save."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.checkpoint.nemo import (
+    NemoFolder,
+    load_weights,
+    open_nemo,
+    save_weights,
+    stored_tensors,
+    write_nemo,
+)
+from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.data.contract import ScoringContract
+from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.collectives import barrier, on_main
+from nemo_aligner.parallel.layout import ParallelLayout
+
+_PREFIX = "model."
+_HEAD = "model.rm_head.weight"
+_HEAD_BIAS = "model.rm_head.bias"
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """A reward model to train: backbone from the archive, head new unless the archive has one.
+
+    ``contract`` is the archive's, None if it is no reward model of ours.
+    """
+
+    model: GPTRewardModel
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    contract: ScoringContract | None
+    head_is_new: bool
+
+
+@dataclass(frozen=True)
+class LoadedRewardModel:
+    """A finished reward model with everything that gives its scores their meaning."""
+
+    model: GPTRewardModel
+    contract: ScoringContract
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+
+
+def read_pretrained_tokenizer(path: str | Path) -> Tokenizer:
+    """The archive's tokenizer; every rank calls it."""
+    with open_nemo(path) as folder:
+        return load_tokenizer(folder.tokenizer)
+
+
+def load_pretrained(
+    path: str | Path,
+    layout: ParallelLayout,
+    *,
+    num_attributes: int,
+    precision: Precision,
+    recompute: Recompute = Recompute.none,
+    seed: int = 1234,
+) -> PretrainedModel:
+    """Load a base model, or a reward model to go on from, for training; every rank calls it.
+
+    Raises:
+        CheckpointError: the archive is unsafe, incomplete, of another family, or its reward head has
+            another number of attributes or a bias.
+    """
+    with open_nemo(path) as folder:
+        model = build_reward_model(
+            ModelShape.from_config(folder.config),
+            layout,
+            num_attributes=num_attributes,
+            precision=precision,
+            recompute=recompute,
+            seed=seed,
+        )
+        has_head = _check_head(folder, num_attributes)
+        _load_into(model, folder, with_head=has_head)
+        contract = folder.contract
+        return PretrainedModel(
+            model=model,
+            config=folder.config,
+            tokenizer=load_tokenizer(folder.tokenizer),
+            contract=None if contract is None else ScoringContract.from_dict(contract),
+            head_is_new=not has_head,
+        )
+
+
+def load_reward_model(
+    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """Load a finished reward model to score with; every rank calls it.
+
+    ``precision`` None is the contract's.
+
+    Raises:
+        CheckpointError: the archive is unsafe, incomplete, has no reward head or no scoring contract.
+    """
+    with open_nemo(path) as folder:
+        if folder.contract is None:
+            raise CheckpointError(
+                f"{path}: it has no scoring contract, so nothing says how a text becomes a score; "
+                "wanted a reward model written by train_reward_model.py"
+            )
+        contract = ScoringContract.from_dict(folder.contract)
+        tokenizer = load_tokenizer(folder.tokenizer)
+        _check_tokenizer(tokenizer, contract, path)
+        num_attributes = len(contract.attributes)
+        if not _check_head(folder, num_attributes):
+            raise CheckpointError(f"{path}: it has no reward head ({_HEAD})")
+        model = build_reward_model(
+            ModelShape.from_config(folder.config),
+            layout,
+            num_attributes=num_attributes,
+            precision=precision or Precision(contract.dtype),
+        )
+        _load_into(model, folder, with_head=True)
+        return LoadedRewardModel(model.eval(), contract, tokenizer, folder.config)
+
+
+def save_reward_model(
+    path: str | Path,
+    model: GPTRewardModel,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    contract: ScoringContract,
+) -> None:
+    """Write a reward model's archive, whole or not at all; every rank calls it, on a shared folder."""
+    path = Path(path)
+    staging = path.with_name(f".{path.name}.staging")
+    on_main(lambda: _make_staging(staging, tokenizer))
+    save_weights(model.sharded_state_dict(prefix=_PREFIX), staging / "weights")
+
+    def write() -> None:
+        write_nemo(
+            path, dict(config), staging / "weights", staging / "tokenizer", contract.to_dict()
+        )
+        shutil.rmtree(staging)
+
+    on_main(write)
+    barrier()
+
+
+def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
+    shutil.rmtree(staging, ignore_errors=True)  # left by a killed save
+    (staging / "tokenizer").mkdir(parents=True)
+    tokenizer.save(staging / "tokenizer")
+
+
+def _check_head(folder: NemoFolder, num_attributes: int) -> bool:
+    """Whether the archive has a reward head that fits."""
+    stored = stored_tensors(folder.weights)
+    if _HEAD not in stored:
+        return False
+    if _HEAD_BIAS in stored:
+        raise CheckpointError(
+            f"{folder.source}: its reward head has a bias ({_HEAD_BIAS}), wanted a head without one"
+        )
+    got = stored[_HEAD][0][0]
+    if got != num_attributes:
+        raise CheckpointError(
+            f"{folder.source}: {_HEAD}: got {got} attributes, wanted {num_attributes}"
+        )
+    return True
+
+
+def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str | Path) -> None:
+    if tokenizer.fingerprint != contract.tokenizer_fingerprint:
+        raise CheckpointError(
+            f"{path}: tokenizer: got fingerprint {tokenizer.fingerprint}, "
+            f"the scoring contract wants {contract.tokenizer_fingerprint}"
+        )
+
+
+def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:
+    request = model.sharded_state_dict(prefix=_PREFIX)
+    if not with_head:
+        request.pop(_HEAD, None)
+    state = load_weights(request, folder.weights)
+    plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(plain, strict=False)
+    # TransformerEngine's opaque state is never loaded; a new head stays as it was drawn.
+    lost = [key for key in missing if "_extra_state" not in key and not key.startswith("rm_head.")]
+    if lost or unexpected:
+        raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
