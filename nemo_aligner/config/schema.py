@@ -288,7 +288,10 @@ class ScorerModelConfig:
 
 @dataclass
 class ServerConfig:
-    """The PyTriton endpoint; delays are in microseconds, timeouts in seconds."""
+    """The PyTriton endpoint; delays are in microseconds, timeouts in seconds.
+
+    While the server answers, ``ready_file`` holds its URL.
+    """
 
     host: str = "127.0.0.1"
     port: int = 5555
@@ -298,6 +301,7 @@ class ServerConfig:
     exit_timeout_secs: int = 20
     heartbeat_secs: float = 3.0
     worker_timeout_secs: float = 30.0
+    ready_file: str | None = None
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, "server.port", self.port, "0 (any free port) to 65535")

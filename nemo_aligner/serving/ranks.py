@@ -1,0 +1,182 @@
+"""Rank 0 drives, the others follow: one scoring call on every rank at once, over gloo control groups.
+
+Two groups, apart from the model's own: *work* carries the calls and waits as long as it takes; *pulse*
+beats every few seconds in a thread of its own, so that a rank that died or froze is noticed by all
+others within seconds, also in the middle of a forward pass or when nobody asks for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.errors import ServingError
+
+logger = logging.getLogger(__name__)
+
+Score = Callable[[list[list[int]]], np.ndarray]
+
+_NO_LIMIT = timedelta(days=365)
+
+
+class ModelRanks:
+    """``score`` on all ranks: ``execute`` on rank 0 while the others are in ``follow``.
+
+    A rank that cannot go on ends its process with exit code 1; on rank 0 ``failure`` says why first,
+    so that the server can answer what it holds.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        device: torch.device | str = "cpu",
+        heartbeat_secs: float = 3.0,
+        worker_timeout_secs: float = 30.0,
+    ) -> None:
+        """Collective over all ranks of the default group, if there is one."""
+        self._score = score
+        self._device = torch.device(device)
+        self._heartbeat_secs = heartbeat_secs
+        self._timeout_secs = worker_timeout_secs
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._lost: Future[str] = Future()
+        self._leaving = threading.Event()
+        # One thread for all forward passes: device and inference mode are settings of a thread.
+        self._model_thread = ThreadPoolExecutor(1, "model", initializer=self._enter_model_thread)
+        if self.world_size > 1:
+            self._work = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+            self._pulse = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=heartbeat_secs + worker_timeout_secs)
+            )
+            self._pulse_thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+            self._pulse_thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the ranks cannot go on; None while they can."""
+        return self._lost.result() if self._lost.done() else None
+
+    def execute(self, token_lists: list[list[int]]) -> np.ndarray:
+        """Score on all ranks; rank 0 only, from any thread.
+
+        Raises:
+            ServingError: ``score`` failed, on every rank (the next call may succeed), or a rank is lost.
+        """
+        if self.failure is not None:
+            raise ServingError(self.failure)
+        call = self._model_thread.submit(self._lead, token_lists)
+        wait([call, self._lost], return_when=FIRST_COMPLETED)
+        if not call.done():
+            raise ServingError(self._lost.result())
+        return call.result()
+
+    def follow(self) -> None:
+        """Serve rank 0's calls until it stops; every rank but 0."""
+        while True:
+            header = self._broadcast(torch.zeros(2, dtype=torch.int64))
+            sequences, tokens = header.tolist()
+            if sequences == 0:
+                return
+            payload = self._broadcast(torch.zeros(sequences + tokens, dtype=torch.int64))
+            lengths, ids = payload[:sequences].tolist(), payload[sequences:]
+            self._attempt([part.tolist() for part in ids.split(lengths)])
+
+    def stop(self) -> None:
+        """Release the followers (rank 0), and end the heartbeat; every rank calls it, none is busy."""
+        if self.world_size > 1 and self.failure is None:
+            if self.rank == 0:
+                self._model_thread.submit(self._broadcast, torch.zeros(2, dtype=torch.int64)).result()
+            self._leaving.set()
+            self._pulse_thread.join()
+        self._model_thread.shutdown()
+
+    def lose(self, why: str) -> None:
+        """Note that the ranks cannot go on; a follower's process ends here."""
+        if self.rank != 0:
+            logger.error("rank %d leaves: %s", self.rank, why)
+            os._exit(1)
+        if not self._lost.done():
+            self._lost.set_result(why)
+
+    def _enter_model_thread(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _lead(self, token_lists: list[list[int]]) -> np.ndarray:
+        if self.world_size > 1:
+            # Everything is built before the first byte goes out: nothing may raise in between.
+            lengths = [len(ids) for ids in token_lists]
+            flat = [token for ids in token_lists for token in ids]
+            payload = torch.tensor(lengths + flat, dtype=torch.int64)
+            self._broadcast(torch.tensor([len(lengths), len(flat)], dtype=torch.int64))
+            self._broadcast(payload)
+        return self._attempt(token_lists)
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._in_step():
+            dist.broadcast(tensor, src=0, group=self._work)
+        return tensor
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A control message that fails leaves the ranks out of step for good."""
+        try:
+            yield
+        except Exception as error:
+            why = f"the ranks lost each other: {str(error).splitlines()[0][:200]}"
+            self.lose(why)
+            raise ServingError(why) from error
+
+    def _attempt(self, token_lists: list[list[int]]) -> np.ndarray | None:
+        """Score, and exchange errors with all ranks, so that they stay in step."""
+        rewards, error = None, None
+        try:
+            rewards = self._score(token_lists)
+        except Exception as caught:
+            error = caught
+            logger.exception("rank %d could not score", self.rank)
+        errors = self._acknowledge(error)
+        if self.rank == 0 and errors:
+            raise ServingError("; ".join(errors)) from error
+        return rewards
+
+    def _acknowledge(self, error: Exception | None) -> list[str]:
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        if self.world_size == 1:
+            return [] if mine is None else [mine]
+        # A rank that fails alone leaves the others waiting for it inside the model: nobody would return.
+        watch = threading.Timer(
+            self._timeout_secs, self.lose, [f"rank {self.rank} failed alone ({mine}), out of step"]
+        )
+        watch.daemon = True
+        if error is not None:
+            watch.start()
+        everyone: list[str | None] = [None] * self.world_size
+        with self._in_step():
+            dist.all_gather_object(everyone, mine, group=self._work)
+        watch.cancel()
+        return [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+
+    def _beat(self) -> None:
+        """All ranks meet; the others wait here while rank 0 sleeps, until rank 0 says it is leaving."""
+        while True:
+            leaving = torch.tensor([int(self.rank == 0 and self._leaving.is_set())])
+            try:
+                dist.all_reduce(leaving, op=dist.ReduceOp.MAX, group=self._pulse)
+            except Exception as error:
+                self.lose(f"the heartbeat between the ranks broke: {str(error).splitlines()[0][:200]}")
+                return
+            if leaving.item():
+                return
+            if self.rank == 0:
+                self._leaving.wait(self._heartbeat_secs)

@@ -1,0 +1,249 @@
+"""PyTriton on rank 0, follower loop on the others; the only module that starts a Triton server."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from nemo_aligner.config.schema import ServerConfig
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving import protocol
+from nemo_aligner.serving.endpoint import Failure, RewardEndpoint, Scorer
+from nemo_aligner.serving.protocol import ScoreReply
+from nemo_aligner.serving.ranks import ModelRanks
+
+logger = logging.getLogger(__name__)
+
+_STUB = "triton_python_backend_stub"
+_WATCH_SECS = 0.2
+_LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
+
+# PyTriton's proxy answers an exception to every request of a batch; Triton itself has an error per
+# response. This is appended to the proxy's model.py in Triton's model store, and uses that.
+_PROXY_HOOK = "\ndef _wrap_response(response: Response, requested_outputs_names, model_outputs_dict):"
+_PROXY_EXTENSION = '''
+
+_wrap_rewards = _wrap_response
+
+
+def _wrap_response(response, requested_outputs_names, model_outputs_dict):
+    if response.data is None or "error" not in response.data:
+        return _wrap_rewards(response, requested_outputs_names, model_outputs_dict)
+    code, message = bytes(response.data["error"].reshape(-1)[0]).decode().split(" ", 1)
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    return pb_utils.InferenceResponse(output_tensors=[], error=error)
+'''
+
+
+def serve(scorer: Scorer, config: ServerConfig, device: torch.device | str = "cpu") -> int:
+    """Answer requests until SIGTERM or SIGINT; every rank calls it.
+
+    Returns:
+        The exit code, 0 after a drained stop. A server that cannot go on (a rank, Triton or its Python
+        stub died) answers what it holds with an error and ends the process with 1.
+    """
+    ranks = ModelRanks(
+        scorer.score_token_lists, device, config.heartbeat_secs, config.worker_timeout_secs
+    )
+    if ranks.rank != 0:
+        # The launcher signals every rank; rank 0 decides, after it has drained.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        ranks.follow()
+        ranks.stop()
+        return 0
+    return _lead(scorer, ranks, config)
+
+
+def _lead(scorer: Scorer, ranks: ModelRanks, config: ServerConfig) -> int:
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: stopping.append(received))
+    port = _free_port(config.host, config.port)
+    ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
+    triton = _build_triton(RewardEndpoint(scorer, ranks.execute), config, port)
+    triton.run()
+    processes = _children_of(os.getpid())
+    url = f"http://{config.host}:{port}"
+    with _ready_file(config.ready_file, url):
+        print(f"Serving {protocol.MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
+        failure = _watch(triton, processes, ranks, stopping)
+        if failure is not None:
+            _die(failure, processes)
+        print("Draining: in-flight requests are answered, new ones are refused", flush=True)
+        triton.stop()
+    if ranks.failure is not None:
+        _die(ranks.failure, processes)
+    ranks.stop()
+    print("Stopped", flush=True)
+    return 0
+
+
+def _watch(
+    triton: Any, processes: Mapping[int, str], ranks: ModelRanks, stopping: Sequence[int]
+) -> str | None:
+    """Wait for a signal; or say what died."""
+    while not stopping:
+        dead = [f"{name} (pid {pid})" for pid, name in processes.items() if not _is_running(pid)]
+        failure = f"{', '.join(dead)} died" if dead else ranks.failure
+        if failure is None and not triton.is_alive():
+            failure = "Triton is not alive"
+        if failure is not None:
+            return failure
+        time.sleep(_WATCH_SECS)
+    return None
+
+
+def _die(failure: str, processes: Mapping[int, str]) -> NoReturn:
+    """Leave at once with exit code 1, and take Triton along; other ranks notice and do the same."""
+    print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
+    time.sleep(_LAST_WORDS_SECS)
+    for pid in processes:
+        if _is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+    for segment in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):
+        Path(segment).unlink(missing_ok=True)
+    os._exit(1)
+
+
+def _build_triton(endpoint: RewardEndpoint, config: ServerConfig, port: int) -> Any:
+    # The stub loads the libpython of the interpreter that runs it, and finds it only by this variable.
+    libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
+    os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
+
+    import sh
+    from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+    from pytriton.model_config.common import QueuePolicy
+    from pytriton.triton import Triton, TritonConfig
+
+    # torchrun ends a process group as one: in a session of its own, Triton can drain.
+    sh.Command._call_args["new_session"] = True
+
+    triton = Triton(
+        config=TritonConfig(
+            http_address=config.host,
+            http_port=port,
+            allow_grpc=False,
+            allow_metrics=False,
+            exit_timeout_secs=config.exit_timeout_secs,
+        )
+    )
+    triton.bind(
+        model_name=protocol.MODEL_NAME,
+        infer_func=_infer_function(endpoint),
+        inputs=[Tensor(**vars(spec)) for spec in protocol.INPUTS],
+        outputs=[Tensor(**vars(spec)) for spec in protocol.OUTPUTS],
+        config=ModelConfig(
+            max_batch_size=config.max_batch_size,
+            batcher=DynamicBatcher(
+                max_queue_delay_microseconds=config.max_queue_delay_microseconds,
+                default_queue_policy=QueuePolicy(max_queue_size=config.max_queue_size),
+            ),
+        ),
+    )
+    for model in triton._model_manager.models:
+        _extend(model)
+    return triton
+
+
+def _extend(model: Any) -> None:
+    """Two things that Triton can do and PyTriton does not offer: ragged batches, an error per request."""
+    plain_config, plain_files = model.get_model_config, model.get_proxy_model_files
+
+    def get_model_config() -> dict[str, Any]:
+        config = plain_config()
+        for tensor in config["input"]:
+            tensor["allow_ragged_batch"] = True
+        return config
+
+    def get_proxy_model_files() -> dict[str, bytes]:
+        files = plain_files()
+        name = next(name for name in files if name.endswith("/model.py"))
+        if _PROXY_HOOK.encode() not in files[name]:
+            raise ServingError("nvidia-pytriton: its proxy is not the one of version 0.7, wanted 0.7")
+        return {**files, name: files[name] + _PROXY_EXTENSION.encode()}
+
+    model.get_model_config, model.get_proxy_model_files = get_model_config, get_proxy_model_files
+
+
+def _infer_function(endpoint: RewardEndpoint) -> Callable[[list[Any]], list[dict[str, np.ndarray]]]:
+    def infer(requests: list[Any]) -> list[dict[str, np.ndarray]]:
+        answers = endpoint.answer([dict(request.items()) for request in requests])
+        return [_to_outputs(answer) for answer in answers]
+
+    return infer
+
+
+def _to_outputs(answer: ScoreReply | Failure) -> dict[str, np.ndarray]:
+    if isinstance(answer, ScoreReply):
+        return protocol.encode_reply(answer)
+    code = "INVALID_ARG" if answer.bad_request else "INTERNAL"
+    return {"error": np.array([f"{code} {answer.message}".encode()], dtype=np.object_)}
+
+
+def _free_port(host: str, port: int) -> int:
+    """``port``, or any free one for 0; Triton itself would wait two minutes for a taken one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServingError(f"server.host, server.port: {host}:{port} is not free: {error}") from None
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _ready_file(path: str | None, url: str) -> Iterator[None]:
+    """While the server answers, ``path`` holds its URL."""
+    if path is None:
+        yield
+        return
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.write_text(url + "\n")
+    partial.replace(target)
+    try:
+        yield
+    finally:
+        target.unlink(missing_ok=True)
+
+
+def _children_of(root: int) -> dict[int, str]:
+    """Triton's processes among the descendants of ``root``: pid -> name."""
+    parents, names = {}, {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, tail = status.read_text().rpartition(")")
+        except OSError:
+            continue  # it ended meanwhile
+        pid, _, name = head.partition(" (")
+        parents[int(pid)], names[int(pid)] = int(tail.split()[1]), name
+    found = {}
+    for pid in parents:
+        ancestor = pid
+        while ancestor in parents and ancestor != root:
+            ancestor = parents[ancestor]
+        if ancestor == root and names[pid] in ("tritonserver", _STUB[:15]):
+            found[pid] = "tritonserver" if names[pid] == "tritonserver" else "Triton's Python stub"
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

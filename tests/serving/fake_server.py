@@ -1,0 +1,87 @@
+"""A real server around a scorer without a model: ``python fake_server.py key=value ...`` (server's keys).
+
+The reward of a token list is its sum; texts become one id per character. Some ids mean trouble:
+666 fails on every rank, 667 kills the last rank, 668 fails on the last rank alone, 700 takes 3 seconds,
+701 gives NaN. Every call is noted as ``BATCH sequences tokens`` on stdout.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.config.schema import ServerConfig
+from nemo_aligner.errors import DataError
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.serving.server import serve
+
+SEQ_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class FakeEncoded:
+    token_ids: list[int]
+    truncated: bool
+
+
+class FakeScorer:
+    add_eos = True
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def encode(self, text: str | list[dict[str, str]]) -> FakeEncoded:
+        if text == "explode":
+            raise KeyError("a bug in the tokenizer")
+        whole = text if isinstance(text, str) else "".join(turn["content"] for turn in text)
+        ids = [ord(letter) for letter in whole]
+        if not ids:
+            raise DataError("the text is empty")
+        return FakeEncoded(ids[-SEQ_LENGTH:], len(ids) > SEQ_LENGTH)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) > SEQ_LENGTH:
+            raise DataError(f"got {len(token_ids)} tokens, wanted at most {SEQ_LENGTH}")
+        if min(token_ids) < 0:
+            raise DataError(f"got token id {min(token_ids)}, wanted 0 or more")
+
+    def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
+        tokens = sum(len(ids) for ids in token_lists)
+        print("BATCH", len(token_lists), tokens, flush=True)
+        marks = {ids[0] for ids in token_lists}
+        last = self._rank == self._world_size - 1
+        if 666 in marks or (668 in marks and last):
+            raise RuntimeError("token 666 cannot be scored" if 666 in marks else "alone")
+        if 667 in marks and last:
+            os._exit(9)
+        if 700 in marks:
+            time.sleep(3)
+        # Each rank sums its share, like a tensor parallel model.
+        mine = [float(sum(ids[self._rank :: self._world_size])) for ids in token_lists]
+        rewards = torch.tensor(mine)
+        if self._world_size > 1:
+            dist.all_reduce(rewards)
+        rewards[[ids[0] == 701 for ids in token_lists]] = torch.nan
+        return np.stack([rewards.numpy(), -rewards.numpy()], axis=1).astype(np.float32)
+
+
+def main(arguments: list[str]) -> int:
+    kinds = {field.name: field.type for field in fields(ServerConfig)}
+    config = ServerConfig(port=0)
+    for argument in arguments:
+        key, value = argument.split("=", 1)
+        kind = {"int": int, "float": float}.get(str(kinds[key]), str)
+        setattr(config, key, kind(value))
+    with launch() as run:
+        return serve(FakeScorer(run.rank, run.world_size), config, run.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
