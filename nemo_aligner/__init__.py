@@ -1,4 +1,4 @@
-"""Reward models on Megatron: training, checkpoints, evaluation and serving with one meaning of a score."""
+"""Reward models on Megatron: training, checkpoints and serving with one meaning of a score."""
 
 from nemo_aligner.parallel import cpu as _cpu
 

@@ -47,7 +47,8 @@ class PackedBatch:
         """Lay ``sequences`` (S of them, in record order, none empty) end to end."""
         if len(sequences) != len(record_ids) * sequences_per_record:
             raise ValueError(
-                f"{len(sequences)} sequences for {len(record_ids)} records of {sequences_per_record}"
+                f"{len(sequences)} sequences for {len(record_ids)} records "
+                f"of {sequences_per_record}"
             )
         lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
         if len(sequences) == 0 or int(lengths.min()) < 1:

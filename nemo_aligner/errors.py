@@ -10,7 +10,7 @@ class ConfigError(AlignerError, ValueError):
 
 
 class DataError(AlignerError, ValueError):
-    """A record or text that cannot be read or scored; the message names file and line where there is one."""
+    """A record or text that cannot be read or scored; the message names file and line."""
 
 
 class CheckpointError(AlignerError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Between a ``.nemo`` archive and a reward model on this rank: load to train, load to score, save."""
+"""A reward model on this rank, from and to a ``.nemo`` archive: to train, to score, to keep."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def load_pretrained(
     """Load a base model, or a reward model to go on from, for training; every rank calls it.
 
     Raises:
-        CheckpointError: the archive is unsafe, incomplete, of another family, or its reward head has
-            another number of attributes or a bias.
+        CheckpointError: the archive is unsafe, incomplete, of another family, or its reward head
+            has another number of attributes or a bias.
     """
     with open_nemo(path) as folder:
         model = build_reward_model(
@@ -104,7 +104,7 @@ def load_reward_model(
     ``precision`` None is the contract's.
 
     Raises:
-        CheckpointError: the archive is unsafe, incomplete, has no reward head or no scoring contract.
+        CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
     """
     with open_nemo(path) as folder:
         if folder.contract is None:
@@ -135,7 +135,7 @@ def save_reward_model(
     tokenizer: Tokenizer,
     contract: ScoringContract,
 ) -> None:
-    """Write a reward model's archive, whole or not at all; every rank calls it, on a shared folder."""
+    """Write a reward model's archive, whole or not at all; every rank calls it."""
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))

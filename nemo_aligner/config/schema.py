@@ -138,7 +138,7 @@ class DataPrefixConfig:
 
 @dataclass
 class DataConfig:
-    """``format`` is ``auto`` or a name from ``data/formats.py``; the rest shapes the scoring contract.
+    """``format`` is ``auto`` or a name from ``data/formats.py``; the rest shapes the contract.
 
     ``template`` is ``tokenizer`` (the checkpoint's own chat template), a built-in name, or a file.
     """

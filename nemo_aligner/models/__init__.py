@@ -1,1 +1,1 @@
-"""The reward model on megatron-core: backbone, packed attention, head, and the step through the pipeline."""
+"""The reward model on megatron-core: backbone, packed attention, head and step."""

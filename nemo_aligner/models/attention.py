@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: a varlen kernel on GPUs, SDPA sequence by sequence elsewhere."""
+"""Causal attention over packed sequences: a varlen kernel on GPUs, else SDPA one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_aligner.batch import PackedBatch
 
 @dataclass(frozen=True)
 class PackedSegments:
-    """The bounds of a pack's sequences, in the slot where megatron-core carries ``PackedSeqParams``.
+    """The bounds of a pack's sequences, where megatron-core carries ``PackedSeqParams``.
 
     ``qkv_format`` is not ``thd``: rotary frequencies come one per token, already at the right
     position, so megatron-core need not cut the pack apart to apply them.
@@ -41,9 +41,9 @@ class PackedSegments:
 
 
 class PackedAttention(MegatronModule):
-    """Core attention on ``query [T, 1, heads, channels]`` and ``key``, ``value [T, 1, groups, channels]``.
+    """Core attention of ``query [T, 1, heads, c]`` on ``key`` and ``value [T, 1, groups, c]``.
 
-    Each sequence attends causally to itself alone. The output is ``[T, 1, heads * channels]``.
+    Each sequence attends causally to itself alone. The output is ``[T, 1, heads * c]``.
     """
 
     def __init__(

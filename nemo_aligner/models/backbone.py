@@ -65,13 +65,13 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision is Precision.bf16,
-        # Packs differ in length; megatron-core asks for this dispatcher beside it, with or without MoE.
+        # Packs differ in length; megatron-core asks for this dispatcher beside it, MoE or not.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Gradients are summed over a step and divided once by the global count, never mean by mean.
         calculate_per_token_loss=True,
-        # Weights come from a checkpoint. (Without perform_initialization megatron-core would also leave
-        # out the marks by which the gradient norm tells sharded weights from replicated ones.)
+        # Weights come from a checkpoint. (perform_initialization=False would also leave out the
+        # marks by which the gradient norm tells sharded weights from replicated ones.)
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         gradient_accumulation_fusion=False,

@@ -25,7 +25,7 @@ _HEAD_INIT_STD = 0.02
 
 
 class RewardHead(torch.nn.Module):
-    """Linear map ``[S, hidden] -> [S, num_attributes]`` in fp32, without bias, whole on all TP ranks."""
+    """Linear map ``[S, hidden] -> [S, A]`` in fp32, without bias, whole on all TP ranks."""
 
     def __init__(self, hidden_size: int, num_attributes: int, seed: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def build_reward_model(
 
 
 def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> None:
-    """Leave embeddings and the first ``count`` of ``num_layers`` layers as they are; 0 freezes nothing.
+    """Leave the embeddings and the first ``count`` layers as they are; 0 freezes nothing.
 
     Raises:
         ConfigError: ``count`` leaves no layer to train.

@@ -35,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family, under the names NeMo's ``model_config.yaml`` gives its parts."""
+    """A decoder of the Llama family, in the terms of NeMo's ``model_config.yaml``."""
 
     num_layers: int
     hidden_size: int

@@ -1,4 +1,4 @@
-"""One training step's forward and backward, and inference: the only callers of Megatron's schedules."""
+"""A step's forward and backward, and inference: the only callers of Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def forward_backward(
 def infer(model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout) -> Tensor:
     """Rewards ``[S, A]`` float32 of this data parallel rank's ``batches``, on the model's device.
 
-    They are in the order of ``batches``, on every rank of the tensor and pipeline groups, and raw: the
-    head's output, to which a scoring contract may add offsets. The model is left in evaluation mode.
+    They are in the order of ``batches``, on every rank of the tensor and pipeline groups, and raw:
+    the head's output, to which a scoring contract may add offsets. The model is left in evaluation
+    mode.
     """
     model.eval()
     if not batches:

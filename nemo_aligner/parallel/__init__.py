@@ -1,1 +1,1 @@
-"""How a run is laid out over processes: launch, layout, collectives, and megatron-core without CUDA."""
+"""How a run is laid out over processes, and megatron-core on machines without CUDA."""

@@ -1,8 +1,8 @@
 """megatron-core on a machine without CUDA: the CPU plays the CUDA device, gloo plays NCCL.
 
 megatron-core names its device in string literals and asks a few ``torch.cuda`` functions. ``install``
-puts a finder in front of the import system that waits for ``megatron.core``. Only if there is no GPU
-then, it gives those literals and functions their CPU meaning as each module is loaded. Nothing of
+puts a finder in front of the import system that waits for ``megatron.core``. If there is no GPU then,
+it gives those literals and functions their CPU meaning as each module is loaded. Nothing of
 megatron-core is copied, and its files and line numbers stay as they are.
 """
 
@@ -38,7 +38,8 @@ def install() -> None:
         if torch.cuda.is_available():
             return
         raise RuntimeError(
-            "megatron.core was imported before nemo_aligner: without a GPU, import nemo_aligner first"
+            "megatron.core was imported before nemo_aligner: "
+            "without a GPU, import nemo_aligner first"
         )
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     NCCL and one GPU per process where CUDA is available, else gloo on the CPU.
 
     Raises:
-        ConfigError: the launcher's environment is incomplete, or there are more local ranks than GPUs.
+        ConfigError: the launcher's environment is incomplete, or a local rank has no GPU.
     """
     place = _find_place(os.environ)
     use_cuda = torch.cuda.is_available()

@@ -1,0 +1,92 @@
+"""The same five steps at every layout: equal losses, gradient norms and, afterwards, rewards."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests import tiny
+
+STEPS = 5
+LAYOUTS = {
+    "tp2": (2, ["model.tensor_model_parallel_size=2"]),
+    "tp2_sp": (2, ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]),
+    "pp2": (2, ["model.pipeline_model_parallel_size=2"]),
+    "dp2": (2, []),
+    "tp2_pp2": (
+        4,
+        ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"],
+    ),
+    "recompute": (1, ["model.activations_checkpoint_granularity=full"]),
+}
+
+
+def train(folder: Path, base: Path, pairs: Path, processes: int, overrides: list[str]) -> Path:
+    """Run the training example; its results folder."""
+    tiny.run_script(
+        "examples/train_reward_model.py",
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{pairs}]",
+        f"model.data.data_prefix.validation=[{pairs}]",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=160",
+        "model.global_batch_size=8",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        f"trainer.rm.max_steps={STEPS}",
+        "trainer.rm.max_epochs=10",
+        f"trainer.rm.val_check_interval={STEPS}",
+        *overrides,
+        processes=processes,
+    )
+    return folder
+
+
+def curves(folder: Path) -> dict[str, list[float]]:
+    """Loss and gradient norm of every step, as the CSV logger wrote them."""
+    (path,) = folder.rglob("metrics.csv")
+    with path.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row.get("train/loss")]
+    return {name: [float(row[f"train/{name}"]) for row in rows] for name in ("loss", "grad_norm")}
+
+
+def score(archive: Path, texts: Path) -> np.ndarray:
+    done = tiny.run_script("tests/distributed/score_archive.py", str(archive), str(texts))
+    return np.array(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", 37)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, base: Path, pairs: Path) -> Path:
+    return train(tmp_path_factory.mktemp("one"), base, pairs, 1, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_like_one_process(
+    layout: str, base: Path, pairs: Path, reference: Path, tmp_path: Path
+) -> None:
+    processes, overrides = LAYOUTS[layout]
+    folder = train(tmp_path, base, pairs, processes, overrides)
+    got, wanted = curves(folder), curves(reference)
+    assert len(wanted["loss"]) == STEPS
+    np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-5)
+    np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+    archives = [next(path.rglob("megatron_gpt.nemo")) for path in (folder, reference)]
+    rewards = [score(archive, pairs) for archive in archives]
+    assert np.ptp(rewards[1]) > 0.01
+    np.testing.assert_allclose(rewards[0], rewards[1], atol=1e-5)

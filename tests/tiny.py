@@ -1,0 +1,144 @@
+"""Tiny real things for tests: a Llama checkpoint with its tokenizer, preference files, and a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = (
+    "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps sings "
+    "eats what is where who why how good bad yes no please thank you sorry one two three four five"
+).split()
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+)
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer with ChatML's special tokens, trained on WORDS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SHAPE["vocab_size"],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+
+
+def write_hf_checkpoint(folder: Path, **changes: object) -> None:
+    """A random LlamaForCausalLM in safetensors, with weights large enough to tell layouts apart."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "initializer_range": 0.1, **changes}))
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_base_nemo(path: Path, **changes: object) -> Path:
+    """A base ``.nemo`` made by the converter from a tiny Hugging Face checkpoint."""
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+
+    source = path.with_suffix(".hf")
+    write_hf_checkpoint(source, **changes)
+    convert_hf_to_nemo(source, path)
+    return path
+
+
+def sentence(rng: random.Random, low: int = 2, high: int = 12) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
+
+
+def write_pairs(path: Path, count: int, seed: int = 0) -> Path:
+    """Chat pairs whose chosen reply thanks and whose rejected reply does not."""
+    rng = random.Random(seed)
+    with path.open("w") as lines:
+        for index in range(count):
+            pair = {
+                "prompt": f"{sentence(rng)} {index}",
+                "chosen": f"thank you {sentence(rng)}",
+                "rejected": sentence(rng),
+            }
+            lines.write(json.dumps(pair) + "\n")
+    return path
+
+
+def write_ratings(path: Path, count: int, attributes: tuple[str, ...], seed: int = 0) -> Path:
+    """Rated replies; every fifth label is missing."""
+    rng = random.Random(seed)
+    with path.open("w") as lines:
+        for index in range(count):
+            labels = {
+                name: None if (index + place) % 5 == 0 else rng.randint(0, 4)
+                for place, name in enumerate(attributes)
+            }
+            row = {"prompt": f"{sentence(rng)} {index}", "response": sentence(rng), **labels}
+            lines.write(json.dumps(row) + "\n")
+    return path
+
+
+def run_script(
+    script: str,
+    *arguments: str,
+    processes: int = 1,
+    timeout: float = 300.0,
+    check: bool = True,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of the repository as a user would: plain python, or torchrun for several ranks."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={processes}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        **(env or {}),
+    }
+    done = subprocess.run(
+        [*command, str(ROOT / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        cwd=ROOT,
+    )
+    if check and done.returncode != 0:
+        raise AssertionError(
+            f"{script} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+        )
+    return done
