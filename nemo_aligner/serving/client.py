@@ -42,8 +42,8 @@ class _Part:
 class RewardClient:
     """Scores on a reward model server; a text is a raw string or a conversation's messages.
 
-    Conversations get the model's chat template on the server. Calls are split into requests of at most
-    the server's ``max_batch_size`` rows, sent side by side. Safe to use from several threads.
+    Conversations get the model's chat template on the server. Calls are split into requests of at
+    most the server's ``max_batch_size`` rows, sent side by side. Safe to use from several threads.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RewardClient:
         init_timeout_s: float = 60.0,
         max_connections: int = 16,
     ) -> None:
-        """``timeout_s`` is for one request, ``init_timeout_s`` for the server to be there and ready."""
+        """``timeout_s`` is for one request, ``init_timeout_s`` for the server to get ready."""
         self._url = url
         self._model_name = model_name
         self._timeouts = {"inference_timeout_s": timeout_s, "init_timeout_s": init_timeout_s}
@@ -69,7 +69,10 @@ class RewardClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -212,4 +215,4 @@ def _join(parts: Sequence[_Part], outputs: Sequence[Inputs]) -> np.ndarray:
 def _warn_if_exceeded(replies: Sequence[ScoreReply], total: int) -> None:
     exceeded = sum(int(reply.exceeded.sum()) for reply in replies)
     if exceeded:
-        logger.warning("%d of %d texts were longer than the model's seq_length and cut", exceeded, total)
+        logger.warning("%d of %d texts were cut to the model's seq_length", exceeded, total)

@@ -87,7 +87,8 @@ class RewardEndpoint:
             return _Job(answer=Failure(_one_line(error), True))
         except Exception as error:
             logger.exception("a request could not be prepared")
-            return _Job(answer=Failure(f"internal error: {type(error).__name__}: {_one_line(error)}", False))
+            what = f"internal error: {type(error).__name__}: {_one_line(error)}"
+            return _Job(answer=Failure(what, False))
 
     def _check_add_eos(self, request: ScoreRequest) -> None:
         raw_text = request.texts is not None and isinstance(request.texts[0], str)
@@ -117,8 +118,8 @@ class RewardEndpoint:
         try:
             rewards = self._execute([ids for job in jobs for ids in job.token_lists])
         except Exception as error:
-            logger.error("a batch of %d requests could not be scored: %s", len(jobs), _one_line(error))
             failure = Failure(f"the model failed: {_one_line(error)}", False)
+            logger.error("a batch of %d requests: %s", len(jobs), failure.message)
             for job in jobs:
                 job.answer = failure
             return False

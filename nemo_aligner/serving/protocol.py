@@ -2,25 +2,28 @@
 
 A request carries B texts (or token rows), in exactly one of three forms:
 
-=====================  =====  ========  ==============================================================
-input                  dtype  shape     meaning
-=====================  =====  ========  ==============================================================
-``sentences``          BYTES  [B, 1]    raw UTF-8 text, scored as it stands: no chat template is applied
-``conversations``      BYTES  [B, 1]    a JSON list of ``{"role", "content"}``: the contract's template is
-``tokens``             INT64  [B, S]    token ids, scored as sent; zeros (or anything) after the length
-``sequence_lengths``   INT64  [B, 1]    the true lengths, with ``tokens``
-``add_EOS``            BOOL   [B, 1]    optional, from clients of NeMo-Aligner 0.2-0.3; see below
-=====================  =====  ========  ==============================================================
+====================  =====  ======  ==============================================================
+input                 dtype  shape   meaning
+====================  =====  ======  ==============================================================
+``sentences``         BYTES  [B, 1]  raw UTF-8 text, scored as it stands, without chat template
+``conversations``     BYTES  [B, 1]  a JSON list of ``{"role", "content"}``; the contract's chat
+                                     template is applied
+``tokens``            INT64  [B, S]  token ids, scored as sent; whatever stands after the length
+                                     is ignored
+``sequence_lengths``  INT64  [B, 1]  the true lengths, with ``tokens``
+``add_EOS``           BOOL   [B, 1]  optional, from clients of NeMo-Aligner 0.2-0.3; see below
+====================  =====  ======  ==============================================================
 
-The answer has ``rewards`` FP32 [B, A], one column per attribute, and ``exceeded`` INT32 [B, 1], 1 where
-a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it. With any other
-overlong rule, and for ``tokens``, which are never altered, too long is an error.
+The answer has ``rewards`` FP32 [B, A], one column per attribute, and ``exceeded`` INT32 [B, 1], 1
+where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it. With
+any other overlong rule, and for ``tokens``, which are never altered, too long is an error.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
 says, for the other forms it must be false, and a request that disagrees is refused.
 
-A bad request is answered with HTTP 400 and one line of its own; others in the same batch are not touched.
+A bad request is answered with HTTP 400 and one line of its own; the others in its batch are not
+touched.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One decoded request: B ``texts`` (a string, or a conversation's messages) or B ``token_lists``."""
+    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``."""
 
     texts: list[str | list[Message]] | None = None
     token_lists: list[list[int]] | None = None
@@ -124,7 +127,7 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     """Check one request's tensors and take them apart.
 
     Raises:
-        ServingError: the tensors contradict each other or the contract above; one line, for the client.
+        ServingError: the tensors contradict each other or the contract above, in one line.
     """
     forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
     if len(forms) != 1:
@@ -144,7 +147,8 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     rows = [_decode_bytes(raw) for raw in _column(inputs, form, len(inputs[form]))]
     if form == "sentences":
         return ScoreRequest(texts=list(rows), add_eos=flags)
-    return ScoreRequest(texts=[_conversation(row, text) for row, text in enumerate(rows)], add_eos=flags)
+    conversations = [_conversation(row, text) for row, text in enumerate(rows)]
+    return ScoreRequest(texts=list(conversations), add_eos=flags)
 
 
 def _bytes_column(rows: Any) -> np.ndarray:
@@ -174,7 +178,8 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
     for row, length in enumerate(lengths):
         if not 1 <= length <= tokens.shape[1]:
             raise ServingError(
-                f"sequence_lengths, row {row}: got {length}, wanted 1 to {tokens.shape[1]} (tokens' width)"
+                f"sequence_lengths, row {row}: got {length}, "
+                f"wanted 1 to {tokens.shape[1]} (the width of tokens)"
             )
     return [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
 
@@ -186,8 +191,8 @@ def _conversation(row: int, text: str) -> list[Message]:
         raise ServingError(f"conversations, row {row}: not JSON ({error})") from None
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ServingError(
-            f'conversations, row {row}: wanted a non-empty list of {{"role": text, "content": text}}, '
-            f"got {text[:80]}"
+            f"conversations, row {row}: got {text[:80]}, "
+            'wanted a non-empty list of {"role": text, "content": text}'
         )
     return messages
 

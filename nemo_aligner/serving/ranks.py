@@ -1,8 +1,8 @@
-"""Rank 0 drives, the others follow: one scoring call on every rank at once, over gloo control groups.
+"""Rank 0 drives, the others follow: one scoring call on every rank at once.
 
-Two groups, apart from the model's own: *work* carries the calls and waits as long as it takes; *pulse*
-beats every few seconds in a thread of its own, so that a rank that died or froze is noticed by all
-others within seconds, also in the middle of a forward pass or when nobody asks for anything.
+Two gloo groups, apart from the model's own: *work* carries the calls and waits as long as it takes;
+*pulse* beats every few seconds in a thread of its own, so that a rank that died or froze is noticed
+by all others within seconds, also in the middle of a forward pass or when nobody asks for anything.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ _NO_LIMIT = timedelta(days=365)
 class ModelRanks:
     """``score`` on all ranks: ``execute`` on rank 0 while the others are in ``follow``.
 
-    A rank that cannot go on ends its process with exit code 1; on rank 0 ``failure`` says why first,
+    A follower that cannot go on ends its process with exit code 1; on rank 0 ``failure`` says why,
     so that the server can answer what it holds.
     """
 
@@ -49,7 +50,7 @@ class ModelRanks:
         self._timeout_secs = worker_timeout_secs
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._lost: Future[str] = Future()
+        self._lost: Future[Any] = Future()
         self._leaving = threading.Event()
         # One thread for all forward passes: device and inference mode are settings of a thread.
         self._model_thread = ThreadPoolExecutor(1, "model", initializer=self._enter_model_thread)
@@ -70,11 +71,11 @@ class ModelRanks:
         """Score on all ranks; rank 0 only, from any thread.
 
         Raises:
-            ServingError: ``score`` failed, on every rank (the next call may succeed), or a rank is lost.
+            ServingError: ``score`` failed (the next call may succeed), or a rank is lost.
         """
         if self.failure is not None:
             raise ServingError(self.failure)
-        call = self._model_thread.submit(self._lead, token_lists)
+        call: Future[Any] = self._model_thread.submit(self._lead, token_lists)
         wait([call, self._lost], return_when=FIRST_COMPLETED)
         if not call.done():
             raise ServingError(self._lost.result())
@@ -92,10 +93,11 @@ class ModelRanks:
             self._attempt([part.tolist() for part in ids.split(lengths)])
 
     def stop(self) -> None:
-        """Release the followers (rank 0), and end the heartbeat; every rank calls it, none is busy."""
+        """Release the followers and end the heartbeat; every rank calls it when idle."""
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
-                self._model_thread.submit(self._broadcast, torch.zeros(2, dtype=torch.int64)).result()
+                nothing = torch.zeros(2, dtype=torch.int64)
+                self._model_thread.submit(self._broadcast, nothing).result()
             self._leaving.set()
             self._pulse_thread.join()
         self._model_thread.shutdown()
@@ -112,7 +114,7 @@ class ModelRanks:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def _lead(self, token_lists: list[list[int]]) -> np.ndarray:
+    def _lead(self, token_lists: list[list[int]]) -> np.ndarray | None:
         if self.world_size > 1:
             # Everything is built before the first byte goes out: nothing may raise in between.
             lengths = [len(ids) for ids in token_lists]
@@ -154,9 +156,9 @@ class ModelRanks:
         mine = None if error is None else f"{type(error).__name__}: {error}"
         if self.world_size == 1:
             return [] if mine is None else [mine]
-        # A rank that fails alone leaves the others waiting for it inside the model: nobody would return.
+        # A rank that fails alone leaves the others waiting for it inside the model.
         watch = threading.Timer(
-            self._timeout_secs, self.lose, [f"rank {self.rank} failed alone ({mine}), out of step"]
+            self._timeout_secs, self.lose, [f"rank {self.rank} failed alone: {mine}"]
         )
         watch.daemon = True
         if error is not None:
@@ -168,13 +170,13 @@ class ModelRanks:
         return [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
 
     def _beat(self) -> None:
-        """All ranks meet; the others wait here while rank 0 sleeps, until rank 0 says it is leaving."""
+        """All ranks meet, and the others wait here while rank 0 sleeps; until rank 0 leaves."""
         while True:
             leaving = torch.tensor([int(self.rank == 0 and self._leaving.is_set())])
             try:
                 dist.all_reduce(leaving, op=dist.ReduceOp.MAX, group=self._pulse)
             except Exception as error:
-                self.lose(f"the heartbeat between the ranks broke: {str(error).splitlines()[0][:200]}")
+                self.lose(f"a rank died or froze: {str(error).splitlines()[0][:200]}")
                 return
             if leaving.item():
                 return

@@ -27,14 +27,18 @@ from nemo_aligner.serving.ranks import ModelRanks
 
 logger = logging.getLogger(__name__)
 
-_STUB = "triton_python_backend_stub"
+# As the kernel names them, in 15 letters.
+_TRITON_PROCESSES = {
+    "tritonserver": "Triton's server",
+    "triton_python_backend_stub"[:15]: "Triton's Python stub",
+}
 _WATCH_SECS = 0.2
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 # PyTriton's proxy answers an exception to every request of a batch; Triton itself has an error per
 # response. This is appended to the proxy's model.py in Triton's model store, and uses that.
-_PROXY_HOOK = "\ndef _wrap_response(response: Response, requested_outputs_names, model_outputs_dict):"
-_PROXY_EXTENSION = '''
+_PROXY_HOOK = "\ndef _wrap_response("
+_PROXY_EXTENSION = """
 
 _wrap_rewards = _wrap_response
 
@@ -45,15 +49,15 @@ def _wrap_response(response, requested_outputs_names, model_outputs_dict):
     code, message = bytes(response.data["error"].reshape(-1)[0]).decode().split(" ", 1)
     error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
-'''
+"""
 
 
 def serve(scorer: Scorer, config: ServerConfig, device: torch.device | str = "cpu") -> int:
     """Answer requests until SIGTERM or SIGINT; every rank calls it.
 
     Returns:
-        The exit code, 0 after a drained stop. A server that cannot go on (a rank, Triton or its Python
-        stub died) answers what it holds with an error and ends the process with 1.
+        The exit code, 0 after a drained stop. A server that cannot go on (a rank, Triton or its
+        Python stub died) answers what it holds with an error and ends the process with 1.
     """
     ranks = ModelRanks(
         scorer.score_token_lists, device, config.heartbeat_secs, config.worker_timeout_secs
@@ -120,7 +124,7 @@ def _die(failure: str, processes: Mapping[int, str]) -> NoReturn:
 
 
 def _build_triton(endpoint: RewardEndpoint, config: ServerConfig, port: int) -> Any:
-    # The stub loads the libpython of the interpreter that runs it, and finds it only by this variable.
+    # The stub loads the libpython of the running interpreter, and finds it only by this variable.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
 
@@ -160,7 +164,7 @@ def _build_triton(endpoint: RewardEndpoint, config: ServerConfig, port: int) -> 
 
 
 def _extend(model: Any) -> None:
-    """Two things that Triton can do and PyTriton does not offer: ragged batches, an error per request."""
+    """What Triton can do and PyTriton does not offer: ragged batches, an error per request."""
     plain_config, plain_files = model.get_model_config, model.get_proxy_model_files
 
     def get_model_config() -> dict[str, Any]:
@@ -173,7 +177,7 @@ def _extend(model: Any) -> None:
         files = plain_files()
         name = next(name for name in files if name.endswith("/model.py"))
         if _PROXY_HOOK.encode() not in files[name]:
-            raise ServingError("nvidia-pytriton: its proxy is not the one of version 0.7, wanted 0.7")
+            raise ServingError(f"nvidia-pytriton: its {name} is not that of version 0.7")
         return {**files, name: files[name] + _PROXY_EXTENSION.encode()}
 
     model.get_model_config, model.get_proxy_model_files = get_model_config, get_proxy_model_files
@@ -201,7 +205,7 @@ def _free_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ServingError(f"server.host, server.port: {host}:{port} is not free: {error}") from None
+            raise ServingError(f"server.port: {host}:{port} is not free: {error}") from None
         return int(probe.getsockname()[1])
 
 
@@ -231,14 +235,17 @@ def _children_of(root: int) -> dict[int, str]:
             continue  # it ended meanwhile
         pid, _, name = head.partition(" (")
         parents[int(pid)], names[int(pid)] = int(tail.split()[1]), name
-    found = {}
-    for pid in parents:
-        ancestor = pid
-        while ancestor in parents and ancestor != root:
-            ancestor = parents[ancestor]
-        if ancestor == root and names[pid] in ("tritonserver", _STUB[:15]):
-            found[pid] = "tritonserver" if names[pid] == "tritonserver" else "Triton's Python stub"
-    return found
+    return {
+        child: _TRITON_PROCESSES[name]
+        for child, name in names.items()
+        if name in _TRITON_PROCESSES and _descends(child, root, parents)
+    }
+
+
+def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
+    while pid in parents and pid != root:
+        pid = parents[pid]
+    return pid == root
 
 
 def _is_running(pid: int) -> bool:

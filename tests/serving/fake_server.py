@@ -1,8 +1,8 @@
-"""A real server around a scorer without a model: ``python fake_server.py key=value ...`` (server's keys).
+"""A real server around a scorer without a model: ``python fake_server.py key=value ...``.
 
 The reward of a token list is its sum; texts become one id per character. Some ids mean trouble:
-666 fails on every rank, 667 kills the last rank, 668 fails on the last rank alone, 700 takes 3 seconds,
-701 gives NaN. Every call is noted as ``BATCH sequences tokens`` on stdout.
+666 fails on every rank, 667 kills the last rank, 668 fails on the last rank alone, 700 takes 3
+seconds, 701 gives NaN. Every call is noted as ``BATCH sequences tokens`` on stdout.
 """
 
 from __future__ import annotations

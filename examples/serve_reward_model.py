@@ -1,0 +1,42 @@
+"""Serve a reward model: ``python examples/serve_reward_model.py rm_model_file=megatron_gpt.nemo``.
+
+With several ranks: ``torchrun --nproc-per-node 2 examples/serve_reward_model.py
+rm_model_file=megatron_gpt.nemo model.tensor_model_parallel_size=2``. SIGTERM drains and stops it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    from nemo_aligner.config.load import load_config
+    from nemo_aligner.config.schema import ServeConfig
+
+    config = load_config(ServeConfig, sys.argv[1:])
+
+    from nemo_aligner.errors import ConfigError
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.serving.server import serve
+
+    if config.rm_model_file is None:
+        raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
+    with launch() as run:
+        layout = initialize_layout(
+            config.model.tensor_model_parallel_size,
+            config.model.pipeline_model_parallel_size,
+            config.model.sequence_parallel,
+        )
+        scorer = load_scorer(
+            config.rm_model_file,
+            layout,
+            precision=config.precision,
+            micro_batch_tokens=config.model.micro_batch_tokens,
+        )
+        return serve(scorer, config.server, run.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
