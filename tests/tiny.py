@@ -1,4 +1,4 @@
-"""Tiny real things for tests: a Llama checkpoint with its tokenizer, preference files, and a launcher."""
+"""Tiny real things for tests: a Llama checkpoint, preference files, and a launcher."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = (
+TEXT = (
     "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps sings "
     "eats what is where who why how good bad yes no please thank you sorry one two three four five"
-).split()
+)
+WORDS = TEXT.split()
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -45,7 +46,7 @@ def write_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|im_start|>",

@@ -1,4 +1,4 @@
-"""Print the rewards of a pairs file's chosen replies as JSON: ``score_archive.py ARCHIVE PAIRS``."""
+"""``score_archive.py ARCHIVE PAIRS``: the rewards of the chosen replies, as JSON."""
 
 from __future__ import annotations
 

@@ -1,0 +1,138 @@
+"""The reward model against transformers, and its head, packing and freezing, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_aligner.batch import PackedBatch
+from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.parallel.layout import ParallelLayout
+from tests import tiny
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[ParallelLayout]:
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+
+    with launch():
+        yield initialize_layout()
+        destroy_layout()
+
+
+def load(path: Path, layout: ParallelLayout, recompute: Recompute = Recompute.none):  # type: ignore[no-untyped-def]
+    from nemo_aligner.checkpoint.reward_model import load_pretrained
+
+    return load_pretrained(
+        path, layout, num_attributes=2, precision=Precision.fp32, recompute=recompute
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "num_key_value_heads": 4},
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "head_dim": 32},
+    ],
+    ids=["tied", "untied", "llama3_rope", "theta_and_head_dim"],
+)
+def test_rewards_are_the_head_on_transformers_last_hidden_state(
+    changes: dict, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    from nemo_aligner.models.step import infer
+
+    pretrained = load(tiny.write_base_nemo(tmp_path / "base.nemo", **changes), layout)
+    assert pretrained.head_is_new
+    rewards = infer(pretrained.model, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout)
+
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "base.hf").eval()
+    with torch.no_grad():
+        states = [theirs.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in SEQUENCES]
+    wanted = torch.stack(states) @ pretrained.model.rm_head.weight.T
+    assert rewards.dtype == torch.float32
+    torch.testing.assert_close(rewards, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+
+
+def test_a_reward_does_not_depend_on_its_pack(base: Path, layout: ParallelLayout) -> None:
+    from nemo_aligner.models.step import infer
+
+    model = load(base, layout).model
+    together = infer(model, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout)
+    alone = infer(model, [PackedBatch.pack([ids], [0], 1) for ids in SEQUENCES], layout)
+    padded = infer(model, [PackedBatch.pack(SEQUENCES, range(4), 1).padded_to_multiple(8)], layout)
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(together, padded, atol=1e-6, rtol=1e-5)
+
+
+def test_no_output_layer_is_left_in_the_model(base: Path, layout: ParallelLayout) -> None:
+    model = load(base, layout).model
+    assert not [name for name, _ in model.named_parameters() if "output_layer" in name]
+    assert model.rm_head.weight.dtype == torch.float32
+
+
+def gradients(
+    base: Path, layout: ParallelLayout, frozen: int, recompute: Recompute
+) -> dict[str, torch.Tensor]:
+    from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
+    from nemo_aligner.models.step import forward_backward
+
+    model = load(base, layout, recompute).model
+    freeze_lower_layers(model, frozen, 4)
+    wrapped = wrap_for_training(model)
+    wrapped.train()
+
+    def loss(
+        rewards: torch.Tensor, labels: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rewards.square().sum(), torch.tensor(rewards.size(0))
+
+    forward_backward(wrapped, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout, loss)
+    return {
+        name: parameter.main_grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def test_freezing_keeps_the_upper_gradients_at_any_recompute(
+    base: Path, layout: ParallelLayout
+) -> None:
+    whole = gradients(base, layout, 0, Recompute.none)
+    assert all(gradient.abs().max() > 0 for gradient in whole.values())
+    for recompute in Recompute:
+        upper = gradients(base, layout, 3, recompute)
+        assert set(upper) < set(whole)
+        assert not [name for name in upper if name.startswith(("embedding", "decoder.layers.2"))]
+        for name, gradient in upper.items():
+            torch.testing.assert_close(gradient, whole[name], atol=1e-6, rtol=1e-5)
+
+
+def test_freezing_everything_is_refused(base: Path, layout: ParallelLayout) -> None:
+    from nemo_aligner.models.reward_model import freeze_lower_layers
+
+    with pytest.raises(ConfigError, match=r"model\.freeze_layers: got 4, wanted less than 4"):
+        freeze_lower_layers(load(base, layout).model, 4, 4)
