@@ -39,7 +39,7 @@ class PackedBatch:
     @classmethod
     def pack(
         cls,
-        sequences: Sequence[Sequence[int]],
+        sequences: Sequence[Sequence[int] | Tensor],
         record_ids: Sequence[int],
         sequences_per_record: int,
         labels: Tensor | None = None,

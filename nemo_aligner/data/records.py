@@ -1,0 +1,193 @@
+"""Preference data in memory: comparisons and ratings, each knowing the file and line it came from.
+
+What is an error, and what is a counted drop:
+
+=============================================================================  =====================
+malformed JSON or text, a missing key, a value of the wrong type, two formats  DataError, file:line
+in one file, an odd number of comparison lines, a label that is not finite
+chosen and rejected are the same (``identical``)                               dropped and counted
+the reply is empty or blank (``empty_reply``)                                  dropped and counted
+a rating without any label (``no_label``)                                      dropped and counted
+chosen and rejected answer different prompts (``different_prompts``)           kept and counted
+=============================================================================  =====================
+
+Empty lines are skipped. A dropped record is never replaced by another one. What only tokens can show
+(too long, the same tokens on both sides) is dropped and counted by ``datasets.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nemo_aligner.errors import DataError
+
+Message: TypeAlias = dict[str, str]
+Conversation: TypeAlias = list[Message]
+# A str is raw text, scored as it stands; a conversation goes through the contract's chat template.
+Text: TypeAlias = str | Conversation
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a record begins; lines count from 1."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two texts of which people, or a rule, preferred ``chosen``."""
+
+    chosen: Text
+    rejected: Text
+    origin: Origin
+
+    @property
+    def texts(self) -> tuple[Text, ...]:
+        return (self.chosen, self.rejected)
+
+
+@dataclass(frozen=True)
+class Rating:
+    """A text with one label per attribute, None where a label is missing."""
+
+    response: Text
+    labels: tuple[float | None, ...]
+    origin: Origin
+
+    @property
+    def texts(self) -> tuple[Text, ...]:
+        return (self.response,)
+
+
+Record: TypeAlias = Comparison | Rating
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred."""
+
+    path: str
+    kind: str
+    format: str
+    records: list[Any]
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def read_records(
+    path: str | Path,
+    kind: str | None,
+    fmt: str = "auto",
+    attributes: Sequence[str] = (),
+    loss_mask_val: float | None = None,
+) -> RecordFile:
+    """Read one file of pairs (``kind="comparison"``) or ratings (``"rating"``); None takes either.
+
+    ``attributes`` names the labels of ratings, in order; without it ratings are read with no labels.
+    ``loss_mask_val`` is the number that, like null, stands for a missing label.
+
+    Raises:
+        DataError: see the table above; a file with nothing left to use is one, too.
+    """
+    from nemo_aligner.data.formats import choose_format, read_lines
+
+    lines = read_lines(path)
+    chosen_format = choose_format(fmt, kind, lines, str(path))
+    counts: Counter[str] = Counter()
+    records: list[Record] = []
+    for record in chosen_format.read(lines, str(path), attributes, loss_mask_val):
+        counts["read"] += 1
+        reason = _why_drop(record, bool(attributes))
+        if reason is not None:
+            counts[reason] += 1
+            continue
+        if isinstance(record, Comparison) and prompt_of(record.chosen) != prompt_of(
+            record.rejected
+        ):
+            counts["different_prompts"] += 1
+        records.append(record)
+    counts["kept"] = len(records)
+    if not records:
+        raise DataError(f"{path}: no usable record in it: {_describe(counts)}")
+    return RecordFile(str(path), chosen_format.kind, chosen_format.name, records, dict(counts))
+
+
+def _describe(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "it is empty"
+
+
+def _why_drop(record: Record, labelled: bool) -> str | None:
+    if any(not reply_of(text).strip() for text in record.texts):
+        return "empty_reply"
+    if isinstance(record, Comparison):
+        return "identical" if record.chosen == record.rejected else None
+    if labelled and all(label is None for label in record.labels):
+        return "no_label"
+    return None
+
+
+def prompt_of(text: Text) -> Conversation:
+    """Everything before the last turn of a conversation; nothing for raw text, whose prompt is unknown."""
+    return [] if isinstance(text, str) else text[:-1]
+
+
+def reply_of(text: Text) -> str:
+    """What is judged: the last turn of a conversation; the whole of a raw text."""
+    return text if isinstance(text, str) else text[-1]["content"]
+
+
+def first_prompt(text: Text) -> str:
+    """The first user turn of a conversation; empty for raw text."""
+    turns: Iterator[Message] = iter(() if isinstance(text, str) else text)
+    return next((turn["content"] for turn in turns if turn["role"] == "user"), "")
+
+
+def check_text(text: object) -> None:
+    """Refuse anything but a raw text or a conversation that ends with the assistant's reply.
+
+    Raises:
+        DataError: it says what was got and what was wanted, but not where; the caller knows that.
+    """
+    if isinstance(text, str):
+        _check_unicode(text)
+        return
+    if not isinstance(text, list) or not text:
+        raise DataError(f"got {_shown(text)}, wanted a text or a list of messages")
+    for number, message in enumerate(text, start=1):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise DataError(
+                f"message {number}: got {_shown(message)}, wanted exactly 'role' and 'content'"
+            )
+        for key, value in message.items():
+            if not isinstance(value, str):
+                raise DataError(f"message {number}, {key}: got {_shown(value)}, wanted a string")
+            _check_unicode(value)
+    if text[-1]["role"] != "assistant":
+        raise DataError(
+            f"the last message is the reply that is scored: got role {text[-1]['role']!r}, "
+            "wanted 'assistant'"
+        )
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"got half of a surrogate pair at character {error.start}, wanted valid Unicode"
+        ) from error
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return f"an object with keys {', '.join(map(repr, value)) or 'none'}"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,267 @@
+"""Text to ids, and a conversation to text: the part of the scoring contract that a tokenizer knows.
+
+A tokenizer here is a folder with ``tokenizer.json`` (what ``save_pretrained`` of a fast tokenizer
+writes), and beside it ``tokenizer_config.json`` and ``chat_template.jinja`` where there are any.
+``tokenizer.json`` is run as it stands, by the ``tokenizers`` library: a class name in the config cannot
+replace it. Ids never get special tokens added here; special tokens that are written in the text, as a
+chat template writes them, are recognised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_aligner.data.records import Conversation
+from nemo_aligner.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+_JSON = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
+_TEMPLATE = "chat_template.jinja"
+_FILES = (_JSON, _CONFIG, _SPECIAL, _TEMPLATE)
+# The parts of tokenizer.json that decide the ids of a text when no special tokens are added.
+_PARTS_THAT_MATTER = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+
+
+class Tokenizer:
+    """A fast tokenizer held in memory, with the files it came from (name to content)."""
+
+    def __init__(self, files: dict[str, bytes], where: str = "tokenizer") -> None:
+        import tokenizers
+
+        self._files = files
+        self._where = where
+        try:
+            self._backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(files[_JSON])
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{where}/{_JSON}: not a tokenizer: {error}") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {}
+        for name in (_SPECIAL, _CONFIG):
+            if name in self._files:
+                try:
+                    config.update(json.loads(self._files[name]))
+                except ValueError as error:
+                    raise DataError(f"{self._where}/{name}: not JSON: {error}") from error
+        return config
+
+    def _special_token(self, name: str) -> str | None:
+        value = self._config.get(name)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_token(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @cached_property
+    def eos_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @property
+    def bos_token(self) -> str:
+        """Empty where there is none."""
+        return self._special_token("bos_token") or ""
+
+    @property
+    def eos_token(self) -> str:
+        """Empty where there is none."""
+        return self._special_token("eos_token") or ""
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The tokenizer's own template: ``chat_template.jinja``, or the config's (its default one)."""
+        if _TEMPLATE in self._files:
+            return self._files[_TEMPLATE].decode("utf-8")
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+            return named.get("default")
+        return template
+
+    @cached_property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer puts BOS before a bare text when asked for special tokens."""
+        return self.encode("a")[:1] != [self.bos_id] == self._backend.encode("a").ids[:1]
+
+    @cached_property
+    def adds_eos(self) -> bool:
+        """Whether the tokenizer puts EOS after a bare text when asked for special tokens."""
+        return self.encode("a")[-1:] != [self.eos_id] == self._backend.encode("a").ids[-1:]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of everything that decides ids: vocabulary, rules, special tokens.
+
+        The layout of the files, the chat template and the settings for padding do not count.
+        """
+        content = json.loads(self._files[_JSON])
+        matter = {part: content.get(part) for part in _PARTS_THAT_MATTER}
+        matter["bos_token"], matter["eos_token"] = self.bos_token, self.eos_token
+        canonical = json.dumps(matter, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, nothing added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of many texts at once, on all cores; the same ids."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens included."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files it was loaded from, byte for byte, into ``folder``."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (target / name).write_bytes(content)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read a tokenizer folder into memory; the folder is not needed afterwards.
+
+    Raises:
+        DataError: there is no ``tokenizer.json``, or it is damaged.
+    """
+    source = Path(folder)
+    files = {name: (source / name).read_bytes() for name in _FILES if (source / name).is_file()}
+    if _JSON not in files:
+        raise DataError(
+            f"{source}: it has no {_JSON}; wanted the folder of a fast tokenizer, as "
+            "save_pretrained of Hugging Face transformers writes it"
+        )
+    return Tokenizer(files, str(source))
+
+
+def render(template: str, conversation: Conversation, bos_token: str, eos_token: str) -> str:
+    """The text that a chat template makes of a conversation, reply included.
+
+    It is what ``apply_chat_template(..., tokenize=False, add_generation_prompt=False)`` of Hugging Face
+    transformers gives, in a sandbox and without today's date: a template that has a default for the
+    date uses it, one that insists on ``strftime_now`` is an error.
+
+    Raises:
+        DataError: the template refuses the conversation, or is no valid template.
+    """
+    import jinja2
+
+    try:
+        return _compile(template).render(
+            messages=conversation,
+            tools=None,
+            documents=None,
+            add_generation_prompt=False,
+            bos_token=bos_token,
+            eos_token=eos_token,
+        )
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+    ) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.add_extension(_generation_tag())
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _generation_tag() -> Any:
+    from jinja2 import ext, nodes, parser
+
+    class GenerationTag(ext.Extension):
+        """``{% generation %}`` marks replies for other trainers; its body is written as it stands."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, source: parser.Parser) -> list[nodes.Node]:
+            next(source.stream)
+            return source.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationTag
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # Jinja's own filter escapes <, > and & for HTML.
+    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+)
+_PLAIN = (
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{{ eos_token }}"
+)
+BUILT_IN_TEMPLATES = {"chatml": _CHATML, "plain": _PLAIN}
+
+
+def resolve_template(setting: str, tokenizer: Tokenizer) -> str:
+    """The template text that ``model.data.template`` asks for; empty when the tokenizer has none.
+
+    ``tokenizer`` is the tokenizer's own; ``chatml`` and ``plain`` are built in; anything else is a file.
+
+    Raises:
+        ConfigError: there is no such template or file.
+    """
+    if setting == "tokenizer":
+        return tokenizer.chat_template or ""
+    if setting in BUILT_IN_TEMPLATES:
+        return BUILT_IN_TEMPLATES[setting]
+    path = Path(setting)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise ConfigError(
+        f"model.data.template: got {setting!r}, wanted 'tokenizer', "
+        f"{', '.join(map(repr, BUILT_IN_TEMPLATES))} or the path of a template file"
+    )
