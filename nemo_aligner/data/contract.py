@@ -1,19 +1,20 @@
 """ScoringContract: the one rule from a text to token ids, and what a score of them means.
 
-It is written when a reward model is trained, saved in every checkpoint, and read by evaluation and by
-the server; nobody types it again.
+It is written when a reward model is trained, saved in every checkpoint, and read by evaluation and
+by the server; nobody types it again.
 
-Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added. (A
-newline that a template writes after its last end-of-turn token is part of the text: the last token
-scored is whatever the template ends with.)
+Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
+(A newline that a template writes after its last end-of-turn token is part of the text: the last
+token scored is whatever the template ends with.)
 
 Raw texts (``str``) are scored as they stand: ``add_bos`` puts BOS in front unless the text already
 begins with it, ``add_eos`` puts EOS at the end unless it already ends with it. When the settings
-``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's own habit with a bare text decides.
+``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's own habit with a bare text
+decides.
 
-Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens, and
-a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training turns
-into a counted drop or an error.
+Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens,
+and a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training
+turns into a counted drop or an error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nemo_aligner.data.tokenizer import Tokenizer, render, resolve_template
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
 
 VERSION = 1
-# Written beside the rule, for people and for trainers that normalise rewards; no score depends on them.
+# For people, and for trainers that normalise rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
 
 
@@ -51,8 +52,8 @@ class Encoded:
 class ScoringContract:
     """What a score means.
 
-    ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to the
-    head's output (zeros for ranking). ``reward_mean`` and ``reward_std`` are None until measured.
+    ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
+    the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
     """
 
     template: str
@@ -111,7 +112,7 @@ class ScoringContract:
         """The inverse of ``to_dict``.
 
         Raises:
-            CheckpointError: another version, unknown or missing fields, or a hash that does not fit.
+            CheckpointError: another version, unknown or missing fields, or a wrong hash.
         """
         content = dict(values)
         version, wanted_hash = content.pop("version", None), content.pop("hash", None)
@@ -140,7 +141,7 @@ class ScoringContract:
     def with_statistics(
         self, mean: Sequence[float], std: Sequence[float], measured_on: str
     ) -> ScoringContract:
-        """The same contract with the rewards' mean and spread per attribute, and where they were seen."""
+        """The same contract with the rewards' mean and spread per attribute, and on what data."""
         return dataclasses.replace(
             self,
             reward_mean=tuple(mean),
@@ -158,7 +159,7 @@ class ScoringContract:
         return self.fit(self.tokenize(tokenizer, [text])[0])
 
     def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
-        """Token ids of many texts at their full lengths, before the rule for long ones (``fit``)."""
+        """Token ids of many texts at their full lengths; ``fit`` is the rule for long ones."""
         written = [self._write(tokenizer, text) for text in texts]
         ids = tokenizer.encode_batch(written)
         return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
@@ -183,8 +184,8 @@ class ScoringContract:
             return text
         if not self.template:
             raise DataError(
-                "this text is a conversation, and there is no chat template to write it with; train "
-                "with model.data.template=chatml (or plain, or a file), or use raw text"
+                "this text is a conversation, and there is no chat template to write it with; "
+                "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
         return render(self.template, text, tokenizer.bos_token, tokenizer.eos_token)
 
@@ -207,8 +208,8 @@ def build_contract(
     """The contract of a model about to be trained; ``label_means`` are still zero.
 
     Raises:
-        ConfigError: the template is not found, or cannot write a plain question and answer, or a BOS or
-            EOS is asked for that the tokenizer does not have.
+        ConfigError: the template is not found, or cannot write a plain question and answer, or a
+            BOS or EOS is asked for that the tokenizer does not have.
     """
     data = config.data
     ranking = config.reward_model_type is RewardModelType.binary_ranking

@@ -2,13 +2,13 @@
 
 To the reasons of ``records.py`` tokens add three:
 
-================  =====================================================================================
+================  ===============================================================================
 ``overlong``      dropped: a sequence is longer than ``seq_length`` and the rule is ``drop`` (a
                   comparison goes as a whole; with ``error`` it is a DataError with file:line)
 ``same_tokens``   dropped: chosen and rejected differ as texts and not as tokens
 ``truncated``     kept: ``truncate_left`` cut a sequence of it
 ``duplicates``    kept: the same record, token for token and label for label, came before
-================  =====================================================================================
+================  ===============================================================================
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TokenizedDataset:
         kind: ``comparison`` or ``rating``.
         name: what logs call it.
         sequences: flat, in record order: record i owns ``sequences_per_record`` of them from
-            ``i * sequences_per_record`` on (chosen, then rejected). Lists, or ``[L]`` int32 tensors.
+            ``i * sequences_per_record`` on (chosen, rejected). Lists, or ``[L]`` int32 tensors.
         labels: ``[N, A]`` float32 as in the data, NaN where missing; None for comparisons.
         origins: file and line of every record.
         counts: ``read``, ``kept``, and every reason that occurred.
@@ -102,7 +102,7 @@ class TokenizedDataset:
         return tuple(means.tolist())
 
     def table(self) -> str:
-        """What was read, dropped and altered, and how long the sequences are; for the start of a run."""
+        """What was read, dropped and altered, and how long the sequences are."""
         lengths = torch.tensor([len(sequence) for sequence in self.sequences])
         rows = [(name, str(count)) for name, count in self.counts.items()]
         rows.append(("tokens", str(int(lengths.sum()))))
@@ -275,10 +275,10 @@ class TrainingData:
 def build_training_data(
     config: ModelConfig, contract: ScoringContract, tokenizer: Tokenizer
 ) -> TrainingData:
-    """Tokenize ``model.data.data_prefix``; for regression, centre all labels on the training set's means.
+    """Tokenize ``model.data.data_prefix``, and centre labels on the training set's means.
 
     Raises:
-        ConfigError: no training file, or a record that does not fit into ``model.micro_batch_tokens``.
+        ConfigError: no training file, or a record too large for ``model.micro_batch_tokens``.
         DataError: see ``build_dataset``.
     """
     prefix = config.data.data_prefix
@@ -303,7 +303,7 @@ def build_training_data(
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """``validation`` for one set; for several, each file's name, with a number where two share it."""
+    """``validation`` for one set; for several the files' names, numbered where two are alike."""
     if len(paths) == 1:
         return ["validation"]
     stems = [Path(path).name.split(".")[0] for path in paths]

@@ -1,37 +1,33 @@
 """The public data formats, one small reader each; found by sniffing the first record, or by name.
 
-=================  ==========  =======================================================================
+=================  ==========  ==================================================================
 name               kind        one record
-=================  ==========  =======================================================================
+=================  ==========  ==================================================================
 comparison_text    comparison  two neighbouring lines, ``{"text": prompt + chosen}`` and then
-                               ``{"text": prompt + rejected}``: raw text, as NeMo-Aligner reads it
-hh                 comparison  ``{"chosen", "rejected"}`` in HH-RLHF's writing, ``"\\n\\nHuman: ...
-                               \\n\\nAssistant: ..."``; a ``"prompt"`` in it is put in front of both
-chat_pairs         comparison  ``{"prompt", "chosen", "rejected"}``, each a string or a list of messages
-rated_text         rating      ``{"text", "label"}``: raw text, one number (or null) per attribute
+                               ``{"text": prompt + rejected}``: raw text, as NeMo-Aligner has it
+hh                 comparison  ``{"chosen", "rejected"}`` in HH-RLHF's writing, ``"\\n\\nHuman:
+                               ... \\n\\nAssistant: ..."``; a ``"prompt"`` goes in front of both
+chat_pairs         comparison  ``{"prompt", "chosen", "rejected"}``: strings or lists of messages
+rated_text         rating      ``{"text", "label"}``: raw text, a number or null per attribute
 rated_chat         rating      ``{"prompt", "response", "<attribute>": number or null, ...}``
-=================  ==========  =======================================================================
+=================  ==========  ==================================================================
 
-In ``chat_pairs`` and ``rated_chat`` a string prompt is one user turn, and a string reply one assistant
-turn. A reply that is a list either begins with an assistant turn and goes on from the prompt, or is the
-whole conversation and must then begin with the prompt (contain it, if the prompt is a string); with
-whole conversations ``prompt`` may be left out. Other keys of a record (``id``, ``kind``, ...) are not read.
-
-A file is JSON lines or one JSON list, gzipped or not: its content decides, not its name.
+In ``chat_pairs`` and ``rated_chat`` a string prompt is one user turn, and a string reply one
+assistant turn. A reply that is a list either begins with an assistant turn and goes on from the
+prompt, or is the whole conversation and must then begin with the prompt (contain it, if the prompt
+is a string); with whole conversations ``prompt`` may be left out. Other keys of a record (``id``,
+``kind``, ...) are not read.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from nemo_aligner.data.files import Line
 from nemo_aligner.data.records import (
     Comparison,
     Conversation,
@@ -42,15 +38,6 @@ from nemo_aligner.data.records import (
     check_text,
 )
 from nemo_aligner.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True)
-class Line:
-    """One object of a file: the line it begins on, its text as written, and its value."""
-
-    number: int
-    raw: str
-    value: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -138,7 +125,6 @@ def choose_format(fmt: str, kind: str | None, lines: list[Line], path: str) -> F
     )
 
 
-# --- The readers -----------------------------------------------------------------------------------
 
 
 def _comparison_text(values: list[dict[str, Any]], origin: Origin, _: _Labels) -> Comparison:
@@ -299,84 +285,3 @@ FORMATS: dict[str, Format] = {
         ),
     )
 }  # fmt: skip
-
-
-# --- Files -----------------------------------------------------------------------------------------
-
-
-def read_lines(path: str | Path) -> list[Line]:
-    """Every object of a file of JSON lines, or of one JSON list; gzipped files are unpacked.
-
-    Raises:
-        DataError: the file is missing, not UTF-8, or not JSON objects; the message says file:line.
-    """
-    text = _read_text(Path(path))
-    objects = _list_items if text.lstrip().startswith("[") else _json_lines
-    lines = []
-    for number, raw, value in objects(text, str(path)):
-        if not isinstance(value, dict):
-            raise DataError(f"{path}:{number}: got {raw[:60]!r}, wanted a JSON object")
-        lines.append(Line(number, raw, value))
-    return lines
-
-
-def _read_text(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not valid UTF-8 ({error.reason})") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _json_lines(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
-    # Not splitlines(): JSON strings may hold U+2028 and its like.
-    for number, raw in enumerate(text.split("\n"), start=1):
-        if raw.strip():
-            try:
-                yield number, raw.rstrip("\r"), _decoder.decode(raw)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
-
-
-_SPACE = re.compile(r"[ \t\r\n]*")
-
-
-def _list_items(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
-    """The items of a JSON list, one after the other, so that each knows its line."""
-    position, number = text.index("[") + 1, text.count("\n", 0, text.index("[")) + 1
-    seen = position
-    closers = "]"
-    while True:
-        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
-        number, seen = number + text.count("\n", seen, position), position
-        if text[position : position + 1] and text[position] in closers:
-            break
-        try:
-            value, end = _decoder.raw_decode(text, position)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
-        yield number, text[position:end], value
-        position = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-        if text[position : position + 1] == ",":
-            position, closers = position + 1, ""
-        elif text[position : position + 1] == "]":
-            break
-        else:
-            line = text.count("\n", 0, position) + 1
-            raise DataError(f"{path}:{line}: malformed JSON: wanted ',' or ']' after an item")
-    if text[position + 1 :].strip():
-        line = text.count("\n", 0, position) + 1
-        raise DataError(f"{path}:{line}: malformed JSON: more text after the list's end")

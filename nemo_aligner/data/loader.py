@@ -1,8 +1,8 @@
-"""Which records a step trains on: a pure function of the step, so that a resumed run needs only its number.
+"""Which records a step trains on: a function of the step alone, which is all a resumed run needs.
 
-The records form one endless stream, epoch after epoch, every epoch in an order of its own that follows
-from ``(seed, epoch)``. Step k (from 0) takes records ``k * global_batch_size`` up to the next multiple:
-every batch is full, and one may hold the end of an epoch and the start of the next.
+The records form one endless stream, epoch after epoch, every epoch in an order of its own that
+follows from ``(seed, epoch)``. Step k (from 0) takes records ``k * global_batch_size`` up to the
+next multiple: every batch is full, and one may hold the end of an epoch and the start of the next.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrainLoader:
         self._dp_size = dp_size
 
     def total_steps(self, max_epochs: int, max_steps: int | None = None) -> int:
-        """Steps of ``max_epochs`` epochs, without a last batch that is not full, at most ``max_steps``.
+        """Full batches in ``max_epochs`` epochs, at most ``max_steps``.
 
         Raises:
             ConfigError: not even one batch is full.
@@ -51,8 +51,8 @@ class TrainLoader:
         steps = records // self._global_batch_size
         if steps == 0:
             raise ConfigError(
-                f"model.global_batch_size: got {self._global_batch_size}, wanted at most {records}, "
-                f"the records of {max_epochs} epochs"
+                f"model.global_batch_size: got {self._global_batch_size}, wanted at most "
+                f"{records}, the records of {max_epochs} epochs"
             )
         return steps if max_steps is None else min(steps, max_steps)
 
@@ -74,7 +74,7 @@ class TrainLoader:
 def validation_batches(
     dataset: TokenizedDataset, micro_batch_tokens: int, dp_rank: int, dp_size: int
 ) -> list[PackedBatch]:
-    """This rank's packs of a pass over every record once; empty on a rank beyond the last record."""
+    """This rank's packs of every record once; empty on a rank beyond the last record."""
     mine = range(dp_rank, len(dataset), dp_size)
     return pack_records(dataset, mine, micro_batch_tokens)
 

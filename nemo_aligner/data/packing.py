@@ -1,7 +1,7 @@
 """Records into PackedBatches under a token budget; a record is never split.
 
-Best fit, longest record first: of the packs with room enough, the one with the least. It fills them to
-some 97% where filling them in order reaches about 80%. The result depends on nothing but the arguments.
+Best fit, longest record first: of the packs with room enough, the one with the least. The result
+depends on nothing but the arguments.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ a rating without any label (``no_label``)                                      d
 chosen and rejected answer different prompts (``different_prompts``)           kept and counted
 =============================================================================  =====================
 
-Empty lines are skipped. A dropped record is never replaced by another one. What only tokens can show
-(too long, the same tokens on both sides) is dropped and counted by ``datasets.py``.
+Empty lines are skipped. A dropped record is never replaced by another one. What only tokens can
+show (too long, the same tokens on both sides) is dropped and counted by ``datasets.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from nemo_aligner.data.files import read_lines
 from nemo_aligner.errors import DataError
 
 Message: TypeAlias = dict[str, str]
@@ -91,13 +92,14 @@ def read_records(
 ) -> RecordFile:
     """Read one file of pairs (``kind="comparison"``) or ratings (``"rating"``); None takes either.
 
-    ``attributes`` names the labels of ratings, in order; without it ratings are read with no labels.
+    ``attributes`` names the labels of ratings, in order; without it ratings come with no labels.
     ``loss_mask_val`` is the number that, like null, stands for a missing label.
 
     Raises:
         DataError: see the table above; a file with nothing left to use is one, too.
     """
-    from nemo_aligner.data.formats import choose_format, read_lines
+    # Here, because formats.py is built on the types of this file.
+    from nemo_aligner.data.formats import choose_format
 
     lines = read_lines(path)
     chosen_format = choose_format(fmt, kind, lines, str(path))
@@ -135,7 +137,7 @@ def _why_drop(record: Record, labelled: bool) -> str | None:
 
 
 def prompt_of(text: Text) -> Conversation:
-    """Everything before the last turn of a conversation; nothing for raw text, whose prompt is unknown."""
+    """Everything before the last turn of a conversation; nothing for raw text."""
     return [] if isinstance(text, str) else text[:-1]
 
 

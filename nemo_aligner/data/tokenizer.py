@@ -2,9 +2,9 @@
 
 A tokenizer here is a folder with ``tokenizer.json`` (what ``save_pretrained`` of a fast tokenizer
 writes), and beside it ``tokenizer_config.json`` and ``chat_template.jinja`` where there are any.
-``tokenizer.json`` is run as it stands, by the ``tokenizers`` library: a class name in the config cannot
-replace it. Ids never get special tokens added here; special tokens that are written in the text, as a
-chat template writes them, are recognised.
+``tokenizer.json`` is run as it stands, by the ``tokenizers`` library: a class name in the config
+cannot replace it. No special tokens are added here; those that are written in the text, as a chat
+template writes them, are recognised.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The tokenizer's own template: ``chat_template.jinja``, or the config's (its default one)."""
+        """The tokenizer's own: ``chat_template.jinja``, or the config's (the one named default)."""
         if _TEMPLATE in self._files:
             return self._files[_TEMPLATE].decode("utf-8")
         template = self._config.get("chat_template")
@@ -162,9 +162,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def render(template: str, conversation: Conversation, bos_token: str, eos_token: str) -> str:
     """The text that a chat template makes of a conversation, reply included.
 
-    It is what ``apply_chat_template(..., tokenize=False, add_generation_prompt=False)`` of Hugging Face
-    transformers gives, in a sandbox and without today's date: a template that has a default for the
-    date uses it, one that insists on ``strftime_now`` is an error.
+    It is what ``apply_chat_template(..., tokenize=False, add_generation_prompt=False)`` of Hugging
+    Face transformers gives, in a sandbox and without today's date: a template that has a default
+    for the date uses it, one that insists on ``strftime_now`` is an error.
 
     Raises:
         DataError: the template refuses the conversation, or is no valid template.
@@ -209,7 +209,7 @@ def _generation_tag() -> Any:
     from jinja2 import ext, nodes, parser
 
     class GenerationTag(ext.Extension):
-        """``{% generation %}`` marks replies for other trainers; its body is written as it stands."""
+        """``{% generation %}`` marks replies for other trainers; its body is written as it is."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -249,7 +249,7 @@ BUILT_IN_TEMPLATES = {"chatml": _CHATML, "plain": _PLAIN}
 def resolve_template(setting: str, tokenizer: Tokenizer) -> str:
     """The template text that ``model.data.template`` asks for; empty when the tokenizer has none.
 
-    ``tokenizer`` is the tokenizer's own; ``chatml`` and ``plain`` are built in; anything else is a file.
+    ``tokenizer`` is the tokenizer's own, ``chatml`` and ``plain`` are built in, others are files.
 
     Raises:
         ConfigError: there is no such template or file.
