@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -86,11 +87,11 @@ def _lead(scorer: Scorer, ranks: ModelRanks, config: ServerConfig) -> int:
         print(f"Serving {protocol.MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
         failure = _watch(triton, processes, ranks, stopping)
         if failure is not None:
-            _die(failure, processes)
+            _die(failure, triton, processes)
         print("Draining: in-flight requests are answered, new ones are refused", flush=True)
         triton.stop()
     if ranks.failure is not None:
-        _die(ranks.failure, processes)
+        _die(ranks.failure, triton, processes)
     ranks.stop()
     print("Stopped", flush=True)
     return 0
@@ -111,7 +112,7 @@ def _watch(
     return None
 
 
-def _die(failure: str, processes: Mapping[int, str]) -> NoReturn:
+def _die(failure: str, triton: Any, processes: Mapping[int, str]) -> NoReturn:
     """Leave at once with exit code 1, and take Triton along; other ranks notice and do the same."""
     print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
@@ -120,6 +121,7 @@ def _die(failure: str, processes: Mapping[int, str]) -> NoReturn:
             os.kill(pid, signal.SIGKILL)
     for segment in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):
         Path(segment).unlink(missing_ok=True)
+    shutil.rmtree(triton._workspace.path, ignore_errors=True)
     os._exit(1)
 
 

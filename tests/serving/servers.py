@@ -1,0 +1,156 @@
+"""Servers in processes of their own, as a user starts them, for tests to ask and to kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import ROOT
+
+START_SECS = 120
+
+
+@dataclass
+class Server:
+    """A running server: its URL, and rank 0 first among its processes."""
+
+    url: str
+    ranks: list[subprocess.Popen[bytes]]
+    log: Path
+    mark: str
+    home: Path
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def post(
+        self, body: dict[str, Any] | bytes, timeout: float = 30.0
+    ) -> tuple[int, dict[str, Any]]:
+        """Plain JSON over HTTP: the status, and the answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/v2/models/reward_model/infer", data=data)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def processes(self, name: str = "") -> list[int]:
+        """What is left of the server: its processes with ``name`` in their command line."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                ours = self.mark.encode() in (folder / "environ").read_bytes()
+                if ours and name.encode() in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+        return found
+
+    def wait(self, timeout: float) -> list[int]:
+        """Every rank's exit code; an error when one is still running after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        return [rank.wait(max(0.1, end - time.monotonic())) for rank in self.ranks]
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 30.0) -> list[int]:
+        """Signal every rank, as a launcher does."""
+        for rank in self.ranks:
+            rank.send_signal(number)
+        return self.wait(timeout)
+
+    def assert_nothing_is_left(self, killed: bool = False) -> None:
+        """No process; and no file of Triton's, unless rank 0 was killed."""
+        end = time.monotonic() + 5
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert self.processes() == []
+        assert killed or list(self.home.iterdir()) == []
+
+
+@contextlib.contextmanager
+def running(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Iterator[Server]:
+    """Start ``script`` with a ready file, and make sure that it is gone afterwards."""
+    ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
+    home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TEST_MARK": mark,
+        "PYTRITON_HOME": str(home),
+    }
+    port = str(free_port())
+    server = Server("", [], log, mark, home)
+    command = [
+        sys.executable,
+        str(ROOT / script),
+        *arguments,
+        f"{prefix(script)}ready_file={ready}",
+    ]
+    with log.open("wb") as output:
+        for rank in range(ranks):
+            place = {} if ranks == 1 else launcher_environment(rank, ranks, port)
+            server.ranks.append(
+                subprocess.Popen(
+                    command, stdout=output, stderr=output, env={**environment, **place}, cwd=ROOT
+                )
+            )
+    try:
+        server.url = wait_for(ready, server)
+        yield server
+    finally:
+        for pid in server.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for rank_process in server.ranks:
+            rank_process.wait()
+        shutil.rmtree(home)
+
+
+def prefix(script: str) -> str:
+    return "" if script.endswith("fake_server.py") else "server."
+
+
+def launcher_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def wait_for(ready: Path, server: Server) -> str:
+    end = time.monotonic() + START_SECS
+    while time.monotonic() < end and all(rank.poll() is None for rank in server.ranks):
+        if ready.exists():
+            return ready.read_text().strip()
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not start:\n{server.output()[-6000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def json_request(name: str, datatype: str, rows: list[list[Any]]) -> dict[str, Any]:
+    """One input of a KServe v2 request, as plain JSON."""
+    flat = [value for row in rows for value in row]
+    return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}

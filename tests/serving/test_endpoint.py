@@ -1,0 +1,99 @@
+"""A batch of requests, without a server: each gets its own answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nemo_aligner.serving import protocol
+from nemo_aligner.serving.endpoint import Failure, RewardEndpoint
+from nemo_aligner.serving.protocol import ScoreReply
+from tests.serving.fake_server import SEQ_LENGTH, FakeScorer
+
+GOOD = protocol.encode_sentences(["ab", "c"])
+
+
+@pytest.fixture
+def calls() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def endpoint(calls) -> RewardEndpoint:
+    scorer = FakeScorer(0, 1)
+
+    def execute(token_lists: list[list[int]]) -> np.ndarray:
+        calls.append(len(token_lists))
+        return scorer.score_token_lists(token_lists)
+
+    return RewardEndpoint(scorer, execute)
+
+
+def rewards(answer: ScoreReply | Failure) -> list[float]:
+    assert isinstance(answer, ScoreReply), answer
+    return answer.rewards[:, 0].tolist()
+
+
+def test_all_requests_are_one_call_and_bad_ones_are_not_in_it(endpoint, calls):
+    answers = endpoint.answer(
+        [
+            GOOD,
+            protocol.encode_sentences(["fine", ""]),
+            protocol.encode_tokens([[1, 2, 3], [4]]),
+            protocol.encode_tokens([[1] * (SEQ_LENGTH + 1)]),
+            protocol.encode_sentences(["explode"]),
+            {},
+        ]
+    )
+    assert calls == [4]
+    assert rewards(answers[0]) == [195, 99]
+    assert answers[1] == Failure("row 1: the text is empty", bad_request=True)
+    assert rewards(answers[2]) == [6, 4]
+    assert answers[3] == Failure("row 0: got 65 tokens, wanted at most 64", bad_request=True)
+    assert answers[4] == Failure(
+        "internal error: KeyError: 'a bug in the tokenizer'", bad_request=False
+    )
+    assert isinstance(answers[5], Failure)
+    assert answers[5].bad_request
+
+
+def test_nothing_to_score_makes_no_call(endpoint, calls):
+    assert isinstance(endpoint.answer([{}])[0], Failure)
+    assert calls == []
+
+
+def test_a_request_that_the_model_fails_on_fails_alone(endpoint, calls):
+    answers = endpoint.answer([GOOD, protocol.encode_tokens([[666]]), GOOD])
+    assert calls == [5, 2, 1, 2]
+    assert rewards(answers[0]) == rewards(answers[2]) == [195, 99]
+    assert answers[1] == Failure("the model failed: token 666 cannot be scored", bad_request=False)
+
+
+def test_a_reward_that_is_no_number_is_an_error_of_its_request(endpoint):
+    answers = endpoint.answer([protocol.encode_tokens([[1], [701]]), GOOD])
+    assert answers[0] == Failure("row 1: the model's reward is not a finite number", False)
+    assert rewards(answers[1]) == [195, 99]
+
+
+def test_a_cut_text_is_reported(endpoint):
+    (answer,) = endpoint.answer([protocol.encode_sentences(["x" * 100, "x"])])
+    assert isinstance(answer, ScoreReply)
+    assert answer.exceeded.tolist() == [True, False]
+    assert answer.rewards[0, 0] == SEQ_LENGTH * ord("x")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "flag", "accepted"),
+    [
+        (GOOD, True, True),
+        (GOOD, False, False),
+        (protocol.encode_tokens([[1], [2]]), False, True),
+        (protocol.encode_tokens([[1], [2]]), True, False),
+        (protocol.encode_conversations([[{"role": "user", "content": "a"}]] * 2), True, False),
+    ],
+)
+def test_add_eos_has_to_agree_with_the_contract(endpoint, inputs, flag, accepted):
+    (answer,) = endpoint.answer([{**inputs, "add_EOS": np.array([[flag], [flag]])}])
+    assert isinstance(answer, ScoreReply) == accepted
+    if isinstance(answer, Failure):
+        assert f"add_EOS, row 0: got {flag}, wanted {not flag}" in answer.message

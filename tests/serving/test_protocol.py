@@ -1,0 +1,75 @@
+"""The wire contract in both directions, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving import protocol
+from nemo_aligner.serving.protocol import ScoreReply
+
+CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
+
+
+def column(*rows: object, dtype: object = np.object_) -> np.ndarray:
+    return np.array([[row] for row in rows], dtype=dtype)
+
+
+def test_requests_come_back_as_they_were_sent():
+    request = protocol.decode_request(protocol.encode_sentences(["Grüße", "", "a\0"]))
+    assert request.texts == ["Grüße", "", "a\0"]
+    request = protocol.decode_request(protocol.encode_conversations([CHAT, CHAT[:1]]))
+    assert request.texts == [CHAT, CHAT[:1]]
+    request = protocol.decode_request(protocol.encode_tokens([[3, 4, 0], [5]]))
+    assert request.token_lists == [[3, 4, 0], [5]]
+
+
+def test_reply_comes_back_as_it_was_sent():
+    reply = ScoreReply(np.array([[1.5, 2.0], [3.0, 4.0]]), np.array([True, False]))
+    outputs = protocol.encode_reply(reply)
+    assert outputs["rewards"].dtype == np.float32
+    assert outputs["exceeded"].tolist() == [[1], [0]]
+    back = protocol.decode_reply(outputs)
+    np.testing.assert_array_equal(back.rewards, reply.rewards)
+    assert back.exceeded.tolist() == [True, False]
+
+
+def test_a_reply_without_exceeded_is_read():
+    back = protocol.decode_reply({"rewards": np.ones((2, 1), np.float32)})
+    assert back.exceeded.tolist() == [False, False]
+
+
+def test_broken_utf8_is_replaced():
+    assert protocol.decode_request({"sentences": column(b"a\xff")}).texts == [
+        "a\N{REPLACEMENT CHARACTER}"
+    ]
+
+
+TOKENS = np.zeros((2, 4), np.int64)
+TWO = column(2, 4, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "got no inputs, wanted exactly one of"),
+        ({"sentences": column(b"a"), "conversations": column(b"[]")}, "wanted exactly one of"),
+        ({"tokens": TOKENS}, "wanted tokens and sequence_lengths together"),
+        ({"sentences": column(b"a"), "sequence_lengths": TWO}, "sequence_lengths together"),
+        ({"sentences": np.zeros((0, 1), np.object_)}, "sentences: got no rows"),
+        ({"sentences": np.array([[b"a", b"b"]], np.object_)}, r"sentences: got shape \[1, 2\]"),
+        ({"sentences": column(b"a"), "add_EOS": column(True, False)}, "add_EOS: got shape"),
+        ({"tokens": TOKENS[0], "sequence_lengths": column(1, 1, 1, 1)}, r"wanted \[B, S\]"),
+        ({"tokens": TOKENS, "sequence_lengths": TWO[:1]}, r"sequence_lengths: got shape \[1, 1\]"),
+        ({"tokens": TOKENS, "sequence_lengths": TWO * 0}, "row 0: got 0, wanted 1 to 4"),
+        ({"tokens": TOKENS, "sequence_lengths": TWO + 1}, "row 1: got 5, wanted 1 to 4"),
+        ({"conversations": column(b"[{}")}, "row 0: not JSON"),
+        ({"conversations": column(b"[]")}, "wanted a non-empty list"),
+        ({"conversations": column(b'{"role": "user"}')}, "wanted a non-empty list"),
+        ({"conversations": column(b'[{"role": "user", "content": 1}]')}, "wanted a non-empty list"),
+    ],
+)
+def test_a_malformed_request_is_refused(inputs, message):
+    with pytest.raises(ServingError, match=message):
+        protocol.decode_request(inputs)
