@@ -69,7 +69,7 @@ def _json_lines(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
         if raw.strip():
             try:
                 yield number, raw.rstrip("\r"), _decoder.decode(raw)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
 
 
@@ -78,27 +78,25 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 def _list_items(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
     """The items of a JSON list, one after the other, so that each knows its line."""
-    position, number = text.index("[") + 1, text.count("\n", 0, text.index("[")) + 1
-    seen = position
-    closers = "]"
-    while True:
-        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
-        number, seen = number + text.count("\n", seen, position), position
-        if text[position : position + 1] and text[position] in closers:
-            break
+    position = _after_space(text, text.index("[") + 1)
+    number, counted = 1, 0
+    more = not text.startswith("]", position)
+    while more:
+        number, counted = number + text.count("\n", counted, position), position
         try:
             value, end = _decoder.raw_decode(text, position)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
         yield number, text[position:end], value
-        position = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-        if text[position : position + 1] == ",":
-            position, closers = position + 1, ""
-        elif text[position : position + 1] == "]":
-            break
-        else:
-            line = text.count("\n", 0, position) + 1
-            raise DataError(f"{path}:{line}: malformed JSON: wanted ',' or ']' after an item")
-    if text[position + 1 :].strip():
-        line = text.count("\n", 0, position) + 1
-        raise DataError(f"{path}:{line}: malformed JSON: more text after the list's end")
+        position = _after_space(text, end)
+        more = text.startswith(",", position)
+        if more:
+            position = _after_space(text, position + 1)
+    if not text.startswith("]", position) or text[position + 1 :].strip():
+        number = text.count("\n", 0, position) + 1
+        raise DataError(f"{path}:{number}: malformed JSON: wanted one list, and nothing after it")
+
+
+def _after_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position

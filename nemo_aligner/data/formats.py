@@ -125,8 +125,6 @@ def choose_format(fmt: str, kind: str | None, lines: list[Line], path: str) -> F
     )
 
 
-
-
 def _comparison_text(values: list[dict[str, Any]], origin: Origin, _: _Labels) -> Comparison:
     chosen, rejected = (_string(value, "text") for value in values)
     return Comparison(chosen, rejected, origin)
