@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (
-    "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps sings "
-    "eats what is where who why how good bad yes no please thank you sorry one two three four five"
+    "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps "
+    "sings eats what is where who why how good bad yes no please thank you sorry one two three four five"
 )
 WORDS = TEXT.split()
 CHATML = (
@@ -118,7 +118,7 @@ def run_script(
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of the repository as a user would: plain python, or torchrun for several ranks."""
+    """Run a script as a user would: by plain python, or by torchrun for several ranks."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]

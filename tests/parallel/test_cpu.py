@@ -1,0 +1,39 @@
+"""megatron-core on the CPU: armed without importing torch, and refused when it comes too late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests import tiny
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tiny.ROOT,
+        env={"PYTHONPATH": str(tiny.ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""},
+    )
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, nemo_aligner; print('torch' in sys.modules, 'megatron' in sys.modules)"
+    assert run(code).stdout.split() == ["False", "False"]
+
+
+def test_megatron_after_the_package_runs_on_the_cpu() -> None:
+    done = run(
+        "import nemo_aligner, torch\n"
+        "from megatron.core import parallel_state\n"
+        "print(torch.zeros(1).cuda().device, torch.cuda.current_device())"
+    )
+    assert done.stdout.split() == ["cpu", "cpu"], done.stderr
+
+
+def test_megatron_before_the_package_is_refused() -> None:
+    done = run("import megatron.core\nimport nemo_aligner")
+    assert done.returncode == 1
+    assert "import nemo_aligner first" in done.stderr
