@@ -1,0 +1,201 @@
+"""Hugging Face's names and settings of a model family, and what Megatron and NeMo call them.
+
+A family is one ``Family`` value: how its ``config.json`` reads as ``model_config.yaml``, and which of
+its tensors make up each Megatron tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.errors import CheckpointError
+
+Config = Mapping[str, Any]
+Join = Callable[[Sequence[Tensor], Config], Tensor]
+
+
+def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
+    """Weights (or biases) of q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
+
+    Per group of query heads: its queries, its key, its value; ``[(heads + 2 * groups) * d, ...]``.
+    """
+    rest = query.shape[1:]
+    parts = [tensor.reshape(groups, -1, *rest) for tensor in (query, key, value)]
+    return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of ``pack_qkv``."""
+    rest = packed.shape[1:]
+    size = packed.shape[0] // (heads + 2 * groups)
+    grouped = packed.reshape(groups, -1, *rest)
+    query, key, value = grouped.split([heads // groups * size, size, size], dim=1)
+    return (query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest))
+
+
+def _copy(tensors: Sequence[Tensor], config: Config) -> Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+def _stack_rows(tensors: Sequence[Tensor], config: Config) -> Tensor:
+    return torch.cat(list(tensors))
+
+
+def _interleave_qkv(tensors: Sequence[Tensor], config: Config) -> Tensor:
+    query, key, value = tensors
+    return pack_qkv(
+        query, key, value, config["num_attention_heads"], config["num_query_groups"]
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron tensor, and the Hugging Face tensors that ``join`` makes it of."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    join: Join = _copy
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its config, and its tensors outside (``model``) and inside (``layer``) the layers.
+
+    ``unused`` ends the names of stored tensors that carry no weights of their own.
+    """
+
+    name: str
+    to_nemo: Callable[[Config], dict[str, Any]]
+    model: tuple[Rule, ...]
+    layer: tuple[Rule, ...]
+    untied: Rule
+    unused: tuple[str, ...] = ()
+
+    def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
+        """Every rule with its layer number, in the model's order; ``config`` is the NeMo one."""
+        layers = range(config["num_layers"])
+        tied = config["share_embeddings_and_output_weights"]
+        return [
+            *((rule, None) for rule in self.model),
+            *((rule, layer) for layer in layers for rule in self.layer),
+            *(() if tied else ((self.untied, None),)),
+        ]
+
+
+def hf_layer_name(name: str, layer: int | None) -> str:
+    """The full Hugging Face name of a rule's tensor."""
+    return name if layer is None else f"model.layers.{layer}.{name}"
+
+
+class _Settings:
+    """A ``config.json``, read key by key; every complaint names the key."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(f"config.json: {key}: got {value!r}, wanted a number above 0")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Refuse any value but ``allowed``; the first one is the default."""
+        value = self.config.get(key, allowed[0])
+        if value not in allowed:
+            wanted = " or ".join(repr(choice) for choice in allowed)
+            raise CheckpointError(f"config.json: {key}: got {value!r}, which is not supported; wanted {wanted}")
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """Rotary settings; transformers 5 writes ``rope_parameters``, older ones two keys."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rotary = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percentage": 1.0}
+    if kind == "default":
+        return {**rotary, "scale_positional_embedding": False}
+    if kind != "llama3":
+        raise CheckpointError(
+            f"config.json: rope_type: got {kind!r}, which is not supported; wanted 'default' or 'llama3'"
+        )
+    scaling = _Settings(rope)
+    return {
+        **rotary,
+        "scale_positional_embedding": True,
+        "scale_factor": scaling.number("factor"),
+        "low_freq_factor": scaling.number("low_freq_factor"),
+        "high_freq_factor": scaling.number("high_freq_factor"),
+        "old_context_len": scaling.number("original_max_position_embeddings"),
+    }
+
+
+def _llama_to_nemo(config: Config) -> dict[str, Any]:
+    read = _Settings(config)
+    read.only("hidden_act", "silu", "swish")
+    read.only("attention_bias", False)
+    read.only("mlp_bias", False)
+    read.only("sliding_window", None)
+    read.only("partial_rotary_factor", 1.0, None)
+    heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
+    return {
+        "num_layers": read.number("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": read.number("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": read.number("num_key_value_heads", heads),
+        "kv_channels": read.number("head_dim", hidden // heads),
+        "encoder_seq_length": read.number("max_position_embeddings"),
+        "max_position_embeddings": read.number("max_position_embeddings"),
+        "normalization": "rmsnorm",
+        "layernorm_epsilon": read.number("rms_norm_eps", 1e-6),
+        "activation": "fast-swiglu",
+        "bias": False,
+        "qkv_bias": False,
+        "qk_layernorm": False,
+        **_rope(config),
+        "vocab_size": read.number("vocab_size"),
+        "make_vocab_size_divisible_by": 128,
+        "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+LLAMA = Family(
+    name="llama",
+    to_nemo=_llama_to_nemo,
+    model=(
+        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    ),
+    layer=(
+        Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
+        Rule(
+            "self_attention.linear_qkv.weight",
+            ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            _interleave_qkv,
+        ),
+        Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+        Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
+        Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _stack_rows),
+        Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+    ),
+    untied=Rule("output_layer.weight", ("lm_head.weight",)),
+    unused=("rotary_emb.inv_freq",),
+)
+
+_FAMILIES = {family.name: family for family in (LLAMA,)}
+
+
+def find_family(model_type: Any) -> Family:
+    """The family that ``config.json`` calls ``model_type``."""
+    if model_type not in _FAMILIES:
+        known = ", ".join(sorted(_FAMILIES))
+        raise CheckpointError(f"config.json: model_type: got {model_type!r}, wanted one of: {known}")
+    return _FAMILIES[model_type]

@@ -1,0 +1,249 @@
+"""The .nemo archive: a tar of ``model_config.yaml``, ``model_weights/``, the tokenizer and the contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from nemo_aligner.checkpoint.safe_metadata import stored_tensors
+from nemo_aligner.checkpoint.weights import load_weights, save_weights
+from nemo_aligner.errors import CheckpointError
+
+__all__ = ["NemoFolder", "load_weights", "open_nemo", "save_weights", "stored_tensors", "write_nemo"]
+
+CONFIG_NAME = "model_config.yaml"
+WEIGHTS_NAME = "model_weights"
+TOKENIZER_NAME = "tokenizer"
+CONTRACT_NAME = "scoring_contract.json"
+_MAX_MEMBERS = 100_000
+_MAX_TEXT_BYTES = 16 * 2**20
+_SPARE_BYTES = 2**28  # leave this much of the disk free
+_LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
+
+
+@dataclass(frozen=True)
+class NemoFolder:
+    """An unpacked archive; nothing in it is trusted, and nothing in it is unpickled here."""
+
+    root: Path
+    source: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """``model_config.yaml`` as plain data."""
+        text = _read_text(self.root / CONFIG_NAME)
+        try:
+            config = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise CheckpointError(f"{self.source}: {CONFIG_NAME}: {error}") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(
+                f"{self.source}: {CONFIG_NAME}: got {type(config).__name__}, wanted a mapping"
+            )
+        return config
+
+    @property
+    def weights(self) -> Path:
+        """The distributed checkpoint's folder."""
+        folder = self.root / WEIGHTS_NAME
+        if folder.is_dir():
+            return folder
+        for pattern in _LEGACY_WEIGHTS:
+            for found in self.root.glob(pattern):
+                raise CheckpointError(
+                    f"{self.source}: got legacy weights ({found.name}), which are pickles and are not "
+                    f"read; wanted a distributed checkpoint in {WEIGHTS_NAME}/ (NeMo 2.0 and later)"
+                )
+        raise CheckpointError(f"{self.source}: got no {WEIGHTS_NAME}/ folder")
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's folder."""
+        section = self.config.get("tokenizer")
+        for key in ("type", "model"):
+            value = section.get(key) if isinstance(section, dict) else None
+            if isinstance(value, str) and value.startswith("nemo:"):
+                return self._inside(value.removeprefix("nemo:"))
+        return self._inside(TOKENIZER_NAME)
+
+    @cached_property
+    def contract(self) -> dict[str, Any] | None:
+        """``scoring_contract.json``, or None in an archive that is no reward model of ours."""
+        path = self.root / CONTRACT_NAME
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(_read_text(path))
+        except ValueError as error:
+            raise CheckpointError(f"{self.source}: {CONTRACT_NAME}: {error}") from error
+
+    def _inside(self, name: str) -> Path:
+        path = (self.root / name).resolve()
+        if not path.is_relative_to(self.root.resolve()) or not path.is_dir():
+            raise CheckpointError(f"{self.source}: got no tokenizer folder {name!r} in the archive")
+        return path
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_TEXT_BYTES:
+            raise CheckpointError(f"{path}: larger than {_MAX_TEXT_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+@contextmanager
+def open_nemo(path: str | Path) -> Iterator[NemoFolder]:
+    """Open a ``.nemo`` (plain or gzipped tar, or the folder it unpacks to) for reading.
+
+    Where torch.distributed is initialised every rank must call it: one rank of each host unpacks,
+    into the temporary directory, and the folder is gone when all have left the block.
+
+    Raises:
+        CheckpointError: no such archive, an unsafe member, or one without the two parts that count.
+    """
+    path = Path(path)
+    if path.is_dir():
+        yield _checked(NemoFolder(path, path))
+        return
+    unpacks, root = _unpack_once_per_host(path)
+    try:
+        yield _checked(NemoFolder(root, path))
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        if unpacks:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def _checked(folder: NemoFolder) -> NemoFolder:
+    _ = folder.config, folder.weights
+    return folder
+
+
+def _unpack_once_per_host(path: Path) -> tuple[bool, Path]:
+    """Whether this rank unpacked (and so owns the folder), and the folder."""
+    if not dist.is_initialized():
+        return True, _unpack(path)
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    owner = hosts.index(hosts[dist.get_rank()])
+    unpacks = owner == dist.get_rank()
+    root, problem = _outcome(lambda: _unpack(path)) if unpacks else (None, None)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (root, problem))
+    for _, found in outcomes:
+        if found is not None:
+            if root is not None:
+                shutil.rmtree(root, ignore_errors=True)
+            raise CheckpointError(found)
+    return unpacks, outcomes[owner][0]
+
+
+def _outcome(unpack: Callable[[], Path]) -> tuple[Path | None, str | None]:
+    try:
+        return unpack(), None
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _unpack(path: Path) -> Path:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such .nemo archive or folder")
+    root = Path(tempfile.mkdtemp(prefix="nemo_"))
+    try:
+        with tarfile.open(path, "r:*") as archive:
+            _extract(archive, root, path)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        shutil.rmtree(root, ignore_errors=True)
+        raise CheckpointError(f"{path}: cannot unpack: {error}") from error
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    return root
+
+
+def _extract(archive: tarfile.TarFile, root: Path, path: Path) -> None:
+    budget = shutil.disk_usage(root).free - _SPARE_BYTES
+    for count, member in enumerate(archive, start=1):
+        # Links are no part of the format, and tarfile's own filter has had holes there.
+        plain = (member.isreg() and not member.issparse()) or member.isdir()
+        if not plain:
+            raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
+        if member.name.startswith("/"):
+            raise CheckpointError(f"{path}: member {member.name!r} has an absolute path")
+        budget -= member.size
+        if budget < 0:
+            raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR elsewhere")
+        if count > _MAX_MEMBERS:
+            raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
+        archive.extract(member, root, filter="data")
+
+
+def write_nemo(
+    path: str | Path,
+    config: dict[str, Any],
+    weights: Path,
+    tokenizer: Path,
+    contract: dict[str, Any] | None = None,
+) -> None:
+    """Write an archive that appears whole or not at all; one process calls it.
+
+    ``weights`` and ``tokenizer`` are folders. The config's ``tokenizer.type`` is set to
+    ``nemo:tokenizer``, NeMo's way to point into the archive.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
+    config = {**config, "tokenizer": tokenizer_config}
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as stream:
+            with tarfile.open(fileobj=stream, mode="w:", dereference=True) as archive:
+                _add_text(archive, CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
+                if contract is not None:
+                    _add_text(archive, CONTRACT_NAME, json.dumps(contract, indent=2))
+                archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
+                archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
+    data = text.encode()
+    member = tarfile.TarInfo(f"./{name}")
+    member.size = len(data)
+    archive.addfile(member, BytesIO(data))
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

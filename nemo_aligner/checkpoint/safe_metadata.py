@@ -1,0 +1,88 @@
+"""The index of a distributed checkpoint, read without running what a stranger may have put into it.
+
+``.metadata`` is a pickle, and torch reads it with ``pickle.load``. Here only the record types of
+torch.distributed.checkpoint can be built, so a file that passes may be handed to torch afterwards.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from nemo_aligner.errors import CheckpointError
+
+_DCP = "torch.distributed.checkpoint"
+_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+_ALLOWED = {
+    f"{_DCP}.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    f"{_DCP}.planner": {
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+    "torch": {"Size", "device", "strided", "contiguous_format", "preserve_format", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+    "collections": {"OrderedDict"},
+    "builtins": {"set"},
+    "__builtin__": {"set"},
+}  # fmt: skip
+
+
+class _AllowListUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of the distributed checkpoint in ``folder``, once it is known to be harmless.
+
+    Raises:
+        CheckpointError: there is no index, it holds more than an index needs, or it points to a
+            file outside ``folder``.
+    """
+    path = folder / ".metadata"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: got no .metadata file, wanted a distributed checkpoint (torch_dist)"
+        )
+    try:
+        with path.open("rb") as stream:
+            metadata = _AllowListUnpickler(stream).load()
+    except Exception as error:  # a broken pickle may raise anything
+        raise CheckpointError(f"{path}: refused or unreadable: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointError(f"{path}: got {type(metadata).__name__}, wanted a checkpoint index")
+    _check_locations(path, metadata)
+    return metadata
+
+
+def _check_locations(path: Path, metadata: Metadata) -> None:
+    for info in (metadata.storage_data or {}).values():
+        name = str(getattr(info, "relative_path", ""))
+        if name in ("", ".", "..") or PurePosixPath(name).name != name:
+            raise CheckpointError(f"{path}: got the data file {name!r}, wanted one in the same folder")
+        if (path.parent / name).is_symlink():
+            raise CheckpointError(f"{path}: the data file {name!r} is a link, wanted a plain file")
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (global shape, dtype) of every tensor in a distributed checkpoint; reads no weights."""
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in read_metadata(folder).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
