@@ -17,9 +17,10 @@ from pytriton.client import AsyncioModelClient, FuturesModelClient
 from pytriton.client.exceptions import PyTritonClientError
 from pytriton.client.warnings import NotSupportedTimeoutWarning
 
+from nemo_aligner.data.records import Text
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving import protocol
-from nemo_aligner.serving.protocol import DEFAULT_URL, MODEL_NAME, Message, ScoreReply
+from nemo_aligner.serving.protocol import DEFAULT_URL, MODEL_NAME, ScoreReply
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 logging.getLogger("pytriton.client").setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", category=NotSupportedTimeoutWarning)
 
-Text = str | Sequence[Message]
 Inputs = dict[str, np.ndarray]
 
 

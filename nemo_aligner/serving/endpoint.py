@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from nemo_aligner.data.records import Text
 from nemo_aligner.errors import AlignerError, ServingError
 from nemo_aligner.serving import protocol
 from nemo_aligner.serving.protocol import ScoreReply, ScoreRequest
@@ -36,7 +37,7 @@ class Scorer(Protocol):
     def add_eos(self) -> bool:
         """Whether a raw text gets an end-of-sequence token."""
 
-    def encode(self, text: Any) -> Encoded:
+    def encode(self, text: Text) -> Encoded:
         """Raises AlignerError where the scoring contract refuses the text."""
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:

@@ -35,12 +35,11 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.data.records import Conversation, Text
 from nemo_aligner.errors import ServingError
 
 MODEL_NAME = "reward_model"
 DEFAULT_URL = "http://127.0.0.1:5555"
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ OUTPUTS = (
 class ScoreRequest:
     """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``."""
 
-    texts: list[str | list[Message]] | None = None
+    texts: list[Text] | None = None
     token_lists: list[list[int]] | None = None
     add_eos: list[bool] | None = None
 
@@ -93,9 +92,9 @@ def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
     return {"sentences": _bytes_column(text.encode() for text in texts)}
 
 
-def encode_conversations(conversations: Sequence[Sequence[Message]]) -> dict[str, np.ndarray]:
+def encode_conversations(conversations: Sequence[Conversation]) -> dict[str, np.ndarray]:
     """The inputs of a request for conversations."""
-    rows = (json.dumps(list(each), ensure_ascii=False).encode() for each in conversations)
+    rows = (json.dumps(each, ensure_ascii=False).encode() for each in conversations)
     return {"conversations": _bytes_column(rows)}
 
 
@@ -184,7 +183,7 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
     return [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
 
 
-def _conversation(row: int, text: str) -> list[Message]:
+def _conversation(row: int, text: str) -> Conversation:
     try:
         messages = json.loads(text)
     except ValueError as error:

@@ -26,7 +26,7 @@ from nemo_aligner.parallel.layout import ParallelLayout
 class RewardScorer:
     """Scores N texts as ``[N, A]`` float32, one column per attribute of the contract.
 
-    The ``score`` methods are collective: every rank calls them with the same arguments, and gets all
+    The ``score`` methods are collective: every rank calls them with the same arguments and gets all
     rewards. Data parallel ranks share the packs.
     """
 
@@ -88,7 +88,7 @@ class RewardScorer:
         return encoded
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, what would fail inside the model or be scored as something else."""
+        """Refuse, with a DataError, what the model would fail on or take for something else."""
         if not 1 <= len(token_ids) <= self.contract.seq_length:
             raise DataError(
                 f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"
@@ -129,7 +129,7 @@ def load_scorer(
     ``precision`` None is the contract's.
 
     Raises:
-        CheckpointError: the archive is unsafe, incomplete, or no reward model with a scoring contract.
+        CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
         ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
     """
     loaded = load_reward_model(path, layout, precision)
