@@ -19,3 +19,7 @@ class CheckpointError(AlignerError, RuntimeError):
 
 class ServingError(AlignerError, RuntimeError):
     """A request that cannot be answered, or a server that cannot go on."""
+
+
+class TrainingError(AlignerError, RuntimeError):
+    """A step whose numbers are no longer finite; the message names the step."""

@@ -1,0 +1,185 @@
+"""Who is told of a run's metrics: files, tracking services and the person at the terminal."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nemo_aligner.config.schema import ExpManagerConfig
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.parallel.collectives import is_main
+
+_PLAIN_LINE_SECONDS = 10.0
+_BAR_FORMAT = "{l_bar}{bar:20}{r_bar}"
+
+
+def check_loggers(config: ExpManagerConfig) -> None:
+    """Refuse, before anything is built, a logger whose package is not there.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    for key, wanted, module in (
+        ("create_tensorboard_logger", config.create_tensorboard_logger, "tensorboard"),
+        ("create_wandb_logger", config.create_wandb_logger, "wandb"),
+        ("create_mlflow_logger", config.create_mlflow_logger, "mlflow"),
+    ):
+        if wanted and find_spec(module) is None:
+            raise ConfigError(
+                f"exp_manager.{key}: got true, but the package {module} is not installed "
+                f"(pip install {module})"
+            )
+
+
+class MetricLoggers:
+    """Lightning's loggers on rank 0; nothing on the others."""
+
+    def __init__(self, loggers: list[Any]) -> None:
+        self._loggers = loggers
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the metrics of a step, counted from 1."""
+        for logger in self._loggers:
+            logger.log_metrics(dict(metrics), step)
+
+    def close(self) -> None:
+        for logger in self._loggers:
+            logger.finalize("success")
+
+
+def build_loggers(
+    config: ExpManagerConfig, settings: Mapping[str, Any], start_step: int
+) -> MetricLoggers:
+    """The loggers asked for, in ``explicit_log_dir``; ``settings`` is the run's resolved config.
+
+    A run that goes on after ``start_step`` keeps what was logged up to there, and logs later steps anew.
+    """
+    wanted = (
+        config.create_tensorboard_logger,
+        config.create_csv_logger,
+        config.create_wandb_logger,
+        config.create_mlflow_logger,
+    )
+    if not is_main() or not any(wanted):
+        return MetricLoggers([])
+    folder = Path(config.explicit_log_dir)
+    loggers: list[Any] = []
+    if config.create_tensorboard_logger:
+        loggers.append(_tensorboard_logger(folder, start_step))
+    if config.create_csv_logger:
+        loggers.append(_csv_logger(folder, start_step))
+    if config.create_wandb_logger:
+        from lightning.pytorch.loggers import WandbLogger
+
+        options = {"name": folder.name, **config.wandb_logger_kwargs}
+        loggers.append(WandbLogger(save_dir=str(folder), **options))
+    if config.create_mlflow_logger:
+        from lightning.pytorch.loggers import MLFlowLogger
+
+        options = {"run_name": folder.name, **config.mlflow_logger_kwargs}
+        loggers.append(MLFlowLogger(**options))
+    for logger in loggers:
+        logger.log_hyperparams(dict(settings))
+    return MetricLoggers(loggers)
+
+
+def _tensorboard_logger(folder: Path, start_step: int) -> Any:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(
+        save_dir=str(folder),
+        name="tensorboard",
+        version="",
+        default_hp_metric=False,
+        purge_step=start_step + 1 if start_step else None,
+    )
+
+
+def _csv_logger(folder: Path, start_step: int) -> Any:
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(
+        save_dir=str(folder), name="csv", version="", flush_logs_every_n_steps=1
+    )
+    kept = _rows_until(Path(logger.log_dir) / "metrics.csv", start_step)
+    with warnings.catch_warnings():
+        # Lightning deletes the file of the run before; its rows are written again below.
+        warnings.filterwarnings("ignore", message="Experiment logs directory")
+        experiment = logger.experiment
+    for step, row in kept:
+        experiment.log_metrics(row, step)
+    experiment.save()
+    return logger
+
+
+def _rows_until(path: Path, last_step: int) -> list[tuple[int, dict[str, float]]]:
+    """Step and metrics of every whole row up to ``last_step``."""
+    if not path.is_file():
+        return []
+    rows = []
+    with path.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            step = row.pop("step", None)
+            if step is not None and step.isdigit() and int(step) <= last_step:
+                rows.append((int(step), _numbers(row)))
+    return rows
+
+
+def _numbers(row: Mapping[str, str | None]) -> dict[str, float]:
+    """The cells that hold a number: a run that was killed may have left half a line."""
+    values = {}
+    for key, value in row.items():
+        with suppress(TypeError, ValueError):
+            values[key] = float(value)  # type: ignore[arg-type]
+    return values
+
+
+class Progress:
+    """Progress on rank 0: a bar on a terminal, a plain line every few seconds in a log file."""
+
+    def __init__(self, total: int, start: int) -> None:
+        self._total = total
+        self._last_line = float("-inf")
+        self._bar: Any = None
+        self._is_main = is_main()
+        if self._is_main and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total, initial=start, unit="step", bar_format=_BAR_FORMAT, desc="train"
+            )
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move to ``step``, counted from 1."""
+        shown = {name.partition("/")[2]: f"{value:.4g}" for name, value in metrics.items()}
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif self._is_main and self._line_is_due(step):
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {step}/{self._total}  {text}", flush=True)
+
+    def _line_is_due(self, step: int) -> bool:
+        now = time.monotonic()
+        if step < self._total and now - self._last_line < _PLAIN_LINE_SECONDS:
+            return False
+        self._last_line = now
+        return True
+
+    def say(self, text: str) -> None:
+        """A line of its own, on rank 0."""
+        if self._bar is not None:
+            self._bar.write(text)
+        elif self._is_main:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,156 @@
+"""AdamW through megatron-core's distributed optimizer, and its learning rate over the steps."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from nemo_aligner.config.schema import OptimConfig
+from nemo_aligner.errors import TrainingError
+
+# The one form of the optimizer's state that any layout can read.
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+# What a run that goes on takes from its settings and not from its checkpoint.
+_SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
+
+
+class Optimizer:
+    """Megatron's optimizer and its scheduler: one step, one learning rate, one saved state."""
+
+    def __init__(self, optimizer: Any, scheduler: OptimizerParamScheduler) -> None:
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def step(self, number: int) -> float:
+        """Update the weights; the gradient's norm before clipping. ``number`` counts from 1.
+
+        Raises:
+            TrainingError: the update was skipped, or the norm is not finite. The weights are spoilt.
+        """
+        updated, norm, _ = self._optimizer.step()
+        norm = float(norm) if updated else math.nan
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"step {number}: got a gradient norm of {norm}, wanted a finite one; the checkpoint "
+                "before it is good: resume with a lower model.optim.lr"
+            )
+        self._scheduler.step(1)
+        return norm
+
+    def sharded_state_dict(
+        self, model_state: dict[str, Any], is_loading: bool = False
+    ) -> dict[str, Any]:
+        """Megatron's sharded view of the state, for the model's own such view."""
+        return self._optimizer.sharded_state_dict(
+            model_state, is_loading=is_loading, metadata=dict(_SHARDING)
+        )
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Take a loaded state after ``step`` steps; learning rate and the like stay as configured."""
+        groups = self._optimizer.param_groups
+        settings = [{key: group[key] for key in _SETTINGS} for group in groups]
+        self._optimizer.load_state_dict(state)
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(values)
+        self._scheduler.num_steps = 0
+        self._scheduler.step(step)
+
+
+def build_optimizer(
+    model: DistributedDataParallel, config: OptimConfig, clip_grad: float, total_steps: int
+) -> Optimizer:
+    """The optimizer of ``model``'s trainable parameters, wired into Megatron's schedules.
+
+    ``clip_grad`` 0 does not clip. Norms' weights do not decay.
+    """
+    model_config = model.module.config
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.sched.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            bf16=model_config.bf16,
+            params_dtype=model_config.params_dtype,
+            use_distributed_optimizer=True,
+            clip_grad=clip_grad,
+        ),
+        [model],
+    )
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        for part in optimizer.chained_optimizers:
+            _mend_torch_adamw(part)
+    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.grad_scale_func = optimizer.scale_loss
+    return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps))
+
+
+def _build_scheduler(
+    optimizer: Any, config: OptimConfig, total_steps: int
+) -> OptimizerParamScheduler:
+    warmup = config.sched.warmup_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        # As NeMo warms up: step k of w (from 1) has k / (w + 1) of the rate, so none has zero.
+        init_lr=config.lr / (warmup + 1),
+        max_lr=config.lr,
+        min_lr=config.sched.min_lr,
+        lr_warmup_steps=warmup,
+        # A run shorter than its warm-up stays in it; Megatron wants a step beyond.
+        lr_decay_steps=max(total_steps, warmup + 1),
+        lr_decay_style=config.sched.name.value,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+    )
+
+
+def _mend_torch_adamw(optimizer: Any) -> None:
+    """Help megatron-core 0.16 with torch's AdamW, which it uses where Apex and TE are absent.
+
+    AdamW makes its state at the first step, but a save and a load ask for it before. And it counts
+    steps once per parameter: the loader would forget that count, or share one between parameters,
+    each of which then advances it.
+    """
+    if optimizer.is_stub_optimizer:
+        return
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.optimizer.state[parameter]:
+                optimizer.optimizer.state[parameter].update(
+                    step=torch.tensor(0.0),
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                )
+    copy = optimizer._set_main_param_and_optimizer_states
+    optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
+
+
+def _copy_with_step(
+    optimizer: Any, copy: Any, parameter: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    group, order = optimizer.model_param_group_index_map[parameter]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+    if "step" in state:
+        state["step"] = state["step"].clone()
+        tensors = {**tensors, "step": state["step"]}
+    copy(parameter, tensors)
