@@ -1,0 +1,260 @@
+"""Save a training run, find it again, go on from it, and keep the best of what was saved.
+
+One folder per checkpoint, ``step_00000100/``: ``state/`` is a distributed checkpoint of weights and
+optimizer that any layout can read, ``run_state.json`` everything else. A folder is written under
+another name, synced to the disk, and then renamed: it is there whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_aligner.checkpoint.weights import load_weights, save_weights
+from nemo_aligner.config.schema import MonitorMode
+from nemo_aligner.errors import CheckpointError
+from nemo_aligner.parallel.collectives import barrier, on_main
+
+_VERSION = 1
+_PREFIX = "model."
+_NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED = (".partial", ".removed")
+_STATE = "state"
+_RUN_STATE = "run_state.json"
+
+
+class ShardedModel(Protocol):
+    """A Megatron module."""
+
+    def sharded_state_dict(self, prefix: str = ...) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any: ...
+
+
+class ShardedOptimizer(Protocol):
+    """An optimizer that saves its state beside the model's."""
+
+    def sharded_state_dict(
+        self, model_state: dict[str, Any], is_loading: bool = ...
+    ) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything of a run but its tensors.
+
+    ``step`` steps are done, on ``consumed_samples`` records. ``metrics`` are those of a validation
+    after that very step, if there was one. ``fingerprint`` names what must not change when the run
+    goes on. ``config`` and ``contract`` are for readers.
+    """
+
+    step: int
+    consumed_samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    contract: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint on the disk."""
+
+    path: Path
+    state: RunState
+
+
+class RunCheckpoints:
+    """The checkpoints of one run in ``folder``, which all ranks see; every rank calls every method.
+
+    The newest is always kept, and the ``save_top_k`` best by the metric ``monitor``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        monitor: str | None = None,
+        mode: MonitorMode = MonitorMode.max,
+        save_top_k: int = 1,
+    ) -> None:
+        self.folder = Path(folder)
+        self.monitor = monitor
+        self._mode = mode
+        self._save_top_k = save_top_k if monitor is not None else 0
+
+    def clean(self) -> None:
+        """Delete what a killed save or removal left behind; call it before the first save."""
+        on_main(lambda: _delete_unfinished(self.folder))
+
+    def all(self) -> list[Saved]:
+        """Every whole checkpoint, oldest first."""
+        return on_main(lambda: _list_saved(self.folder))
+
+    def latest(self) -> Saved | None:
+        """The newest checkpoint."""
+        saved = self.all()
+        return saved[-1] if saved else None
+
+    def best(self) -> Saved | None:
+        """The best checkpoint by ``monitor``; of equals the earliest."""
+        ranked = self._ranked(self.all())
+        return ranked[0] if ranked else None
+
+    def is_among_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a checkpoint with these metrics would be kept for them."""
+        if self._save_top_k == 0 or self._key(metrics) is None:
+            return False
+        newcomer = Saved(self.folder, RunState(step=2**62, consumed_samples=0, metrics={**metrics}))
+        return newcomer in self._ranked([*self.all(), newcomer])[: self._save_top_k]
+
+    def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> Path:
+        """Write a checkpoint, then delete those that are neither the newest nor among the best."""
+        path = self.folder / f"step_{state.step:08d}"
+        partial = path.with_name(path.name + ".partial")
+        on_main(lambda: _make_empty(partial))
+        weights = model.sharded_state_dict(prefix=_PREFIX)
+        save_weights(
+            {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, partial / _STATE
+        )
+        barrier()
+        on_main(lambda: _publish(partial, path, state))
+        saved = self.all()
+        kept = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
+        on_main(lambda: _remove([item.path for item in saved if item.path not in kept]))
+        return path
+
+    def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Put weights and optimizer back as they were saved, whatever the layout was.
+
+        Raises:
+            CheckpointError: the state does not fit the model, or is not safe to read.
+        """
+        weights = model.sharded_state_dict(prefix=_PREFIX)
+        request = {
+            "model": weights,
+            "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
+        }
+        state = load_weights(request, saved.path / _STATE)
+        _load_model(model, state["model"], saved.path)
+        optimizer.load_state_dict(state["optimizer"], saved.state.step)
+
+    def load_model(self, saved: Saved, model: ShardedModel) -> None:
+        """Put back the weights alone.
+
+        Raises:
+            CheckpointError: the weights do not fit the model, or are not safe to read.
+        """
+        request = {"model": model.sharded_state_dict(prefix=_PREFIX)}
+        _load_model(model, load_weights(request, saved.path / _STATE)["model"], saved.path)
+
+    def _ranked(self, saved: list[Saved]) -> list[Saved]:
+        scored = [(self._key(item.state.metrics), item) for item in saved]
+        ranked = [(key, item.state.step, item) for key, item in scored if key is not None]
+        return [item for *_, item in sorted(ranked, key=lambda entry: entry[:2])]
+
+    def _key(self, metrics: Mapping[str, float]) -> float | None:
+        """Smaller is better; None for what cannot be ranked."""
+        value = metrics.get(self.monitor) if self.monitor is not None else None
+        if value is None or math.isnan(value):
+            return None
+        return -value if self._mode is MonitorMode.max else value
+
+
+def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse to go on with another model, other data, or another order of it.
+
+    Raises:
+        CheckpointError: it names every difference, with both values.
+    """
+    before = saved.state.fingerprint
+    differences = [
+        f"{key}: the checkpoint has {before.get(key)!r}, this run {fingerprint.get(key)!r}"
+        for key in dict.fromkeys([*before, *fingerprint])
+        if before.get(key) != fingerprint.get(key)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{saved.path}: it is of another run, and cannot be resumed: {'; '.join(differences)}. "
+            "Set exp_manager.explicit_log_dir to a new folder to start a new run"
+        )
+
+
+def _load_model(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
+    plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(plain, strict=False)
+    # TransformerEngine's opaque state is never saved.
+    lost = [key for key in missing if "_extra_state" not in key]
+    if lost or unexpected:
+        raise CheckpointError(f"{path}: not loaded: {', '.join([*lost, *unexpected])}")
+
+
+def _delete_unfinished(folder: Path) -> None:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.endswith(_UNFINISHED):
+                shutil.rmtree(path)
+
+
+def _list_saved(folder: Path) -> list[Saved]:
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted((_read_saved(path) for path in paths), key=lambda saved: saved.state.step)
+
+
+def _read_saved(path: Path) -> Saved:
+    file = path / _RUN_STATE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        version = content.pop("version")
+        if version != _VERSION:
+            raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
+        known = {item.name for item in fields(RunState)}
+        return Saved(path, RunState(**{key: content[key] for key in known}))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _publish(partial: Path, path: Path, state: RunState) -> None:
+    """Give a finished folder its name, once all of it is on the disk."""
+    content = {"version": _VERSION, **asdict(state)}
+    (partial / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    for folder, _, names in os.walk(partial):
+        for name in names:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+    if path.exists():
+        _remove([path])
+    partial.rename(path)
+    _sync(path.parent)
+
+
+def _remove(paths: list[Path]) -> None:
+    """Delete checkpoints; each loses its name first, so that half a one is never taken for one."""
+    for path in paths:
+        doomed = path.with_name(path.name + ".removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
