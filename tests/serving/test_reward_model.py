@@ -156,7 +156,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("tp2_sp",)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
+)
 def test_over_http_it_is_the_same_number(archive, tmp_path, layout):
     pytest.importorskip("pytriton")
     from nemo_aligner.serving.client import RewardClient

@@ -252,8 +252,7 @@ def one_slow_request(server: Server) -> tuple[int, dict]:
     return server.post({"inputs": inputs})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_stop_answers_what_is_in_flight(tmp_path, number, ranks):
     with running(tmp_path, FAKE, *QUICK, ranks=ranks) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(one_slow_request, server)
