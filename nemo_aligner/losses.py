@@ -10,7 +10,8 @@ from torch import Tensor
 def bradley_terry(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """The Bradley-Terry loss of comparisons, ``-log sigmoid(chosen - rejected)``.
 
-    Eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human feedback".
+    Eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
+    feedback", summed instead of averaged.
 
     Args:
         rewards: ``[R, 2]`` float32, chosen then rejected.

@@ -51,6 +51,8 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
         ConfigError: the launcher's environment is incomplete, or a local rank has no GPU.
     """
     place = _find_place(os.environ)
+    # Sequence parallelism relies on kernels starting in the order in which they were launched.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     use_cuda = torch.cuda.is_available()
     device = _select_device(place, use_cuda)
     if not use_cuda:
