@@ -1,6 +1,6 @@
 """Convert a Hugging Face checkpoint folder or a .gguf file into a base .nemo archive.
 
-    python scripts/convert_hf_to_nemo.py --input CHECKPOINT --output base.nemo [--dtype fp32|bf16]
+python scripts/convert_hf_to_nemo.py --input CHECKPOINT --output base.nemo [--dtype fp32|bf16]
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 
 class GgufCheckpoint:
-    """``config`` as in ``config.json``; ``tensors`` maps a Hugging Face name to a function that reads it."""
+    """``config`` is as in ``config.json``; ``tensors`` reads a tensor by its Hugging Face name."""
 
     def __init__(self, path: Path) -> None:
         reader = _open(path)
@@ -56,13 +56,18 @@ class GgufCheckpoint:
     def _read_config(self) -> dict[str, Any]:
         kind = self._field("general.architecture")
         if kind != "llama":
-            raise CheckpointError(f"{self._path}: general.architecture: got {kind!r}, wanted 'llama'")
+            raise CheckpointError(
+                f"{self._path}: general.architecture: got {kind!r}, wanted 'llama'"
+            )
         for key in ("llama.expert_count", "llama.attention.sliding_window"):
             if self._field(key):
-                raise CheckpointError(f"{self._path}: {key}: got {self._field(key)}, which is not supported")
-        heads, hidden = self._field("llama.attention.head_count"), self._field("llama.embedding_length")
-        if not heads or not hidden:
-            raise CheckpointError(f"{self._path}: got no head count or no hidden size")
+                raise CheckpointError(
+                    f"{self._path}: {key}: got {self._field(key)}, which is not supported"
+                )
+        heads = self._field("llama.attention.head_count")
+        hidden = self._field("llama.embedding_length")
+        if not (heads and hidden and "token_embd.weight" in self._stored):
+            raise CheckpointError(f"{self._path}: it lacks a head count, a size or embeddings")
         head_dim = self._field("llama.attention.key_length", hidden // heads)
         if self._field("llama.rope.dimension_count", head_dim) != head_dim:
             raise CheckpointError(
@@ -89,7 +94,9 @@ class GgufCheckpoint:
     def _rope_scaling(self, base: float, head_dim: int) -> dict[str, Any]:
         kind = self._field("llama.rope.scaling.type", "none")
         if kind != "none":
-            raise CheckpointError(f"{self._path}: llama.rope.scaling.type: got {kind!r}, wanted none")
+            raise CheckpointError(
+                f"{self._path}: llama.rope.scaling.type: got {kind!r}, wanted 'none'"
+            )
         if _ROPE_FREQS not in self._stored:
             return {"rope_type": "default"}
         divisors = self._dequantized(_ROPE_FREQS)
@@ -133,7 +140,7 @@ def _open(path: Path) -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError(f"{path}: GGUF needs a package: pip install 'nemo_aligner[gguf]'") from error
+        raise CheckpointError(f"{path}: GGUF files need the gguf package (extra [gguf])") from error
     try:
         return gguf.GGUFReader(path)
     except (OSError, ValueError, KeyError, IndexError) as error:
@@ -141,7 +148,7 @@ def _open(path: Path) -> Any:
 
 
 def _halves_order(weight: Tensor, heads: int) -> Tensor:
-    """Rows of q or k ``[heads * d, hidden]`` from llama.cpp's rotary pairs to Hugging Face's halves."""
+    """Rows of q or k ``[heads * d, ...]``: from llama.cpp's rotary pairs to rotary halves."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 

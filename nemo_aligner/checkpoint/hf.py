@@ -30,6 +30,7 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
+_NEMO_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: 16}
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -87,7 +88,7 @@ def _convert(found: _Source, output: Path, dtype: torch.dtype | None) -> Convers
     _check_names(family, config, found.tensors)
     tensors = _megatron_tensors(family, config, found.tensors, dtype)
     stored = next(tensor.dtype for tensor in tensors.values())
-    config["precision"] = "bf16" if stored is torch.bfloat16 else 32
+    config["precision"] = _NEMO_PRECISIONS.get(stored, 32)
     output.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix=".convert_", dir=output.parent) as scratch,
@@ -109,9 +110,7 @@ def _convert(found: _Source, output: Path, dtype: torch.dtype | None) -> Convers
     )
 
 
-def _check_names(family: Family, config: dict[str, Any], readers: Readers) -> None:
-    if "lm_head.weight" not in readers:
-        config["share_embeddings_and_output_weights"] = True
+def _check_names(family: Family, config: Mapping[str, Any], readers: Readers) -> None:
     wanted = {
         hf_layer_name(name, layer) for rule, layer in family.rules(config) for name in rule.hf
     }
@@ -124,14 +123,15 @@ def _check_names(family: Family, config: dict[str, Any], readers: Readers) -> No
     )
     if unknown:
         raise CheckpointError(
-            f"{len(unknown)} tensors have no place in a {family.name} model, the first is {unknown[0]}"
+            f"{len(unknown)} tensors have no place in a {family.name} model, "
+            f"the first is {unknown[0]}"
         )
 
 
 def _megatron_tensors(
     family: Family, config: Mapping[str, Any], readers: Readers, dtype: torch.dtype | None
 ) -> dict[str, ShardedTensor]:
-    """Whole tensors under the names and offsets of megatron-core's TransformerBlock of equal layers."""
+    """Whole tensors, named and placed as megatron-core does for a stack of equal layers."""
     tensors = {}
     for rule, layer in family.rules(config):
         parts = [readers[hf_layer_name(name, layer)]() for name in rule.hf]
@@ -175,9 +175,13 @@ def _open_gguf(path: Path) -> _Source:
 def _save_gguf_tokenizer(path: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(
-        str(path.parent), gguf_file=path.name, local_files_only=True
-    ).save_pretrained(str(folder))
+    # From a folder of its own: transformers would also take other tokenizer files that lie beside.
+    with tempfile.TemporaryDirectory() as alone:
+        Path(alone, "model.gguf").symlink_to(path.resolve())
+        tokenizer = AutoTokenizer.from_pretrained(
+            alone, gguf_file="model.gguf", local_files_only=True
+        )
+    tokenizer.save_pretrained(str(folder))
 
 
 def _open_folder(folder: Path) -> _Source:

@@ -1,7 +1,7 @@
 """Hugging Face's names and settings of a model family, and what Megatron and NeMo call them.
 
-A family is one ``Family`` value: how its ``config.json`` reads as ``model_config.yaml``, and which of
-its tensors make up each Megatron tensor.
+A family is one ``Family`` value: how its ``config.json`` reads as ``model_config.yaml``, and which
+of its tensors make up each Megatron tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Join = Callable[[Sequence[Tensor], Config], Tensor]
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
-    """Weights (or biases) of q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
+    """q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
 
     Per group of query heads: its queries, its key, its value; ``[(heads + 2 * groups) * d, ...]``.
     """
@@ -49,9 +49,7 @@ def _stack_rows(tensors: Sequence[Tensor], config: Config) -> Tensor:
 
 def _interleave_qkv(tensors: Sequence[Tensor], config: Config) -> Tensor:
     query, key, value = tensors
-    return pack_qkv(
-        query, key, value, config["num_attention_heads"], config["num_query_groups"]
-    )
+    return pack_qkv(query, key, value, config["num_attention_heads"], config["num_query_groups"])
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its config, and its tensors outside (``model``) and inside (``layer``) the layers.
+    """A model family: its config, and its tensors.
 
-    ``unused`` ends the names of stored tensors that carry no weights of their own.
+    ``model`` are those outside the layers, ``layer`` those inside each, ``untied`` the output layer
+    where it is not the embeddings. ``unused`` ends the names of stored tensors without weights.
     """
 
     name: str
@@ -103,7 +102,7 @@ class _Settings:
         value = self.config.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise CheckpointError(f"config.json: {key}: got {value!r}, wanted a number above 0")
+            raise CheckpointError(f"{key}: got {value!r}, wanted a number above 0")
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
@@ -111,7 +110,7 @@ class _Settings:
         value = self.config.get(key, allowed[0])
         if value not in allowed:
             wanted = " or ".join(repr(choice) for choice in allowed)
-            raise CheckpointError(f"config.json: {key}: got {value!r}, which is not supported; wanted {wanted}")
+            raise CheckpointError(f"{key}: got {value!r}, which is not supported; wanted {wanted}")
 
 
 def _rope(config: Config) -> dict[str, Any]:
@@ -120,13 +119,14 @@ def _rope(config: Config) -> dict[str, Any]:
     base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rotary = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percentage": 1.0}
-    if kind == "default":
-        return {**rotary, "scale_positional_embedding": False}
-    if kind != "llama3":
+    if kind not in ("default", "llama3"):
         raise CheckpointError(
-            f"config.json: rope_type: got {kind!r}, which is not supported; wanted 'default' or 'llama3'"
+            f"rope_type: got {kind!r}, which is not supported; wanted 'default' or 'llama3'"
         )
     scaling = _Settings(rope)
+    scaling.only("partial_rotary_factor", 1.0, None)
+    if kind == "default":
+        return {**rotary, "scale_positional_embedding": False}
     return {
         **rotary,
         "scale_positional_embedding": True,
@@ -144,6 +144,7 @@ def _llama_to_nemo(config: Config) -> dict[str, Any]:
     read.only("mlp_bias", False)
     read.only("sliding_window", None)
     read.only("partial_rotary_factor", 1.0, None)
+    read.only("quantization_config", None)
     heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
     return {
         "num_layers": read.number("num_hidden_layers"),
@@ -197,5 +198,5 @@ def find_family(model_type: Any) -> Family:
     """The family that ``config.json`` calls ``model_type``."""
     if model_type not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise CheckpointError(f"config.json: model_type: got {model_type!r}, wanted one of: {known}")
+        raise CheckpointError(f"model_type: got {model_type!r}, wanted one of: {known}")
     return _FAMILIES[model_type]

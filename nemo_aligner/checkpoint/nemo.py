@@ -1,4 +1,4 @@
-"""The .nemo archive: a tar of ``model_config.yaml``, ``model_weights/``, the tokenizer and the contract."""
+"""The .nemo archive: a tar of config, distributed weights, tokenizer and scoring contract."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ import yaml
 from nemo_aligner.checkpoint.safe_metadata import stored_tensors
 from nemo_aligner.checkpoint.weights import load_weights, save_weights
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.parallel.collectives import barrier, gather_objects
 
-__all__ = ["NemoFolder", "load_weights", "open_nemo", "save_weights", "stored_tensors", "write_nemo"]
+__all__ = [
+    "NemoFolder",
+    "load_weights",
+    "open_nemo",
+    "save_weights",
+    "stored_tensors",
+    "write_nemo",
+]
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights"
@@ -45,7 +53,7 @@ class NemoFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """``model_config.yaml`` as plain data."""
-        text = _read_text(self.root / CONFIG_NAME)
+        text = self._read(CONFIG_NAME)
         try:
             config = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -65,10 +73,10 @@ class NemoFolder:
         for pattern in _LEGACY_WEIGHTS:
             for found in self.root.glob(pattern):
                 raise CheckpointError(
-                    f"{self.source}: got legacy weights ({found.name}), which are pickles and are not "
-                    f"read; wanted a distributed checkpoint in {WEIGHTS_NAME}/ (NeMo 2.0 and later)"
+                    f"{self.source}: got legacy weights ({found.name}), which are pickles and are "
+                    f"not read; wanted a distributed checkpoint in {WEIGHTS_NAME}/"
                 )
-        raise CheckpointError(f"{self.source}: got no {WEIGHTS_NAME}/ folder")
+        raise CheckpointError(f"{self.source}: it holds no {WEIGHTS_NAME} folder")
 
     @property
     def tokenizer(self) -> Path:
@@ -83,28 +91,29 @@ class NemoFolder:
     @cached_property
     def contract(self) -> dict[str, Any] | None:
         """``scoring_contract.json``, or None in an archive that is no reward model of ours."""
-        path = self.root / CONTRACT_NAME
-        if not path.is_file():
+        if not (self.root / CONTRACT_NAME).is_file():
             return None
         try:
-            return json.loads(_read_text(path))
+            return json.loads(self._read(CONTRACT_NAME))
         except ValueError as error:
             raise CheckpointError(f"{self.source}: {CONTRACT_NAME}: {error}") from error
+
+    def _read(self, name: str) -> str:
+        path = self.root / name
+        if not path.is_file():
+            raise CheckpointError(f"{self.source}: it holds no {name}")
+        if path.stat().st_size > _MAX_TEXT_BYTES:
+            raise CheckpointError(f"{self.source}: {name}: larger than {_MAX_TEXT_BYTES} bytes")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.source}: {name}: {error}") from error
 
     def _inside(self, name: str) -> Path:
         path = (self.root / name).resolve()
         if not path.is_relative_to(self.root.resolve()) or not path.is_dir():
-            raise CheckpointError(f"{self.source}: got no tokenizer folder {name!r} in the archive")
+            raise CheckpointError(f"{self.source}: it holds no tokenizer folder {name!r}")
         return path
-
-
-def _read_text(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise CheckpointError(f"{path}: larger than {_MAX_TEXT_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 @contextmanager
@@ -125,7 +134,7 @@ def open_nemo(path: str | Path) -> Iterator[NemoFolder]:
     try:
         yield _checked(NemoFolder(root, path))
         if dist.is_initialized():
-            dist.barrier()
+            barrier()
     finally:
         if unpacks:
             shutil.rmtree(root, ignore_errors=True)
@@ -140,19 +149,17 @@ def _unpack_once_per_host(path: Path) -> tuple[bool, Path]:
     """Whether this rank unpacked (and so owns the folder), and the folder."""
     if not dist.is_initialized():
         return True, _unpack(path)
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = gather_objects(socket.gethostname())
     owner = hosts.index(hosts[dist.get_rank()])
     unpacks = owner == dist.get_rank()
     root, problem = _outcome(lambda: _unpack(path)) if unpacks else (None, None)
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (root, problem))
+    outcomes: list[Any] = gather_objects((root, problem))
     for _, found in outcomes:
         if found is not None:
             if root is not None:
                 shutil.rmtree(root, ignore_errors=True)
             raise CheckpointError(found)
-    return unpacks, outcomes[owner][0]
+    return unpacks, Path(outcomes[owner][0])
 
 
 def _outcome(unpack: Callable[[], Path]) -> tuple[Path | None, str | None]:
@@ -189,7 +196,7 @@ def _extract(archive: tarfile.TarFile, root: Path, path: Path) -> None:
             raise CheckpointError(f"{path}: member {member.name!r} has an absolute path")
         budget -= member.size
         if budget < 0:
-            raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR elsewhere")
+            raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR")
         if count > _MAX_MEMBERS:
             raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
         archive.extract(member, root, filter="data")
@@ -211,7 +218,7 @@ def write_nemo(
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial")  # a killed write leaves it to the next
     try:
         with partial.open("wb") as stream:
             with tarfile.open(fileobj=stream, mode="w:", dereference=True) as archive:

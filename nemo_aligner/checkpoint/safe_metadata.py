@@ -74,13 +74,13 @@ def _check_locations(path: Path, metadata: Metadata) -> None:
     for info in (metadata.storage_data or {}).values():
         name = str(getattr(info, "relative_path", ""))
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
-            raise CheckpointError(f"{path}: got the data file {name!r}, wanted one in the same folder")
+            raise CheckpointError(f"{path}: the data file {name!r} is not in its folder")
         if (path.parent / name).is_symlink():
             raise CheckpointError(f"{path}: the data file {name!r} is a link, wanted a plain file")
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> (global shape, dtype) of every tensor in a distributed checkpoint; reads no weights."""
+    """Name -> (global shape, dtype) of every tensor in a distributed checkpoint."""
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in read_metadata(folder).state_dict_metadata.items()

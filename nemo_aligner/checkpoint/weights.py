@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from nemo_aligner.checkpoint.safe_metadata import read_metadata, stored_tensors
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.parallel.collectives import barrier, gather_objects
 
 ShardedStateDict = dict[str, Any]
 _SHOWN_KEYS = 5
@@ -38,6 +40,7 @@ class InProcessSave(SaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
+    @property
     def can_handle_sharded_objects(self) -> bool:
         return True
 
@@ -59,24 +62,36 @@ def save_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> None:
     ``_extra_state``) are left out: they are pickles, and a reader must not load them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        _without_objects(sharded_state_dict), str(folder), sharded_strategy=InProcessSave()
-    )
+    barrier()
+    with _as_checkpoint_error(folder):
+        dist_checkpointing.save(
+            _without_objects(sharded_state_dict), str(folder), sharded_strategy=InProcessSave()
+        )
 
 
 def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """Fill ``sharded_state_dict`` from ``folder`` and give the plain state dict; every rank calls it.
+    """Fill ``sharded_state_dict`` from ``folder`` and give it back as a plain state dict.
 
-    The tensors keep the dtype and device that they have; ``ShardedObject`` entries are left out.
+    Every rank calls it. The tensors keep the dtype and device that they have; ``ShardedObject``
+    entries are left out.
 
     Raises:
         CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
-            something in ``folder`` that would run as code.
+            something in ``folder`` that would run as code; or if the data is damaged.
     """
     request = _without_objects(sharded_state_dict)
     _raise_everywhere(_problem(request, folder))
-    return dist_checkpointing.load(request, str(folder))
+    with _as_checkpoint_error(folder):
+        return dist_checkpointing.load(request, str(folder))
+
+
+@contextmanager
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """torch gathers every rank's failure into one exception, which is not an ``Exception``."""
+    try:
+        yield
+    except (torch_checkpoint.CheckpointException, CheckpointingException) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
@@ -97,9 +112,7 @@ def _problem(request: ShardedStateDict, folder: Path) -> str | None:
 
 
 def _raise_everywhere(problem: str | None) -> None:
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
+    for found in gather_objects(problem):
         if found is not None:
             raise CheckpointError(found)
 
@@ -110,7 +123,7 @@ def check_format(folder: Path) -> None:
     try:
         backend = json.loads(path.read_text()).get("sharded_backend")
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: wanted a distributed checkpoint's description: {error}") from error
+        raise CheckpointError(f"{path}: unreadable: {error}") from error
     if backend != "torch_dist":
         raise CheckpointError(f"{path}: got the format {backend!r}, wanted 'torch_dist'")
     read_metadata(folder)
@@ -132,7 +145,7 @@ def _check_tensors(wanted: Iterable[Any], folder: Path) -> None:
         )
     for tensor in tensors:
         got, wanted_shape = stored[tensor.key][0], tuple(tensor.global_shape)
-        first = 1 if tensor.allow_shape_mismatch else 0  # a padded vocabulary may differ in its rows
+        first = int(tensor.allow_shape_mismatch)  # a padded vocabulary may differ in its rows
         if len(got) != len(wanted_shape) or got[first:] != wanted_shape[first:]:
             raise CheckpointError(
                 f"{folder}: {tensor.key}: got shape {list(got)}, wanted {list(wanted_shape)}"
