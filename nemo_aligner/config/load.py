@@ -44,6 +44,12 @@ def save_config(config: object, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
 
 
+def config_to_dict(config: object) -> dict[str, Any]:
+    """The resolved settings as plain data, for logs and checkpoints."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return plain  # type: ignore[return-value]
+
+
 def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     path, overrides = None, []
     rest = iter(argv)
@@ -82,6 +88,7 @@ def _parse(text: str) -> DictConfig:
 
 def _merge(base: Any, update: DictConfig, schema: type, where: str) -> Any:
     known = set(_keys(schema))
+    _check_sections(update, schema, where)
     for key in _leaves(update):
         if not _is_known(key, known):
             raise ConfigError(f"{where}: unknown key {key}{_suggestion(key, known)}")
@@ -92,6 +99,21 @@ def _merge(base: Any, update: DictConfig, schema: type, where: str) -> Any:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
         raise ConfigError(f"{where}: {key}: {str(error).splitlines()[0]}") from error
+
+
+def _check_sections(update: DictConfig, schema: type, where: str, prefix: str = "") -> None:
+    """Drop empty sections of a YAML file; refuse a value where a section belongs."""
+    hints = get_type_hints(schema)
+    for name in list(update):
+        kind, value = hints.get(str(name)), update._get_node(name)
+        if not is_dataclass(kind):
+            continue
+        if isinstance(value, DictConfig) and not value._is_none():
+            _check_sections(value, kind, where, f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif OmegaConf.is_missing(update, name) or update[name] is None:
+            update.pop(name)
+        else:
+            raise ConfigError(f"{where}: {prefix}{name}: got {update[name]}, wanted keys under it")
 
 
 def _keys(schema: type, prefix: str = "") -> Iterator[str]:
