@@ -75,8 +75,9 @@ class ScoringContract:
     measured_on: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("attributes", "attribute_weights", "label_means"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        # 0 and 0.0 are the same rule and must have the same hash.
+        for name in ("attribute_weights", "label_means"):
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         wanted = len(self.attributes)
         if not len(self.attribute_weights) == len(self.label_means) == wanted > 0:
             raise DataError(

@@ -13,6 +13,7 @@ To the reasons of ``records.py`` tokens add three:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,18 +89,10 @@ class TokenizedDataset:
         return (labels.double() - torch.tensor(self.label_means, dtype=torch.float64)).float()
 
     def mean_labels(self) -> tuple[float, ...]:
-        """The mean of every attribute over the labels that are there.
-
-        Raises:
-            DataError: an attribute has no label at all.
-        """
+        """The mean of every attribute over the labels that are there; NaN where none is."""
         if self.labels is None:
             raise DataError(f"{self.name}: comparisons have no labels")
-        means = torch.nanmean(self.labels.double(), dim=0)
-        missing = torch.isnan(means).nonzero().flatten().tolist()
-        if missing:
-            raise DataError(f"{self.name}: no record has a label of attribute number {missing}")
-        return tuple(means.tolist())
+        return tuple(torch.nanmean(self.labels.double(), dim=0).tolist())
 
     def table(self) -> str:
         """What was read, dropped and altered, and how long the sequences are."""
@@ -293,8 +286,11 @@ def build_training_data(
         _check_fits(dataset, config.micro_batch_tokens)
     if train.labels is None:
         return TrainingData(train, validation, contract)
-    contract = contract.with_label_means(train.mean_labels())
-    means = contract.label_means
+    means = train.mean_labels()
+    for name, mean in zip(contract.attributes, means, strict=True):
+        if math.isnan(mean):
+            raise DataError(f"{prefix.train}: no record has a label of {name}")
+    contract = contract.with_label_means(means)
     return TrainingData(
         replace(train, label_means=means),
         [replace(dataset, label_means=means) for dataset in validation],

@@ -1,0 +1,205 @@
+"""Every public format is read for what it says, and bad input is an error with file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_aligner.data.records import Comparison, RecordFile, read_records
+from nemo_aligner.errors import ConfigError, DataError
+
+USER = {"role": "user", "content": "why"}
+GOOD = {"role": "assistant", "content": "because"}
+BAD = {"role": "assistant", "content": "no"}
+SYSTEM = {"role": "system", "content": "be kind"}
+HH = "\n\nHuman: why\n\nAssistant:"
+PAIR = {"prompt": "why", "chosen": "because", "rejected": "no"}
+RATED = {"prompt": "why", "response": "because", "help": 3, "depth": None}
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(tmp_path: Path, *records: object, kind: str = "comparison", **options: Any) -> RecordFile:
+    return read_records(write(tmp_path / "data.jsonl", *records), kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("record", "fmt"),
+    [
+        (PAIR, "chat_pairs"),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, "chat_pairs"),
+        ({"prompt": [USER], "chosen": "because", "rejected": [USER, BAD]}, "chat_pairs"),
+        ({"prompt": "why", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "chat_pairs"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "score": 3}, "chat_pairs"),
+        ({"chosen": f"{HH} because", "rejected": f"{HH} no"}, "hh"),
+        ({"prompt": HH, "chosen": " because", "rejected": " no"}, "hh"),
+    ],
+)  # fmt: skip
+def test_a_pair_means_the_same_in_every_writing(
+    tmp_path: Path, record: dict[str, Any], fmt: str
+) -> None:
+    file = read(tmp_path, record)
+    assert file.format == fmt
+    assert file.records[0].chosen == [USER, GOOD]
+    assert file.records[0].rejected == [USER, BAD]
+    assert file.counts == {"read": 1, "kept": 1}
+
+
+def test_a_list_prompt_keeps_its_system_turn(tmp_path: Path) -> None:
+    record = {"prompt": [SYSTEM, USER], "chosen": "because", "rejected": "no"}
+    assert read(tmp_path, record).records[0].chosen == [SYSTEM, USER, GOOD]
+
+
+def test_hh_turns_keep_their_order(tmp_path: Path) -> None:
+    text = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nmore\n\nAssistant: {}"
+    [pair] = read(tmp_path, {"chosen": text.format("d"), "rejected": text.format("e")}).records
+    assert [turn["role"] for turn in pair.chosen] == ["user", "assistant"] * 2
+    assert [turn["content"] for turn in pair.chosen] == ["a", "b", "c\n\nmore", "d"]
+
+
+def test_comparison_lines_are_raw_text(tmp_path: Path) -> None:
+    file = read(tmp_path, {"text": "q a"}, {"text": "q b"}, {"text": "r c"}, {"text": "r d"})
+    assert [(pair.chosen, pair.rejected) for pair in file.records] == [
+        ("q a", "q b"),
+        ("r c", "r d"),
+    ]
+    assert [pair.origin.line for pair in file.records] == [1, 3]
+
+
+def test_rated_chat_labels_come_in_the_order_asked_for(tmp_path: Path) -> None:
+    [rating] = read(tmp_path, RATED, kind="rating", attributes=["depth", "help"]).records
+    assert rating.labels == (None, 3.0)
+    assert rating.response == [USER, GOOD]
+
+
+def test_rated_text_knows_null_and_the_mask_value(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": [1, -100, None]}, {"text": "b", "label": [-100, None, -100.0]}]
+    file = read(tmp_path, *rows, kind="rating", attributes=["x", "y", "z"], loss_mask_val=-100.0)
+    assert [rating.labels for rating in file.records] == [(1.0, None, None)]
+    assert file.counts == {"read": 2, "no_label": 1, "kept": 1}
+
+
+def test_drops_are_counted(tmp_path: Path) -> None:
+    file = read(
+        tmp_path,
+        {**PAIR, "rejected": "because"},
+        {**PAIR, "rejected": " \n"},
+        {"prompt": "x", "chosen": "", "rejected": ""},
+        {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "how"}, BAD]},
+        PAIR,
+    )
+    assert file.counts == {
+        "read": 5, "identical": 1, "empty_reply": 2, "different_prompts": 1, "kept": 2,
+    }  # fmt: skip
+    assert [record.origin.line for record in file.records] == [4, 5]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "json.gz", "txt"])
+def test_content_decides_how_a_file_is_read(tmp_path: Path, suffix: str) -> None:
+    as_list = suffix.startswith("json") and not suffix.startswith("jsonl")
+    text = json.dumps([PAIR, PAIR], indent=1) if as_list else f"{json.dumps(PAIR)}\r\n\n" * 2
+    path = tmp_path / f"data.{suffix}"
+    content = b"\xef\xbb\xbf" + text.encode()
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    file = read_records(path, "comparison")
+    assert file.counts == {"read": 2, "kept": 2}
+    assert [record.origin.line for record in file.records] == ([2, 7] if as_list else [1, 3])
+
+
+def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({**PAIR, "chosen": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
+    [pair] = read_records(path, "comparison").records
+    assert isinstance(pair, Comparison)
+    assert pair.chosen[-1]["content"] == "a\u2028b\x85c"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"'], r":1: malformed JSON"),
+        (["[1, 2]"], r":1: got '1', wanted a JSON object"),
+        (['[{"text": "a"},', "]"], r":2: malformed JSON"),
+        (['[{"text": "a"}', '{"text": "b"}]'], r":2: malformed JSON"),
+        (['[{"text": "a"}]', "x"], r":1: malformed JSON"),
+        (['"a string"'], r":1: got .*, wanted a JSON object"),
+        ([PAIR, {"prompt": "why", "chosen": "x"}], r":2: got keys .*chat_pairs wants"),
+        ([PAIR, {**PAIR, "chosen": 3}], r":2: chosen: got 3, wanted a string or a list"),
+        ([PAIR, {**PAIR, "chosen": []}], r":2: chosen: got \[\]"),
+        ([PAIR, {**PAIR, "prompt": None}], r":2: missing key 'prompt'"),
+        ([PAIR, {**PAIR, "prompt": {"a": 1}}], r":2: prompt: got"),
+        ([PAIR, {**PAIR, "chosen": [USER]}], r":2: chosen: .*got role 'user', wanted 'assistant'"),
+        ([PAIR, {**PAIR, "chosen": [{"role": "assistant"}]}], r":2: chosen: message 2: got an obj"),
+        ([PAIR, {**PAIR, "chosen": [{**GOOD, "content": None}]}], r"message 2, content: got None"),
+        ([PAIR, {**PAIR, "chosen": [{**USER, "content": "x"}, GOOD]}], r":2: chosen: .*prompt"),
+        ([PAIR, '{"prompt": "a", "chosen": "\\ud800", "rejected": "b"}'], r":2: chosen: .*surrog"),
+        ([PAIR, {"text": "a"}, {"text": "b"}], r":2: mixed formats in one file.*comparison_text"),
+        ([{"text": "a"}, {"text": "b"}, {"text": "c"}], r":3: .*odd number of .* lines \(3\)"),
+        ([{"text": "a"}, {"text": 4}], r":1: text: got 4, wanted a string"),
+        ([{"chosen": "a", "rejected": "b"}], r":1: got a record with keys .*wanted one of these"),
+        ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "b"}], r":1: rejected: got 'b'"),
+        ([{"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}], r":1: chosen: .*'assistant'"),
+        ([{**PAIR, "rejected": "because"}], r"no usable record in it: 1 read, 1 identical"),
+        ([""], r"the file has no records"),
+    ],
+)  # fmt: skip
+def test_bad_comparisons_are_errors_with_a_place(
+    tmp_path: Path, lines: list[object], message: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts))
+    with pytest.raises(DataError, match=message) as caught:
+        read_records(path, "comparison")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"help": "3"}, r":2: help: got '3', wanted a number"),
+        ({"help": True}, r":2: help: got True"),
+        ({"help": 1e999}, r":2: malformed JSON: Infinity"),
+        ({"helpful": 3}, None),
+    ],
+)
+def test_bad_labels_are_errors(tmp_path: Path, change: dict[str, Any], message: str | None) -> None:
+    row = {**RATED, **change}
+    if message is None:
+        del row["help"]
+        message = r":2: missing key 'help', an attribute of .*this record has .*'helpful'"
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, RATED, row, kind="rating", attributes=["help"])
+
+
+def test_a_label_list_of_another_length_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r":1: label: got 2 numbers, wanted 1, one for each of x"):
+        read(tmp_path, {"text": "a", "label": [1, 2]}, kind="rating", attributes=["x"])
+
+
+def test_a_format_can_be_named(tmp_path: Path) -> None:
+    assert read(tmp_path, PAIR, fmt="chat_pairs").format == "chat_pairs"
+    with pytest.raises(
+        DataError, match=r":1: mixed formats.*got a record of chat_pairs.*wanted hh"
+    ):
+        read(tmp_path, PAIR, fmt="hh")
+    with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto or"):
+        read(tmp_path, PAIR, fmt="rated_chat")
+
+
+def test_unreadable_files_are_data_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        read_records(tmp_path / "missing.jsonl", "comparison")
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_records(tmp_path / "cut.gz", "comparison")
+    (tmp_path / "latin.jsonl").write_bytes(b"\n\n\xe9")
+    with pytest.raises(DataError, match=r"latin.jsonl:3: not valid UTF-8"):
+        read_records(tmp_path / "latin.jsonl", "comparison")

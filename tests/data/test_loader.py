@@ -1,0 +1,82 @@
+"""The order of training is a function of the step, the same at any data-parallel size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+import pytest
+
+from nemo_aligner.data.loader import TrainLoader, validation_batches
+from nemo_aligner.errors import ConfigError
+from tests.data.test_packing import dataset
+
+DATA = dataset([3] * 20)
+
+
+def loader(rank: int = 0, size: int = 1, gbs: int = 4, seed: int = 5) -> TrainLoader:
+    return TrainLoader(DATA, gbs, 30, seed, rank, size)
+
+
+def test_every_epoch_is_a_permutation_of_its_own() -> None:
+    stream = [record for step in range(15) for record in loader().global_batch(step)]
+    epochs = [stream[start : start + 10] for start in range(0, 60, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 6
+    other = [record for step in range(15) for record in loader(seed=6).global_batch(step)]
+    assert other != stream
+
+
+def test_the_order_never_changes() -> None:
+    """A run that an older version began goes on with the same data."""
+    assert loader().global_batch(0) == [2, 6, 5, 9]
+    assert loader(seed=2**32 + 5).global_batch(0) != loader().global_batch(0)
+
+
+def test_a_step_needs_no_history() -> None:
+    ahead = loader().global_batch(7)
+    walked = loader()
+    for step in range(7):
+        walked.micro_batches(step)
+    assert walked.global_batch(7) == ahead
+
+
+def test_ranks_share_a_step_without_overlap() -> None:
+    for step in range(6):
+        shares = [
+            [i for pack in loader(rank, 3).micro_batches(step) for i in pack.record_ids.tolist()]
+            for rank in range(3)
+        ]
+        assert all(shares)
+        assert Counter(chain(*shares)) == Counter(loader().global_batch(step))
+
+
+def test_total_steps_counts_full_batches() -> None:
+    assert loader().total_steps(1) == 2
+    assert loader().total_steps(2) == 5
+    assert loader().total_steps(2, max_steps=3) == 3
+    assert loader().total_steps(2, max_steps=30) == 5
+    assert loader(gbs=20).total_steps(2) == 1
+    with pytest.raises(ConfigError, match="global_batch_size: got 20, wanted at most 10"):
+        loader(gbs=20).total_steps(1)
+
+
+def test_a_batch_may_be_larger_than_the_data() -> None:
+    assert Counter(loader(gbs=25).global_batch(0)).most_common()[0][1] == 3
+
+
+def test_a_rank_without_records_is_refused() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size: got 4, wanted at least 5"):
+        loader(0, 5)
+
+
+def test_validation_sees_every_record_once() -> None:
+    for size in (1, 3, 12):
+        seen = [
+            record
+            for rank in range(size)
+            for pack in validation_batches(DATA, 30, rank, size)
+            for record in pack.record_ids.tolist()
+        ]
+        assert sorted(seen) == list(range(10))
+    assert validation_batches(DATA, 30, 11, 12) == []
