@@ -87,9 +87,9 @@ class RunCheckpoints:
         save_top_k: int = 1,
     ) -> None:
         self.folder = Path(folder)
-        self.monitor = monitor
+        self.monitor = monitor if save_top_k > 0 else None
         self._mode = mode
-        self._save_top_k = save_top_k if monitor is not None else 0
+        self._save_top_k = save_top_k
 
     def clean(self) -> None:
         """Delete what a killed save or removal left behind; call it before the first save."""
@@ -111,7 +111,7 @@ class RunCheckpoints:
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a checkpoint with these metrics would be kept for them."""
-        if self._save_top_k == 0 or self._key(metrics) is None:
+        if self._key(metrics) is None:
             return False
         newcomer = Saved(self.folder, RunState(step=2**62, consumed_samples=0, metrics={**metrics}))
         return newcomer in self._ranked([*self.all(), newcomer])[: self._save_top_k]

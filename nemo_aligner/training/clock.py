@@ -28,9 +28,9 @@ def parse_max_time(text: str) -> float:
 
 
 class StopRequest:
-    """Why this process should stop after its step, if it should: the time is up, or SIGTERM came.
+    """Why this process should stop after its step: the time is up, or SIGTERM came.
 
-    As a context manager it takes SIGTERM over, so that the signal ends the loop and not the process.
+    As a context manager it takes SIGTERM over: the signal ends the loop and not the process.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def build_loggers(
 ) -> MetricLoggers:
     """The loggers asked for, in ``explicit_log_dir``; ``settings`` is the run's resolved config.
 
-    A run that goes on after ``start_step`` keeps what was logged up to there, and logs later steps anew.
+    A run that goes on keeps what was logged up to ``start_step``; later steps are logged anew.
     """
     wanted = (
         config.create_tensorboard_logger,

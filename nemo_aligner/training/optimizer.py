@@ -40,14 +40,14 @@ class Optimizer:
         """Update the weights; the gradient's norm before clipping. ``number`` counts from 1.
 
         Raises:
-            TrainingError: the update was skipped, or the norm is not finite. The weights are spoilt.
+            TrainingError: the update was skipped, or the norm is not finite.
         """
         updated, norm, _ = self._optimizer.step()
         norm = float(norm) if updated else math.nan
         if not math.isfinite(norm):
             raise TrainingError(
-                f"step {number}: got a gradient norm of {norm}, wanted a finite one; the checkpoint "
-                "before it is good: resume with a lower model.optim.lr"
+                f"step {number}: got a gradient norm of {norm}, wanted a finite one; the "
+                "checkpoint before it is good: resume with a lower model.optim.lr"
             )
         self._scheduler.step(1)
         return norm
@@ -61,7 +61,7 @@ class Optimizer:
         )
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Take a loaded state after ``step`` steps; learning rate and the like stay as configured."""
+        """Take the state after ``step`` steps; learning rate and the like stay as configured."""
         groups = self._optimizer.param_groups
         settings = [{key: group[key] for key in _SETTINGS} for group in groups]
         self._optimizer.load_state_dict(state)

@@ -1,0 +1,135 @@
+"""RewardLearner: one step of training, one pass of validation, with exact global means."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.batch import PackedBatch
+from nemo_aligner.data.datasets import TokenizedDataset, TrainingData
+from nemo_aligner.data.loader import TrainLoader, validation_batches
+from nemo_aligner.errors import TrainingError
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.training.objective import Objective
+from nemo_aligner.training.optimizer import Optimizer
+
+
+class RewardLearner:
+    """A reward model, its optimizer and its data, spread over the ranks by ``layout``."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer,
+        objective: Objective,
+        data: TrainingData,
+        loader: TrainLoader,
+        layout: ParallelLayout,
+        micro_batch_tokens: int,
+    ) -> None:
+        self._ddp = model
+        self._loader = loader
+        self._layout = layout
+        self._micro_batch_tokens = micro_batch_tokens
+        self.objective = objective
+        self.model = model.module
+        self.optimizer = optimizer
+        self.data = data
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Train on the batch of ``step``, counted from 0; metrics of the batch before the update.
+
+        Raises:
+            TrainingError: a reward, the loss or the gradient is not finite.
+        """
+        record_ids = self._loader.global_batch(step)
+        batches = self._loader.micro_batches(step)
+        self._ddp.train()
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        mine = forward_backward(self._ddp, batches, self._layout, self.objective.loss)
+        places = _places(batches, record_ids, self._layout)
+        rewards = gather_rewards(mine, places, len(record_ids), self._layout)
+        _check_finite(rewards, step + 1)
+        dataset = self.data.train
+        metrics = self.objective.step_metrics(rewards, dataset.centred_labels(record_ids))
+        lr = self.optimizer.lr
+        grad_norm = self.optimizer.step(step + 1)
+        tokens = sum(dataset.num_tokens(record) for record in record_ids)
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "tokens": float(tokens)}
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of every validation set, over each record once, named ``set/metric``."""
+        return {
+            f"{validation_prefix(dataset)}/{name}": value
+            for dataset in self.data.validation
+            for name, value in self._validate_on(dataset).items()
+        }
+
+    def _validate_on(self, dataset: TokenizedDataset) -> dict[str, float]:
+        layout = self._layout
+        batches = validation_batches(
+            dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp
+        )
+        mine = infer(self._ddp, batches, layout)
+        per_record = mine.view(-1, dataset.sequences_per_record, mine.size(-1))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        places = torch.cat([nothing, *(batch.record_ids for batch in batches)])
+        rewards = gather_rewards(per_record, places, len(dataset), layout)
+        metrics = self.objective.metrics(rewards, dataset.centred_labels(range(len(dataset))))
+        return {**metrics, **self._spread(rewards)}
+
+    def _spread(self, rewards: Tensor) -> dict[str, float]:
+        """Mean and deviation of every attribute, offsets included, for the scoring contract."""
+        flat = rewards.flatten(0, 1).double() + torch.tensor(
+            self.data.contract.label_means, dtype=torch.float64
+        )
+        means, deviations = flat.mean(0).tolist(), flat.std(0, correction=0).tolist()
+        spread: dict[str, float] = {}
+        for name, mean, deviation in zip(
+            self.objective.attributes, means, deviations, strict=True
+        ):
+            spread |= {f"reward_mean/{name}": mean, f"reward_std/{name}": deviation}
+        return spread
+
+
+def validation_prefix(dataset: TokenizedDataset) -> str:
+    """``validation`` for the only set, ``validation-<name>`` where there are several."""
+    return dataset.name if dataset.name == "validation" else f"validation-{dataset.name}"
+
+
+def validation_metric_names(objective: Objective, datasets: Sequence[TokenizedDataset]) -> list[str]:
+    """Every name that ``RewardLearner.validate`` will give, without a model."""
+    names = []
+    for dataset in datasets:
+        # Two records that differ: every metric is named, whatever its value.
+        rewards = torch.zeros(2, dataset.sequences_per_record, len(objective.attributes))
+        labels = torch.zeros(2, len(objective.attributes))
+        prefix = validation_prefix(dataset)
+        names += [f"{prefix}/{name}" for name in objective.metrics(rewards, labels)]
+    return names
+
+
+def _places(
+    batches: Sequence[PackedBatch], record_ids: Sequence[int], layout: ParallelLayout
+) -> Tensor:
+    """The place in the global batch of every record in this rank's ``batches``."""
+    # A record may be in a batch twice, at the end of an epoch and in the next.
+    free: dict[int, deque[int]] = defaultdict(deque)
+    for place in range(layout.dp_rank, len(record_ids), layout.dp):
+        free[record_ids[place]].append(place)
+    order = [int(record) for batch in batches for record in batch.record_ids]
+    return torch.tensor([free[record].popleft() for record in order])
+
+
+def _check_finite(rewards: Tensor, step: int) -> None:
+    if not bool(torch.isfinite(rewards).all()):
+        raise TrainingError(
+            f"step {step}: got a reward that is not finite; the checkpoint before it is good: "
+            "resume with a lower model.optim.lr"
+        )

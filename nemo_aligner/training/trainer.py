@@ -1,0 +1,146 @@
+"""SupervisedTrainer: the loop, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
+from nemo_aligner.config.schema import TrainConfig
+from nemo_aligner.parallel.collectives import agree, gather_objects
+from nemo_aligner.training.clock import StopRequest, Timers
+from nemo_aligner.training.loggers import Progress
+
+_SHOWN = ("train/loss", "train/accuracy", "train/grad_norm", "train/lr", "train/tokens_per_second")
+
+
+class Learner(Protocol):
+    """What is trained: it knows its data, and gives numbers."""
+
+    model: Any
+    optimizer: Any
+
+    def train_step(self, step: int) -> dict[str, float]: ...
+
+    def validate(self) -> dict[str, float]: ...
+
+
+class Logger(Protocol):
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a run came; ``stopped_by`` is None when it came to its end."""
+
+    step: int
+    stopped_by: str | None = None
+
+
+class SupervisedTrainer:
+    """Trains until ``total_steps``, or until asked to stop; every rank runs it.
+
+    ``start`` is the state that learner and checkpoints are in: step 0, or the step resumed from.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        config: TrainConfig,
+        total_steps: int,
+        start: RunState,
+        checkpoints: RunCheckpoints,
+        logger: Logger,
+        stop: StopRequest,
+        device: torch.device | str,
+    ) -> None:
+        self._learner = learner
+        self._loop = config.trainer.rm
+        self._global_batch_size = config.model.global_batch_size
+        self._total_steps = total_steps
+        self._start = start
+        self._checkpoints = checkpoints
+        self._logger = logger
+        self._stop = stop
+        self._device = device
+        self._timers = Timers()
+        self._progress = Progress(total_steps, start.step)
+
+    def fit(self) -> Outcome:
+        """Train, log, validate, save; a run that was stopped goes on from its newest checkpoint."""
+        step, stopping = self._start.step, False
+        with self._stop:
+            if step == 0 and self._loop.val_before_training:
+                self._validate(step)
+            while step < self._total_steps and not stopping:
+                self._train(step)
+                step += 1
+                stopping = self._agree_to_stop()
+                metrics: dict[str, float] = {}
+                if self._is_due(self._loop.val_check_interval, step) and not stopping:
+                    metrics = self._validate(step)
+                    stopping = self._agree_to_stop()
+                if stopping or self._save_is_due(step, metrics):
+                    self._save(step, metrics)
+        self._progress.close()
+        stopped = stopping and step < self._total_steps
+        return Outcome(step, self._why_stopped() if stopped else None)
+
+    def _train(self, step: int) -> None:
+        with self._timers.measure("train_step"):
+            metrics = self._learner.train_step(step)
+        timing = self._timers.take()
+        tokens = metrics.pop("tokens")
+        metrics["tokens_per_second"] = tokens / timing["timing/train_step"]
+        metrics["consumed_samples"] = float((step + 1) * self._global_batch_size)
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        self._logger.log({**named, **timing}, step + 1)
+        self._progress.show(step + 1, {name: named[name] for name in _SHOWN if name in named})
+
+    def _validate(self, step: int) -> dict[str, float]:
+        with self._timers.measure("validation"):
+            metrics = self._learner.validate()
+        if metrics:
+            self._logger.log({**metrics, **self._timers.take()}, step)
+            self._progress.say(_validation_lines(step, metrics))
+        return metrics
+
+    def _save(self, step: int, metrics: dict[str, float]) -> None:
+        state = replace(
+            self._start,
+            step=step,
+            consumed_samples=step * self._global_batch_size,
+            metrics=metrics,
+        )
+        with self._timers.measure("save"):
+            path = self._checkpoints.save(state, self._learner.model, self._learner.optimizer)
+        self._logger.log(self._timers.take(), step)
+        self._progress.say(f"step {step}: saved {path}")
+
+    def _is_due(self, interval: int | None, step: int) -> bool:
+        """At every multiple of the interval, and at the end; null is the end alone."""
+        return step == self._total_steps or (interval is not None and step % interval == 0)
+
+    def _save_is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        return self._is_due(self._loop.save_interval, step) or self._checkpoints.is_among_best(
+            metrics
+        )
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop; the same answer on all of them."""
+        return agree(self._stop.reason is not None, self._device)
+
+    def _why_stopped(self) -> str:
+        return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
+
+
+def _validation_lines(step: int, metrics: Mapping[str, float]) -> str:
+    sets: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        prefix, _, rest = name.partition("/")
+        sets.setdefault(prefix, []).append(f"{rest} {value:.4g}")
+    return "\n".join(f"step {step}: {prefix}: {'  '.join(sets[prefix])}" for prefix in sets)
+
