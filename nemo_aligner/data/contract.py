@@ -127,7 +127,10 @@ class ScoringContract:
             )
         for name, value in content.items():
             content[name] = tuple(value) if isinstance(value, list) else value
-        contract = cls(**content)
+        try:
+            contract = cls(**content)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"scoring contract: {error}") from error
         if contract.hash != wanted_hash:
             raise CheckpointError(
                 f"scoring contract: its fields hash to {contract.hash}, it says {wanted_hash}: "

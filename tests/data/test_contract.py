@@ -85,6 +85,8 @@ def test_a_contract_survives_json() -> None:
         ({"version": 9}, "got version 9, wanted 1"),
         ({"surprise": 1}, "unknown or missing fields: surprise"),
         ({"hash": "0"}, "changed after it was written"),
+        ({"label_means": None}, "scoring contract: "),
+        ({"label_means": [1.0]}, "2 attributes, 2 weights and 1 label means"),
     ],
 )
 def test_a_changed_contract_is_refused(change: dict[str, object], message: str) -> None:
