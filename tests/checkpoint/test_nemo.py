@@ -1,4 +1,4 @@
-"""The archive: what goes in comes out, nothing hostile gets out, and it appears whole or not at all."""
+"""The archive: what goes in comes out, nothing hostile does, and it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def test_an_archive_without_a_contract_has_none(tmp_path: Path, parts: tuple[Pat
         assert folder.contract is None
 
 
-def test_linked_source_files_are_stored_as_files(
-    tmp_path: Path, parts: tuple[Path, Path]
-) -> None:
+def test_linked_source_files_are_stored_as_files(tmp_path: Path, parts: tuple[Path, Path]) -> None:
     """A hub cache is made of links; an archive must not be."""
     source = parts[1] / "tokenizer.json"
     source.rename(tmp_path / "blob")
@@ -110,7 +108,16 @@ def write_tar(path: Path, *members: tuple[str, dict], config: str = "num_layers:
         ("pipe", {"type": tarfile.FIFOTYPE}),
         ("device", {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 3}),
     ],
-    ids=["dotdot", "inner_dotdot", "absolute", "symlink", "symlink_inside", "hardlink", "fifo", "device"],
+    ids=[
+        "dotdot",
+        "inner_dotdot",
+        "absolute",
+        "symlink",
+        "symlink_inside",
+        "hardlink",
+        "fifo",
+        "device",
+    ],
 )
 def test_hostile_members_are_refused(
     name: str, attributes: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,9 +193,9 @@ def test_a_config_is_plain_data(config: str, complaint: str, tmp_path: Path) -> 
 
 def test_a_tokenizer_outside_the_archive_is_refused(tmp_path: Path) -> None:
     config = yaml.safe_dump({"tokenizer": {"type": "nemo:../../etc"}})
-    with open_nemo(write_tar(tmp_path / "bad.nemo", config=config)) as folder:
-        with pytest.raises(CheckpointError, match="no tokenizer folder"):
-            _ = folder.tokenizer
+    path = write_tar(tmp_path / "bad.nemo", config=config)
+    with pytest.raises(CheckpointError, match="no tokenizer folder"), open_nemo(path) as folder:
+        _ = folder.tokenizer
 
 
 @pytest.mark.parametrize("content", [b"", b"not a tar", b"\x1f\x8b\x08\x00broken"])

@@ -41,7 +41,7 @@ def sharded(key: str, data: torch.Tensor, *offsets: tuple, **options: Any) -> An
 
 
 def request(fill: float | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """An embedding, two stacked layers and an opaque object, filled with numbers or with ``fill``."""
+    """An embedding, two stacked layers, an opaque object; of counted numbers, or of ``fill``."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     def tensor(start: float, *shape: int) -> torch.Tensor:
@@ -121,14 +121,20 @@ def test_a_padded_vocabulary_may_differ_in_rows(rows: int, saved: Path) -> None:
 
 
 def test_missing_tensors_are_listed(saved: Path) -> None:
-    wanted = {f"model.new.{number}": sharded(f"model.new.{number}", torch.zeros(2)) for number in range(8)}
-    with pytest.raises(CheckpointError, match=r"8 tensors are missing: model\.new\.0, .* and 3 more"):
+    wanted = {
+        f"model.new.{number}": sharded(f"model.new.{number}", torch.zeros(2)) for number in range(8)
+    }
+    with pytest.raises(
+        CheckpointError, match=r"8 tensors are missing: model\.new\.0, .* and 3 more"
+    ):
         load(saved, wanted)
 
 
 def test_another_shape_names_both(saved: Path) -> None:
     wanted = {"w": sharded("model.layers.weight", torch.zeros(2, 3, 5))}
-    with pytest.raises(CheckpointError, match=r"layers\.weight: got shape \[2, 3, 4\], wanted \[2, 3, 5\]"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.weight: got shape \[2, 3, 4\], wanted \[2, 3, 5\]"
+    ):
         load(saved, wanted)
 
 

@@ -1,0 +1,270 @@
+"""Conversion: the logits and tokens of transformers, and refusals that name the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_aligner.checkpoint.hf_names import pack_qkv, unpack_qkv
+from nemo_aligner.errors import CheckpointError
+from tests import tiny
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "one_group_per_head": {"num_key_value_heads": 4},
+    "llama3_rope_own_head_dim": {"rope_parameters": LLAMA3_ROPE, "head_dim": 32},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def layout() -> Iterator[None]:
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+
+    with launch():
+        initialize_layout()
+        yield
+        destroy_layout()
+
+
+def convert(source: Path, output: Path, dtype: torch.dtype | None = None) -> Any:
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+
+    return convert_hf_to_nemo(source, output, dtype)
+
+
+def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
+    """Logits of megatron-core's own GPTModel, loaded from a ``.nemo``."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from nemo_aligner.checkpoint.nemo import load_weights, open_nemo
+
+    same = (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+        "kv_channels", "layernorm_epsilon",
+    )  # fmt: skip
+    off = (
+        "add_bias_linear", "gradient_accumulation_fusion", "masked_softmax_fusion",
+        "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm",
+    )  # fmt: skip
+    with open_nemo(path) as folder:
+        shape = folder.config
+        model = GPTModel(
+            TransformerConfig(
+                **{key: shape[key] for key in same},
+                **dict.fromkeys(off, False),
+                normalization="RMSNorm",
+                gated_linear_unit=True,
+                activation_func=F.silu,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                use_cpu_initialization=True,
+            ),
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            vocab_size=384,
+            max_sequence_length=shape["max_position_embeddings"],
+            position_embedding_type="rope",
+            rotary_base=shape["rotary_base"],
+            share_embeddings_and_output_weights=shape["share_embeddings_and_output_weights"],
+        ).eval()
+        state = load_weights(model.sharded_state_dict(prefix="model."), folder.weights)
+        model.load_state_dict({key.removeprefix("model."): state[key] for key in state})
+    if shape["scale_positional_embedding"]:
+        rope = model.rotary_pos_emb
+        rope.inv_freq = rope._apply_scaling(
+            rope.inv_freq,
+            factor=shape["scale_factor"],
+            low_freq_factor=shape["low_freq_factor"],
+            high_freq_factor=shape["high_freq_factor"],
+            original_max_position_embeddings=shape["old_context_len"],
+        )
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    future = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        return model(tokens, positions, future)[..., : shape["vocab_size"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    path = tiny.write_base_nemo(tmp_path / "base.nemo", **CASES[case])
+    tokens = torch.randint(
+        0, tiny.SHAPE["vocab_size"], (2, 100), generator=torch.Generator().manual_seed(1)
+    )
+    theirs = LlamaForCausalLM.from_pretrained(path.with_suffix(".hf")).eval()
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(megatron_logits(path, tokens), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "tiny"
+    tiny.write_hf_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def changed(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "tiny"))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_the_summary_and_the_config_say_what_was_converted(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    from nemo_aligner.checkpoint.nemo import open_nemo
+
+    summary = convert(checkpoint, tmp_path / "out" / "base.nemo")
+    count = LlamaForCausalLM.from_pretrained(checkpoint).num_parameters()
+    assert f"llama, {count:,} parameters in fp32, 4 layers of 64" in str(summary)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["base.nemo"]
+    with open_nemo(summary.output) as folder:
+        assert folder.config["vocab_size"] == tiny.SHAPE["vocab_size"]
+        assert folder.config["precision"] == 32
+        assert folder.contract is None
+
+
+def test_dtype_is_as_stored_or_as_asked(checkpoint: Path, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors
+
+    summary = convert(checkpoint, tmp_path / "base.nemo", torch.bfloat16)
+    assert summary.dtype == "bf16"
+    with open_nemo(tmp_path / "base.nemo") as folder:
+        assert folder.config["precision"] == "bf16"
+        assert {dtype for _, dtype in stored_tensors(folder.weights).values()} == {torch.bfloat16}
+
+
+def test_the_tokenizer_is_carried_over_unchanged(checkpoint: Path, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.nemo import open_nemo
+
+    convert(checkpoint, tmp_path / "base.nemo")
+    with open_nemo(tmp_path / "base.nemo") as folder:
+        carried = {file.name: file.read_bytes() for file in folder.tokenizer.iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= carried.keys()
+    assert carried == {name: (checkpoint / name).read_bytes() for name in carried}
+
+
+def test_shards_and_old_rope_keys_read_the_same(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    sharded = tmp_path / "sharded"
+    LlamaForCausalLM.from_pretrained(checkpoint).save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    tiny.write_tokenizer(sharded)
+    edit(sharded, rope_parameters=None, rope_theta=10000.0)
+    tokens = torch.arange(40)[None]
+    for folder in (checkpoint, sharded):
+        convert(folder, tmp_path / f"{folder.name}.nemo")
+    one, many = (megatron_logits(tmp_path / f"{name}.nemo", tokens) for name in ("tiny", "sharded"))
+    torch.testing.assert_close(one, many, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "mamba"}, "model_type: got 'mamba', wanted one of: llama"),
+        ({"attention_bias": True}, "attention_bias: got True"),
+        ({"mlp_bias": True}, "mlp_bias: got True"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
+        ({"sliding_window": 128}, "sliding_window: got 128"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: got 'yarn'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor: got 0\.5"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: got None"),
+        ({"num_hidden_layers": 5}, r"9 tensors are missing, the first is model\.layers\.4"),
+        ({"num_hidden_layers": 3}, r"9 tensors have no place .* is model\.layers\.3"),
+        ({"tie_word_embeddings": False}, r"1 tensors are missing, the first is lm_head\.weight"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(
+    changes: dict, complaint: str, changed: Path, tmp_path: Path
+) -> None:
+    edit(changed, **changes)
+    with pytest.raises(CheckpointError, match=complaint):
+        convert(changed, tmp_path / "out" / "base.nemo")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("lost", "complaint"),
+    [
+        ("config.json", r"config\.json"),
+        ("model.safetensors", r"pickled weights \(\.bin\) are not read"),
+        ("tokenizer.json", r"no tokenizer\.json"),
+    ],
+)
+def test_a_missing_file_is_named(lost: str, complaint: str, changed: Path, tmp_path: Path) -> None:
+    (changed / lost).unlink()
+    with pytest.raises(CheckpointError, match=complaint):
+        convert(changed, tmp_path / "base.nemo")
+    assert not (tmp_path / "base.nemo").exists()
+
+
+def test_damaged_safetensors_are_named(changed: Path, tmp_path: Path) -> None:
+    (changed / "model.safetensors").write_bytes(b"\x10" * 100)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        convert(changed, tmp_path / "base.nemo")
+
+
+def test_an_index_may_not_point_elsewhere(changed: Path, tmp_path: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "../other.safetensors"}}
+    (changed / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="wanted file names in the same folder"):
+        convert(changed, tmp_path / "base.nemo")
+
+
+def test_packing_qkv_interleaves_by_group_and_comes_apart_again() -> None:
+    heads, groups, size = 4, 2, 3
+    query = torch.arange(heads * size * 5).reshape(heads * size, 5)
+    key, value = (
+        offset + torch.arange(groups * size * 5).reshape(-1, 5) for offset in (1000, 2000)
+    )
+    packed = pack_qkv(query, key, value, heads, groups)
+    assert packed.shape == ((heads + 2 * groups) * size, 5)
+    torch.testing.assert_close(packed[: 2 * size], query[: 2 * size])
+    torch.testing.assert_close(packed[2 * size : 3 * size], key[:size])
+    torch.testing.assert_close(packed[3 * size : 4 * size], value[:size])
+    for got, wanted in zip(unpack_qkv(packed, heads, groups), (query, key, value), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_the_script_reports_and_fails_clearly(checkpoint: Path, tmp_path: Path) -> None:
+    script, output = "scripts/convert_hf_to_nemo.py", str(tmp_path / "base.nemo")
+    done = tiny.run_script(
+        script, "--input", str(checkpoint), "--output", output, env={"HF_HUB_OFFLINE": "1"}
+    )
+    assert "base.nemo: llama" in done.stdout
+    failed = tiny.run_script(script, "--input", "nowhere", "--output", output, check=False)
+    assert failed.returncode == 1
+    assert "error: nowhere" in failed.stderr
+    assert "Traceback" not in failed.stderr
