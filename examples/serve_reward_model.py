@@ -8,14 +8,25 @@ pid it prints drains and stops all ranks.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_aligner.config.schema import ServeConfig
 
 
 def main() -> int:
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.schema import ServeConfig
+    from nemo_aligner.errors import AlignerError
 
-    config = load_config(ServeConfig, sys.argv[1:])
+    try:
+        return run(load_config(ServeConfig, sys.argv[1:]))
+    except AlignerError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
 
+
+def run(config: ServeConfig) -> int:
     from nemo_aligner.errors import ConfigError
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
@@ -24,7 +35,7 @@ def main() -> int:
 
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
-    with launch() as run:
+    with launch() as world:
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -36,7 +47,7 @@ def main() -> int:
             precision=config.precision,
             micro_batch_tokens=config.model.micro_batch_tokens,
         )
-        return serve(scorer, config.server, run.device)
+        return serve(scorer, config.server, world.device)
 
 
 if __name__ == "__main__":
