@@ -1,0 +1,83 @@
+"""nemo-toolkit's own connector unpacks what we write, and packs what we read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.checkpoint.nemo import open_nemo, write_nemo
+
+REQUIREMENTS = ("nemo_toolkit[core]==3.0.0", "lightning==2.4.0")
+CONFIG = {"num_layers": 2, "layernorm_epsilon": 1e-5, "normalization": "rmsnorm", "bias": False}
+WORKER = """
+import json, os, sys
+from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+from omegaconf import OmegaConf
+
+ours, folder, theirs = sys.argv[1:]
+os.makedirs(folder)
+SaveRestoreConnector._unpack_nemo_file(path2file=ours, out_folder=folder)
+SaveRestoreConnector._make_nemo_file_from_folder(filename=theirs, source_dir=folder)
+config = OmegaConf.load(os.path.join(folder, "model_config.yaml"))
+print("config:" + json.dumps(OmegaConf.to_container(config, resolve=True)))
+"""
+
+
+@pytest.fixture(scope="module")
+def nemo_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter with nemo-toolkit, in an environment of its own."""
+    folder = tmp_path_factory.mktemp("nemo_toolkit")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    # torch and whatever else fits is taken from here, behind what the new environment has itself.
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    inherited = folder / "lib" / version / "site-packages" / "inherited.pth"
+    inherited.write_text(sysconfig.get_path("purelib"))
+    try:
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", *REQUIREMENTS],
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"installing {' '.join(REQUIREMENTS)} took longer than 15 minutes")
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        pytest.skip(f"{' '.join(REQUIREMENTS)} cannot be installed here: {reason}")
+    yield python
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_both_directions(nemo_python: Path, tmp_path: Path) -> None:
+    weights, tokenizer = tmp_path / "w", tmp_path / "t"
+    for folder, name in ((weights, ".metadata"), (tokenizer, "tokenizer.json")):
+        folder.mkdir()
+        (folder / name).write_text(name)
+    ours, unpacked, theirs = (tmp_path / name for name in ("ours.nemo", "unpacked", "theirs.nemo"))
+    write_nemo(ours, CONFIG, weights, tokenizer, {"version": 1})
+
+    done = subprocess.run(
+        [nemo_python, "-c", WORKER, ours, unpacked, theirs],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("config:"))
+    config = json.loads(line.removeprefix("config:"))
+    assert config == {**CONFIG, "tokenizer": {"library": "huggingface", "type": "nemo:tokenizer"}}
+    with open_nemo(theirs) as folder:
+        assert folder.config == config
+        assert folder.contract == {"version": 1}
+        assert (folder.weights / ".metadata").read_text() == ".metadata"
+        assert (folder.tokenizer / "tokenizer.json").read_text() == "tokenizer.json"
