@@ -15,6 +15,7 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r"full scope is deprecated", UserWarning),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
+    (r"`load_state_dict` is deprecated and will be removed", FutureWarning),
     (r"Warning: tp_group is None", DeprecationWarning),
     (r"TypedStorage is deprecated", UserWarning),
     # torch's checkpoint reader on gloo and on CPU.

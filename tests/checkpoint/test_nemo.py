@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import yaml
 from nemo_aligner.checkpoint import nemo
 from nemo_aligner.checkpoint.nemo import open_nemo, write_nemo
 from nemo_aligner.errors import CheckpointError
+from tests import tiny
 
 CONFIG = {"num_layers": 2, "layernorm_epsilon": 1e-5, "precision": "bf16"}
 CONTRACT = {"version": 1, "template": "{{ messages }} é"}
@@ -214,6 +217,23 @@ def test_a_cut_archive_is_refused(archive: Path) -> None:
 def test_a_missing_archive_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.nemo: no such"), open_nemo("nowhere.nemo"):
         pass
+
+
+def test_a_killed_write_leaves_nothing_under_the_name(
+    tmp_path: Path, parts: tuple[Path, Path]
+) -> None:
+    path = tmp_path / "out" / "model.nemo"
+    script = (
+        "import os, sys\nfrom pathlib import Path\nfrom nemo_aligner.checkpoint.nemo import write_nemo\n"
+        "os.fsync = lambda stream: os.kill(os.getpid(), 9)\n"
+        "write_nemo(sys.argv[1], {}, Path(sys.argv[2]), Path(sys.argv[3]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path, *parts], cwd=tiny.ROOT)
+    assert done.returncode == -9
+    assert [file.name for file in path.parent.iterdir()] == [".model.nemo.partial"]
+    write_nemo(path, CONFIG, *parts, CONTRACT)
+    check(path)
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("existing", [False, True])
