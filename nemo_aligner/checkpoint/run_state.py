@@ -24,6 +24,9 @@ from nemo_aligner.parallel.collectives import barrier, on_main
 
 _VERSION = 1
 _PREFIX = "model."
+# Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state, and
+# a stack with holes cannot be saved.
+_PER_LAYER = {"non_homogeneous_layers": True}
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = (".partial", ".removed")
 _STATE = "state"
@@ -33,7 +36,9 @@ _RUN_STATE = "run_state.json"
 class ShardedModel(Protocol):
     """A Megatron module."""
 
-    def sharded_state_dict(self, prefix: str = ...) -> dict[str, Any]: ...
+    def sharded_state_dict(
+        self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
+    ) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any: ...
 
@@ -121,7 +126,7 @@ class RunCheckpoints:
         path = self.folder / f"step_{state.step:08d}"
         partial = path.with_name(path.name + ".partial")
         on_main(lambda: _make_empty(partial))
-        weights = model.sharded_state_dict(prefix=_PREFIX)
+        weights = _sharded(model)
         save_weights(
             {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, partial / _STATE
         )
@@ -138,7 +143,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: the state does not fit the model, or is not safe to read.
         """
-        weights = model.sharded_state_dict(prefix=_PREFIX)
+        weights = _sharded(model)
         request = {
             "model": weights,
             "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
@@ -153,7 +158,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: the weights do not fit the model, or are not safe to read.
         """
-        request = {"model": model.sharded_state_dict(prefix=_PREFIX)}
+        request = {"model": _sharded(model)}
         _load_model(model, load_weights(request, saved.path / _STATE)["model"], saved.path)
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
@@ -186,6 +191,10 @@ def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
             f"{saved.path}: it is of another run, and cannot be resumed: {'; '.join(differences)}. "
             "Set exp_manager.explicit_log_dir to a new folder to start a new run"
         )
+
+
+def _sharded(model: ShardedModel) -> dict[str, Any]:
+    return model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
 
 
 def _load_model(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
