@@ -24,8 +24,8 @@ from nemo_aligner.parallel.collectives import barrier, on_main
 
 _VERSION = 1
 _PREFIX = "model."
-# Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state, and
-# a stack with holes cannot be saved.
+# Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state,
+# and a stack with holes cannot be saved.
 _PER_LAYER = {"non_homogeneous_layers": True}
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = (".partial", ".removed")

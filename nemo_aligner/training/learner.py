@@ -73,9 +73,7 @@ class RewardLearner:
 
     def _validate_on(self, dataset: TokenizedDataset) -> dict[str, float]:
         layout = self._layout
-        batches = validation_batches(
-            dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp
-        )
+        batches = validation_batches(dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp)
         mine = infer(self._ddp, batches, layout)
         per_record = mine.view(-1, dataset.sequences_per_record, mine.size(-1))
         nothing = torch.zeros(0, dtype=torch.int64)
@@ -91,9 +89,7 @@ class RewardLearner:
         )
         means, deviations = flat.mean(0).tolist(), flat.std(0, correction=0).tolist()
         spread: dict[str, float] = {}
-        for name, mean, deviation in zip(
-            self.objective.attributes, means, deviations, strict=True
-        ):
+        for name, mean, deviation in zip(self.objective.attributes, means, deviations, strict=True):
             spread |= {f"reward_mean/{name}": mean, f"reward_std/{name}": deviation}
         return spread
 
@@ -103,7 +99,9 @@ def validation_prefix(dataset: TokenizedDataset) -> str:
     return dataset.name if dataset.name == "validation" else f"validation-{dataset.name}"
 
 
-def validation_metric_names(objective: Objective, datasets: Sequence[TokenizedDataset]) -> list[str]:
+def validation_metric_names(
+    objective: Objective, datasets: Sequence[TokenizedDataset]
+) -> list[str]:
     """Every name that ``RewardLearner.validate`` will give, without a model."""
     names = []
     for dataset in datasets:

@@ -107,9 +107,7 @@ def _tensorboard_logger(folder: Path, start_step: int) -> Any:
 def _csv_logger(folder: Path, start_step: int) -> Any:
     from lightning.pytorch.loggers import CSVLogger
 
-    logger = CSVLogger(
-        save_dir=str(folder), name="csv", version="", flush_logs_every_n_steps=1
-    )
+    logger = CSVLogger(save_dir=str(folder), name="csv", version="", flush_logs_every_n_steps=1)
     kept = _rows_until(Path(logger.log_dir) / "metrics.csv", start_step)
     with warnings.catch_warnings():
         # Lightning deletes the file of the run before; its rows are written again below.

@@ -1,4 +1,4 @@
-"""What is learned: for each type of reward model a loss for the schedules, and metrics for people."""
+"""What is learned: for each type of reward model, a loss and metrics."""
 
 from __future__ import annotations
 

@@ -8,8 +8,15 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    distrib_optimizer,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor
 
 from nemo_aligner.config.schema import OptimConfig
@@ -17,6 +24,7 @@ from nemo_aligner.errors import TrainingError
 
 # The one form of the optimizer's state that any layout can read.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+_COUNT = "steps"
 # What a run that goes on takes from its settings and not from its checkpoint.
 _SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
 
@@ -56,9 +64,14 @@ class Optimizer:
         self, model_state: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
         """Megatron's sharded view of the state, for the model's own such view."""
-        return self._optimizer.sharded_state_dict(
+        self._count_steps_without_parameters()
+        state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=dict(_SHARDING)
         )
+        # Without trainable parameters here; an empty entry would differ from the other ranks'.
+        if not state["param_state"]:
+            del state["param_state"]
+        return state
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Take the state after ``step`` steps; learning rate and the like stay as configured."""
@@ -67,8 +80,17 @@ class Optimizer:
         self._optimizer.load_state_dict(state)
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(values)
+            if distrib_optimizer.HAVE_APEX_OR_TE:
+                group["step"] = step
         self._scheduler.num_steps = 0
         self._scheduler.step(step)
+
+    def _count_steps_without_parameters(self) -> None:
+        """Give torch's AdamW a count on a rank where all is frozen; megatron-core asks for one."""
+        for part in self._optimizer.chained_optimizers:
+            state = part.optimizer.state
+            if not distrib_optimizer.HAVE_APEX_OR_TE and set(state) <= {_COUNT}:
+                state[_COUNT] = {"step": torch.tensor(float(self._scheduler.num_steps))}
 
 
 def build_optimizer(
@@ -79,22 +101,27 @@ def build_optimizer(
     ``clip_grad`` 0 does not clip. Norms' weights do not decay.
     """
     model_config = model.module.config
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.sched.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            bf16=model_config.bf16,
-            params_dtype=model_config.params_dtype,
-            use_distributed_optimizer=True,
-            clip_grad=clip_grad,
-        ),
-        [model],
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.sched.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        bf16=model_config.bf16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=True,
+        clip_grad=clip_grad,
     )
+    # megatron-core loses count of a group's parameters where some are fp32 and some are not, so the
+    # fp32 head gets a group of its own.
+    in_fp32 = ParamPredicate("in_fp32", lambda parameter: parameter.dtype is torch.float32)
+    groups = {
+        **get_standard_config_overrides(settings),
+        ParamKey(predicate=in_fp32): ParamGroupOverride(max_lr=config.lr),
+    }
+    optimizer = get_megatron_optimizer(settings, [model], groups)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         for part in optimizer.chained_optimizers:
             _mend_torch_adamw(part)
@@ -131,16 +158,13 @@ def _mend_torch_adamw(optimizer: Any) -> None:
     steps once per parameter: the loader would forget that count, or share one between parameters,
     each of which then advances it.
     """
-    if optimizer.is_stub_optimizer:
-        return
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
-            if not optimizer.optimizer.state[parameter]:
-                optimizer.optimizer.state[parameter].update(
-                    step=torch.tensor(0.0),
-                    exp_avg=torch.zeros_like(parameter),
-                    exp_avg_sq=torch.zeros_like(parameter),
-                )
+            optimizer.optimizer.state[parameter].update(
+                step=torch.tensor(0.0),
+                exp_avg=torch.zeros_like(parameter),
+                exp_avg_sq=torch.zeros_like(parameter),
+            )
     copy = optimizer._set_main_param_and_optimizer_states
     optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
 

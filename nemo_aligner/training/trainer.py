@@ -14,6 +14,7 @@ from nemo_aligner.parallel.collectives import agree, gather_objects
 from nemo_aligner.training.clock import StopRequest, Timers
 from nemo_aligner.training.loggers import Progress
 
+_UNSHOWN = ("reward_chosen", "reward_rejected", "reward_mean", "reward_std")
 _SHOWN = ("train/loss", "train/accuracy", "train/grad_norm", "train/lr", "train/tokens_per_second")
 
 
@@ -141,6 +142,7 @@ def _validation_lines(step: int, metrics: Mapping[str, float]) -> str:
     sets: dict[str, list[str]] = {}
     for name, value in metrics.items():
         prefix, _, rest = name.partition("/")
+        if rest.startswith(_UNSHOWN):
+            continue
         sets.setdefault(prefix, []).append(f"{rest} {value:.4g}")
     return "\n".join(f"step {step}: {prefix}: {'  '.join(sets[prefix])}" for prefix in sets)
-
