@@ -1,28 +1,32 @@
-"""``resave.py ARCHIVE FOLDER TP PP``: load an archive at a layout, and save its weights."""
+"""``resave.py ARCHIVE FOLDER``: load an archive at TP=2 and at PP=2, and save it from there."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 
-def main(archive: str, folder: str, tp: int, pp: int) -> None:
+
+def main(archive: str, folder: str) -> None:
     from nemo_aligner.checkpoint.nemo import save_weights
     from nemo_aligner.checkpoint.reward_model import load_pretrained
     from nemo_aligner.config.schema import Precision
     from nemo_aligner.errors import CheckpointError
     from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
 
     with launch(timeout_seconds=60):
-        layout = initialize_layout(tp, pp)
-        loaded = load_pretrained(archive, layout, num_attributes=1, precision=Precision.fp32)
-        save_weights(loaded.model.sharded_state_dict(prefix="model."), Path(folder))
-        try:
-            load_pretrained("missing.nemo", layout, num_attributes=1, precision=Precision.fp32)
-        except CheckpointError as error:
-            print(f"all ranks know: {error}")
+        for name, (tp, pp) in LAYOUTS.items():
+            layout = initialize_layout(tp, pp)
+            loaded = load_pretrained(archive, layout, num_attributes=1, precision=Precision.fp32)
+            save_weights(loaded.model.sharded_state_dict(prefix="model."), Path(folder, name))
+            try:
+                load_pretrained("missing.nemo", layout, num_attributes=1, precision=Precision.fp32)
+            except CheckpointError as error:
+                print(f"all ranks know: {error}")
+            destroy_layout()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2])

@@ -224,7 +224,8 @@ def test_a_killed_write_leaves_nothing_under_the_name(
 ) -> None:
     path = tmp_path / "out" / "model.nemo"
     script = (
-        "import os, sys\nfrom pathlib import Path\nfrom nemo_aligner.checkpoint.nemo import write_nemo\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from nemo_aligner.checkpoint.nemo import write_nemo\n"
         "os.fsync = lambda stream: os.kill(os.getpid(), 9)\n"
         "write_nemo(sys.argv[1], {}, Path(sys.argv[2]), Path(sys.argv[3]))"
     )
