@@ -44,8 +44,8 @@ def regression_metrics(
         attributes: A names.
 
     Returns:
-        ``pearson/<attribute>`` and ``spearman/<attribute>`` are NaN where no two labels differ; such
-        an attribute is left out of ``pearson_mean`` and ``spearman_mean``.
+        ``pearson/<attribute>`` and ``spearman/<attribute>`` are NaN where no two labels differ;
+        such an attribute is left out of ``pearson_mean`` and ``spearman_mean``.
     """
     rewards, labels = rewards.double().cpu(), labels.double().cpu()
     loss, count = masked_mse(rewards, labels)

@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (
     "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps "
-    "sings eats what is where who why how good bad yes no please thank you sorry one two three four five"
+    "sings eats what is where who why how good bad yes no please thank you sorry one two "
+    "three four five"
 )
 WORDS = TEXT.split()
 CHATML = (

@@ -118,7 +118,7 @@ def _check_sections(update: DictConfig, schema: type, where: str, prefix: str = 
 
 def _keys(schema: type, prefix: str = "") -> Iterator[str]:
     hints = get_type_hints(schema)
-    for item in fields(schema):  # type: ignore[arg-type]
+    for item in fields(schema):
         key, kind = prefix + item.name, hints[item.name]
         yield key
         if is_dataclass(kind):

@@ -317,9 +317,10 @@ class ServerConfig:
 
 @dataclass
 class ServeConfig:
-    """The whole of ``examples/serve_reward_model.py``; ``rm_model_file`` is a ``.nemo`` or its folder.
+    """The whole of ``examples/serve_reward_model.py``.
 
-    ``precision: null`` is the one the scoring contract names.
+    ``rm_model_file`` is a ``.nemo`` or the folder it unpacks to. ``precision: null`` is
+    the one the scoring contract names.
     """
 
     rm_model_file: str | None = None

@@ -1,9 +1,9 @@
 """megatron-core on a machine without CUDA: the CPU plays the CUDA device, gloo plays NCCL.
 
 megatron-core names its device in string literals and asks a few ``torch.cuda`` functions.
-``install`` puts a finder in front of the import system that waits for ``megatron.core``. Where there
-is no GPU, it gives those literals and functions their CPU meaning as each module is loaded. Nothing
-of megatron-core is copied, and its files and line numbers stay as they are.
+``install`` puts a finder in front of the import system that waits for ``megatron.core``. Where
+there is no GPU, it gives those literals and functions their CPU meaning as each module is loaded.
+Nothing of megatron-core is copied, and its files and line numbers stay as they are.
 """
 
 from __future__ import annotations
