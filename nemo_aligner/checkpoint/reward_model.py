@@ -28,6 +28,7 @@ from nemo_aligner.parallel.layout import ParallelLayout
 _PREFIX = "model."
 _HEAD = "model.rm_head.weight"
 _HEAD_BIAS = "model.rm_head.bias"
+_EMBEDDING = "model.embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,18 @@ def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str 
         )
 
 
+def _check_vocabulary(folder: NemoFolder, vocab_size: int) -> None:
+    """Padding may differ from layout to layout, so the loader lets rows be missing; words may not."""
+    stored = stored_tensors(folder.weights)
+    if _EMBEDDING in stored and stored[_EMBEDDING][0][0] < vocab_size:
+        raise CheckpointError(
+            f"{folder.source}: {_EMBEDDING}: got {stored[_EMBEDDING][0][0]} rows, "
+            f"wanted at least the vocabulary of {vocab_size}"
+        )
+
+
 def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:
+    _check_vocabulary(folder, int(folder.config["vocab_size"]))
     request = model.sharded_state_dict(prefix=_PREFIX)
     if not with_head:
         request.pop(_HEAD, None)

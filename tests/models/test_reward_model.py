@@ -136,3 +136,16 @@ def test_freezing_everything_is_refused(base: Path, layout: ParallelLayout) -> N
 
     with pytest.raises(ConfigError, match=r"model\.freeze_layers: got 4, wanted less than 4"):
         freeze_lower_layers(load(base, layout).model, 4, 4)
+
+
+def test_an_embedding_smaller_than_the_vocabulary_is_refused(
+    base: Path, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    from nemo_aligner.checkpoint.nemo import open_nemo, write_nemo
+    from nemo_aligner.errors import CheckpointError
+
+    with open_nemo(base) as folder:
+        config = {**folder.config, "vocab_size": 5000}
+        write_nemo(tmp_path / "larger.nemo", config, folder.weights, folder.tokenizer)
+    with pytest.raises(CheckpointError, match="wanted at least the vocabulary of 5000"):
+        load(tmp_path / "larger.nemo", layout)
