@@ -184,7 +184,7 @@ def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str 
 
 
 def _check_vocabulary(folder: NemoFolder, vocab_size: int) -> None:
-    """Padding may differ from layout to layout, so the loader lets rows be missing; words may not."""
+    """The loader lets rows be missing, as padding differs from layout to layout; words may not."""
     stored = stored_tensors(folder.weights)
     if _EMBEDDING in stored and stored[_EMBEDDING][0][0] < vocab_size:
         raise CheckpointError(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
+
+from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,3 +40,23 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(groups: int) -> None:
         results.append([out, *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=5e-2)
+
+
+def test_bf16_training_learns(tmp_path: Path) -> None:
+    base = tiny.write_base_nemo(tmp_path / "base.nemo")
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 64)
+    tiny.run_script(
+        "examples/train_reward_model.py",
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{pairs}]",
+        f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
+        "trainer.precision=bf16",
+        "trainer.rm.max_epochs=10",
+        "model.global_batch_size=16",
+        "model.optim.lr=1e-3",
+        env={"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    (path,) = (tmp_path / "run").rglob("metrics.csv")
+    with path.open() as lines:
+        losses = [float(row["train/loss"]) for row in csv.DictReader(lines) if row["train/loss"]]
+    assert losses[-1] < 0.5 * losses[0]
