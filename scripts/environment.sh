@@ -1,0 +1,126 @@
+# Sourced by quickstart.sh and run_tests.sh: a Python with this package and what it needs.
+#
+#   use_environment EXTRAS     the active virtual environment, or .venv in the repository; installs
+#                              what is missing, and does nothing where nothing is
+#
+# NEMO_ALIGNER_PYTHON names the Python to make .venv with (default: the first of 3.11, 3.12, 3.10).
+# The CPU install takes torch 2.13.0. Where pip's index has no CPU build of it, put PyTorch's own CPU
+# index into PIP_EXTRA_INDEX_URL, or pip brings the CUDA packages along.
+
+REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+CPU_TORCH="torch==2.13.0"
+
+has_gpu() {
+    command -v nvidia-smi > /dev/null 2>&1 && nvidia-smi -L 2> /dev/null | grep -q GPU
+}
+
+_fits='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
+
+_find_python() {
+    local candidate
+    for candidate in "${NEMO_ALIGNER_PYTHON:-python3.11}" python3.12 python3.10 python3 python; do
+        if "$candidate" -c "$_fits" > /dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "error: found no Python 3.10, 3.11 or 3.12; NEMO_ALIGNER_PYTHON can name one" >&2
+    return 1
+}
+
+_pip_install() {
+    python -m pip install --quiet --disable-pip-version-check --no-input \
+        --root-user-action=ignore "$@"
+}
+
+# Whether everything that pyproject.toml asks for, with the extras of $1, is installed as it asks.
+_is_complete() {
+    python - "$REPO" "$1" << 'PYTHON'
+import importlib.metadata as metadata
+import sys
+from pathlib import Path
+
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    sys.exit(1)
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    try:
+        import tomli as tomllib
+    except ImportError:
+        sys.exit(1)
+
+root, extras = Path(sys.argv[1]), sys.argv[2].split(",")
+project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+
+def asked(names):
+    for text in names:
+        requirement = Requirement(text)
+        if requirement.name == project["name"]:
+            for extra in requirement.extras:
+                yield from asked(project["optional-dependencies"][extra])
+        else:
+            yield requirement
+
+
+wanted = list(asked(project["dependencies"]))
+for extra in extras:
+    wanted += asked(project["optional-dependencies"][extra])
+for requirement in wanted:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        sys.exit(f"missing: {requirement}")
+    if not requirement.specifier.contains(version, prereleases=True):
+        sys.exit(f"{requirement.name} {version} is not {requirement}")
+PYTHON
+}
+
+# An active environment is kept; else .venv, made here if need be.
+_activate() {
+    if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
+        python -c "$_fits" || {
+            echo "error: $(python --version) is active, wanted 3.10, 3.11 or 3.12" >&2
+            return 1
+        }
+        return
+    fi
+    local venv="$REPO/.venv"
+    if [ ! -x "$venv/bin/python" ]; then
+        local base
+        base="$(_find_python)" || return 1
+        echo "making $venv with $("$base" --version)"
+        # A GPU machine's own torch fits its driver; let the environment see it.
+        if has_gpu && "$base" -c "import torch" 2> /dev/null; then
+            "$base" -m venv --system-site-packages "$venv" || return 1
+        else
+            "$base" -m venv "$venv" || return 1
+        fi
+    fi
+    # shellcheck disable=SC1091
+    source "$venv/bin/activate"
+}
+
+use_environment() {
+    local extras="$1"
+    _activate || return 1
+    export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
+    if _is_complete "$extras" 2> /dev/null; then
+        return
+    fi
+    if ! python -c "import torch" 2> /dev/null; then
+        if has_gpu; then
+            echo "installing torch"
+            _pip_install "torch>=2.8" || return 1
+        else
+            echo "installing $CPU_TORCH for the CPU"
+            _pip_install "$CPU_TORCH" || return 1
+        fi
+    fi
+    echo "installing nemo_aligner[$extras] and what it needs (a few minutes)"
+    _pip_install packaging -e "$REPO[$extras]" || return 1
+    _is_complete "$extras" || return 1
+}
