@@ -28,7 +28,7 @@ _PREFIX = "model."
 # and a stack with holes cannot be saved.
 _PER_LAYER = {"non_homogeneous_layers": True}
 _NAME = re.compile(r"step_(\d{8,})")
-_UNFINISHED = (".partial", ".removed")
+_UNFINISHED = re.compile(rf"{_NAME.pattern}\.(partial|removed)")
 _STATE = "state"
 _RUN_STATE = "run_state.json"
 
@@ -209,7 +209,7 @@ def _load_model(model: ShardedModel, state: Mapping[str, Any], path: Path) -> No
 def _delete_unfinished(folder: Path) -> None:
     if folder.is_dir():
         for path in folder.iterdir():
-            if path.name.endswith(_UNFINISHED):
+            if _UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path)
 
 
@@ -229,7 +229,7 @@ def _read_saved(path: Path) -> Saved:
             raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
         known = {item.name for item in fields(RunState)}
         return Saved(path, RunState(**{key: content[key] for key in known}))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
 
 

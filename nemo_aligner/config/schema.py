@@ -223,7 +223,11 @@ class ModelConfig:
 
 @dataclass
 class CheckpointCallbackConfig:
-    """Keep the ``save_top_k`` best checkpoints by ``monitor``, and always the newest."""
+    """Keep the ``save_top_k`` best checkpoints by ``monitor``, and always the newest.
+
+    A validation among the best is saved at once, whatever ``trainer.rm.save_interval`` says.
+    ``monitor: null`` is the first validation set's accuracy, or ``pearson_mean`` for regression.
+    """
 
     monitor: str | None = None
     mode: MonitorMode = MonitorMode.max

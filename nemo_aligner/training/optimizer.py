@@ -22,8 +22,12 @@ from torch import Tensor
 from nemo_aligner.config.schema import OptimConfig
 from nemo_aligner.errors import TrainingError
 
-# The one form of the optimizer's state that any layout can read.
-_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+# The one form of the optimizer's state that any layout can read; of the ranks that hold the same
+# piece of the model, one gathers it in host memory, not each.
+_SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 _COUNT = "steps"
 # What a run that goes on takes from its settings and not from its checkpoint.
 _SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
@@ -68,7 +72,7 @@ class Optimizer:
         state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=dict(_SHARDING)
         )
-        # Without trainable parameters here; an empty entry would differ from the other ranks'.
+        # Nothing to save on this rank; an empty entry would differ from the other ranks'.
         if not state["param_state"]:
             del state["param_state"]
         return state

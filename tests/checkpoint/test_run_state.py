@@ -1,0 +1,136 @@
+"""Names, ranks and leftovers of checkpoints; what is in them is tested by whole runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_aligner.checkpoint import run_state
+from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.config.schema import MonitorMode
+from nemo_aligner.errors import CheckpointError
+from nemo_aligner.parallel.launch import launch
+
+NAN = float("nan")
+
+
+class Model:
+    """Has nothing to save."""
+
+    def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, *unused: Any, **options: Any) -> Any:
+        return [], []
+
+
+class Optimizer:
+    def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def save_weights(state: dict[str, Any], folder: Path) -> None:
+        folder.mkdir()
+        torch.save({}, folder / "weights")
+
+    monkeypatch.setattr(run_state, "save_weights", save_weights)
+    with launch():
+        yield
+
+
+def save(checkpoints: RunCheckpoints, values: dict[int, float | None]) -> list[int]:
+    """Save at every step with a metric, and list the steps that are left."""
+    for step, value in values.items():
+        metrics = {} if value is None else {"validation/accuracy": value}
+        checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
+    return [saved.state.step for saved in checkpoints.all()]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "mode", "values", "left", "best"),
+    [
+        (1, MonitorMode.max, {1: 0.5, 2: 0.7, 3: 0.6}, [2, 3], 2),
+        (1, MonitorMode.max, {1: 0.5, 2: 0.5, 3: 0.5}, [1, 3], 1),
+        (2, MonitorMode.min, {1: 0.5, 2: 0.7, 3: 0.6, 4: 0.9}, [1, 3, 4], 1),
+        (1, MonitorMode.max, {1: 0.5, 2: None, 3: NAN, 4: None}, [1, 4], 1),
+        (1, MonitorMode.max, {1: None, 2: NAN}, [2], None),
+        (3, MonitorMode.max, {1: 0.5, 2: 0.7}, [1, 2], 2),
+        (0, MonitorMode.max, {1: 0.5, 2: 0.4}, [2], None),
+    ],
+)
+def test_newest_and_best_are_kept(
+    tmp_path: Path,
+    top_k: int,
+    mode: MonitorMode,
+    values: dict[int, float | None],
+    left: list[int],
+    best: int | None,
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", mode, top_k)
+    assert save(checkpoints, values) == left
+    latest, found = checkpoints.latest(), checkpoints.best()
+    assert latest is not None
+    assert latest.state.step == max(values)
+    assert (found.state.step if found else None) == best
+
+
+def test_is_among_best(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", save_top_k=2)
+    assert checkpoints.is_among_best({"validation/accuracy": 0.1})
+    save(checkpoints, {1: 0.5, 2: 0.7})
+    assert checkpoints.is_among_best({"validation/accuracy": 0.6})
+    assert not checkpoints.is_among_best({"validation/accuracy": 0.5})
+    assert not checkpoints.is_among_best({"validation/accuracy": NAN})
+    assert not checkpoints.is_among_best({})
+
+
+def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+    assert checkpoints.latest() is None
+    save(checkpoints, {1: None})
+    (tmp_path / "step_00000002.partial" / "state").mkdir(parents=True)
+    (tmp_path / "step_00000000.removed").mkdir()
+    (tmp_path / ".megatron_gpt.nemo.partial").write_text("of another writer")
+    assert [saved.state.step for saved in checkpoints.all()] == [1]
+    checkpoints.clean()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".megatron_gpt.nemo.partial",
+        "step_00000001",
+    ]
+
+
+def test_state_comes_back(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+    state = RunState(3, 24, {"a": 1.5}, {"model.seed": 1}, {"model": {"seed": 1}}, {"hash": "x"})
+    path = checkpoints.save(state, Model(), Optimizer())
+    assert checkpoints.latest() == Saved(path, state)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', '{"version": 1, "step": 3}'])
+def test_a_spoilt_state_is_named(tmp_path: Path, text: str) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+    path = checkpoints.save(RunState(3, 24), Model(), Optimizer())
+    (path / "run_state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"step_00000003/run_state\.json"):
+        checkpoints.latest()
+
+
+def test_another_run_is_refused_with_both_values(tmp_path: Path) -> None:
+    fingerprint = {"model.seed": 1, "training records": 37, "model.rope_scaling": None}
+    saved = Saved(tmp_path, RunState(3, 24, fingerprint=json.loads(json.dumps(fingerprint))))
+    check_same_run(saved, fingerprint)
+    with pytest.raises(CheckpointError) as caught:
+        check_same_run(saved, {**fingerprint, "model.seed": 2, "training records": 36})
+    assert "model.seed: the checkpoint has 1, this run 2" in str(caught.value)
+    assert "training records: the checkpoint has 37, this run 36" in str(caught.value)
+    assert "rope" not in str(caught.value)

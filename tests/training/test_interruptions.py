@@ -1,0 +1,179 @@
+"""Runs that are killed, stopped and resumed end with the weights of a run that was left alone."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+STEPS = 6
+RUN_STATE = "nemo_aligner.checkpoint.run_state"
+# Where a run dies, one after the other, and its newest checkpoint afterwards (0: none).
+# Saves are at steps 2, 4 and 6; the metric is ever the same, so the best is step 2.
+ACCIDENTS = {
+    "between the weights and their index": (
+        ("torch.distributed.checkpoint.filesystem:FileSystemWriter.finish", "", "1"),
+        0,
+    ),
+    "while syncing, before the name": ((f"{RUN_STATE}:_sync", "", "3"), 0),
+    "in the backward pass of step 4": (
+        ("nemo_aligner.training.learner:forward_backward", "", "4"),
+        2,
+    ),
+    "with its name, before others are removed": ((f"{RUN_STATE}:_remove", "", "1"), 4),
+    "while an older one is deleted": (("shutil:rmtree", "step_00000004.removed", "2"), 6),
+    "while the archive is written": (("os:replace", "megatron_gpt.nemo", "1"), 6),
+}
+
+
+def arguments(base: Path, data: Path, folder: Path) -> list[str]:
+    return [
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{data / 'train.jsonl'}]",
+        f"model.data.data_prefix.validation=[{data / 'many.jsonl'},{data / 'one.jsonl'}]",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "exp_manager.checkpoint_callback_params.monitor=validation-one/ties",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=160",
+        "model.global_batch_size=8",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        f"trainer.rm.max_steps={STEPS}",
+        "trainer.rm.max_epochs=10",
+        "trainer.rm.val_check_interval=2",
+        "trainer.rm.save_interval=2",
+    ]
+
+
+def train(
+    settings: list[str], *more: str, processes: int = 1, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    return tiny.run_script(
+        "examples/train_reward_model.py", *settings, *more, processes=processes, check=check
+    )
+
+
+def interrupt(
+    settings: list[str], signal: str, where: tuple[str, str, str], rank: int = 0, processes: int = 1
+) -> subprocess.CompletedProcess[str]:
+    return tiny.run_script(
+        "tests/training/interrupted.py",
+        signal,
+        *where,
+        str(rank),
+        *settings,
+        processes=processes,
+        check=False,
+    )
+
+
+def newest(folder: Path) -> dict[str, bytes]:
+    """The tensors' files of the newest checkpoint, byte by byte."""
+    state = max((folder / "checkpoints").glob("step_*")) / "state"
+    return {path.name: path.read_bytes() for path in sorted(state.glob("*.distcp"))}
+
+
+def metrics(folder: Path) -> dict[tuple[int, str], float]:
+    """Every number logged by (step, name), without times; a name is logged once a step."""
+    found: dict[tuple[int, str], float] = {}
+    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            step = int(row.pop("step"))
+            for name, value in row.items():
+                if value and not name.startswith("timing/") and "per_second" not in name:
+                    assert (step, name) not in found
+                    found[step, name] = float(value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    tiny.write_pairs(folder / "train.jsonl", 37)
+    tiny.write_pairs(folder / "many.jsonl", 11, seed=1)
+    tiny.write_pairs(folder / "one.jsonl", 1, seed=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, data: Path) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(arguments(base, data, folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(base: Path, data: Path, undisturbed: Path, tmp_path: Path) -> None:
+    settings = arguments(base, data, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    before = 0
+    for moment, (where, saved) in ACCIDENTS.items():
+        done = interrupt(settings, "SIGKILL", where)
+        assert done.returncode == -9, (moment, done.stdout, done.stderr)
+        assert ("resumed" in done.stdout) == (before > 0), (moment, done.stdout)
+        whole = sorted(checkpoints.glob("step_????????"))
+        assert [int(path.name[5:]) for path in whole][-1:] == ([saved] if saved else []), moment
+        before = saved
+    done = train(settings)
+    assert "wrote" in done.stdout
+    left = {path.name for path in checkpoints.iterdir()}
+    assert left == {"step_00000002", "step_00000006", "megatron_gpt.nemo"}
+    assert newest(tmp_path) == newest(undisturbed)
+    assert metrics(tmp_path) == metrics(undisturbed)
+
+    refused = train(settings, "model.global_batch_size=4", check=False)
+    assert refused.returncode == 1
+    assert "model.global_batch_size: the checkpoint has 8, this run 4" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_stopped_killed_and_moved(
+    base: Path, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    settings = arguments(base, data, tmp_path)
+    # Rank 1 alone is told to stop, and alone has the time: both save and leave, with success.
+    done = interrupt(
+        settings,
+        "SIGTERM",
+        ("nemo_aligner.training.learner:forward_backward", "", "3"),
+        rank=1,
+        processes=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "stopped by SIGTERM after step 3" in done.stdout
+    done = train(settings, "trainer.max_time=00:00:00:00", processes=2)
+    assert "stopped by the time limit (trainer.max_time=00:00:00:00) after step 4" in done.stdout
+    done = interrupt(
+        settings, "SIGKILL", (f"{RUN_STATE}:RunCheckpoints.save", "", "1"), rank=1, processes=2
+    )
+    assert done.returncode != 0
+    # To another layout, which computes the same up to rounding.
+    train(settings, "model.tensor_model_parallel_size=2", processes=2)
+    got, wanted = metrics(tmp_path), metrics(undisturbed)
+    # A run that is asked to stop at step 4 does not stay to validate.
+    missing = {key for key in wanted if key not in got}
+    assert missing == {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
+    for key, value in got.items():
+        assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path) -> None:
+    runs = [arguments(base, data, tmp_path / name) for name in ("left_alone", "stopped")]
+    layout = "model.tensor_model_parallel_size=2"
+    train(runs[0], layout, processes=2)
+    done = train(runs[1], layout, "trainer.max_time=00:00:00:00", processes=2)
+    assert "after step 1" in done.stdout
+    train(runs[1], layout, processes=2)
+    assert newest(tmp_path / "stopped") == newest(tmp_path / "left_alone")

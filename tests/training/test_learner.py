@@ -1,0 +1,75 @@
+"""The small parts of a step that can be looked at without a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_aligner.batch import PackedBatch
+from nemo_aligner.config.schema import ExpManagerConfig
+from nemo_aligner.errors import ConfigError, TrainingError
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.training import learner as learner_module
+from nemo_aligner.training.learner import validation_metric_names
+from nemo_aligner.training.objective import RankingObjective, RegressionObjective
+from nemo_aligner.training.run import changed_settings, open_checkpoints
+
+
+class Dataset:
+    def __init__(self, name: str, sequences_per_record: int = 2) -> None:
+        self.name, self.sequences_per_record = name, sequences_per_record
+
+
+class Learner:
+    def __init__(self, *names: str) -> None:
+        self.objective = RankingObjective()
+        self.data = type("Data", (), {"validation": [Dataset(name) for name in names]})
+
+
+def pack(record_ids: list[int]) -> PackedBatch:
+    return PackedBatch.pack([[1]] * len(record_ids), record_ids, 1)
+
+
+def test_a_record_that_is_twice_in_a_batch_has_two_places() -> None:
+    layout = ParallelLayout(1, 1, 2, False, 0, 0, dp_rank=1)
+    # Rank 1 of 2 has the records at places 1, 3 and 5; its packs have an order of their own.
+    places = learner_module._places([pack([7, 9]), pack([7])], [4, 7, 5, 9, 6, 7], layout)
+    assert places.tolist() == [1, 3, 5]
+
+
+def test_a_reward_that_is_not_finite_names_the_step() -> None:
+    with pytest.raises(TrainingError, match="step 12: got a reward that is not finite"):
+        learner_module._check_finite(torch.tensor([1.0, float("inf")]), 12)
+
+
+def test_objectives_mind_the_shapes() -> None:
+    rewards = torch.tensor([[[1.0], [0.0]], [[0.0], [2.0]]])
+    loss, count = RankingObjective().loss(rewards, None)
+    assert int(count) == 2
+    assert float(loss) == pytest.approx(2.4401897)
+    regression = RegressionObjective(("helpful", "clear"))
+    labels = torch.tensor([[1.0, float("nan")], [0.0, 3.0]])
+    rewards = torch.tensor([[[2.0, 9.0]], [[0.0, 1.0]]])
+    loss, count = regression.loss(rewards, labels)
+    assert (float(loss), int(count)) == (5.0, 3)
+    assert regression.step_metrics(rewards, labels) == {"loss": pytest.approx(5 / 3)}
+
+
+def test_monitor_is_one_of_the_metrics() -> None:
+    config = ExpManagerConfig()
+    assert open_checkpoints(config, Learner("validation")).monitor == "validation/accuracy"  # type: ignore[arg-type]
+    assert open_checkpoints(config, Learner("a", "b")).monitor == "validation-a/accuracy"  # type: ignore[arg-type]
+    assert open_checkpoints(config, Learner()).monitor is None  # type: ignore[arg-type]
+    config.checkpoint_callback_params.monitor = "val_loss"
+    with pytest.raises(ConfigError, match=r"got 'val_loss', wanted one of validation/loss, "):
+        open_checkpoints(config, Learner("validation"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no validation data"):
+        open_checkpoints(config, Learner())  # type: ignore[arg-type]
+    names = validation_metric_names(RegressionObjective(("clear",)), [Dataset("validation", 1)])  # type: ignore[list-item]
+    assert {"validation/pearson/clear", "validation/pearson_mean"} <= set(names)
+
+
+def test_changed_settings_name_the_key_and_both_values() -> None:
+    before = {"model": {"seed": 1, "optim": {"lr": 1e-3}}, "gone": 1}
+    now = {"model": {"seed": 1, "optim": {"lr": 1e-4}}}
+    assert changed_settings(before, now) == ["model.optim.lr: 0.001 -> 0.0001", "gone: 1 -> None"]

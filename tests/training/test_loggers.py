@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.config.schema import ExpManagerConfig
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.training import loggers
+from nemo_aligner.training.loggers import Progress, build_loggers, check_loggers
+
+
+def read(folder: Path) -> list[dict[str, str]]:
+    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
+        return [{k: v for k, v in row.items() if v} for row in csv.DictReader(lines)]
+
+
+def test_csv_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
+    first = build_loggers(config, {"model": {"seed": 1}}, 0)
+    for step in (1, 2, 3):
+        first.log({"train/loss": step / 10}, step)
+    first.log({"validation/accuracy": 0.5}, 2)
+    first.close()
+    # Killed while it wrote a line.
+    with (tmp_path / "csv" / "metrics.csv").open("a") as lines:
+        lines.write("4,0.")
+    second = build_loggers(config, {"model": {"seed": 1}}, 2)
+    second.log({"train/loss": 0.33, "train/new": 1.0}, 3)
+    second.close()
+    assert read(tmp_path) == [
+        {"step": "1", "train/loss": "0.1"},
+        {"step": "2", "train/loss": "0.2"},
+        {"step": "2", "validation/accuracy": "0.5"},
+        {"step": "3", "train/loss": "0.33", "train/new": "1.0"},
+    ]
+
+
+def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
+    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
+    for value in (1.0, 2.0):
+        logger = build_loggers(config, {}, 0)
+        logger.log({"train/loss": value}, 1)
+        logger.close()
+    assert read(tmp_path) == [{"step": "1", "train/loss": "2.0"}]
+
+
+def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_csv_logger=False)
+    for start, values in ((0, (0.1, 0.2, 0.3)), (2, (0.33,))):
+        logger = build_loggers(config, {}, start)
+        for step, value in enumerate(values, start=start + 1):
+            logger.log({"train/loss": value}, step)
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, round(event.value, 5)) for event in events.Scalars("train/loss")]
+    assert found == [(1, 0.1), (2, 0.2), (3, 0.33)]
+
+
+def test_a_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"create_wandb_logger: .* wandb is not installed"):
+        check_loggers(ExpManagerConfig(create_tensorboard_logger=False, create_wandb_logger=True))
+    check_loggers(ExpManagerConfig(create_tensorboard_logger=False))
+
+
+def test_progress_in_a_log_file_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(total=5, start=0)
+    for step in range(1, 6):
+        progress.show(step, {"train/loss": 0.5})
+    progress.say("done")
+    progress.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/5  loss 0.5",
+        "step 5/5  loss 0.5",
+        "done",
+    ]

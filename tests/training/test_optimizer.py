@@ -1,0 +1,142 @@
+"""Learning rates, the optimizer's state and numbers that are no longer finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_aligner.config.schema import OptimConfig, Precision, Schedule, SchedulerConfig
+from nemo_aligner.errors import TrainingError
+from nemo_aligner.models.reward_model import (
+    build_reward_model,
+    freeze_lower_layers,
+    wrap_for_training,
+)
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.training.optimizer import Optimizer, build_optimizer
+
+SHAPE = ModelShape.from_config(
+    {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "make_vocab_size_divisible_by": 16,
+    }
+)
+
+
+@pytest.fixture
+def layout() -> Iterator[ParallelLayout]:
+    with launch():
+        yield initialize_layout()
+        destroy_layout()
+
+
+def build(
+    layout: ParallelLayout,
+    precision: Precision = Precision.fp32,
+    freeze: int = 0,
+    total_steps: int = 10,
+    **sched: Any,
+) -> tuple[Any, Optimizer]:
+    model = build_reward_model(SHAPE, layout, num_attributes=1, precision=precision)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    freeze_lower_layers(model, freeze, SHAPE.num_layers)
+    wrapped = wrap_for_training(model)
+    config = OptimConfig(lr=0.01, sched=SchedulerConfig(**sched))
+    return wrapped, build_optimizer(wrapped, config, 1.0, total_steps)
+
+
+def step(wrapped: Any, optimizer: Optimizer, number: int, gradient: float = 0.01) -> float:
+    """One update with the same gradient everywhere."""
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.main_grad.fill_(gradient)
+    wrapped.finish_grad_sync()
+    return optimizer.step(number)
+
+
+def rates(layout: ParallelLayout, total: int, **sched: Any) -> list[float]:
+    wrapped, optimizer = build(layout, total_steps=total, **sched)
+    found = []
+    for number in range(1, total + 1):
+        found.append(round(optimizer.lr, 8))
+        step(wrapped, optimizer, number)
+    return found
+
+
+def test_learning_rates(layout: ParallelLayout) -> None:
+    warm = [0.01 / 3, 0.02 / 3]
+    cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
+    for name, factors in (
+        (Schedule.constant, [1.0] * 4),
+        (Schedule.linear, [1.0, 0.75, 0.5, 0.25]),
+        (Schedule.cosine, cosine),
+    ):
+        got = rates(layout, 6, name=name, warmup_steps=2, min_lr=0.002)
+        low = 0.002 if name is not Schedule.constant else 0.0
+        wanted = [*warm, *(low + (0.01 - low) * factor for factor in factors)]
+        assert got == pytest.approx(wanted, abs=1e-8)
+    assert rates(layout, 2, warmup_steps=0)[0] == 0.01
+    # A run shorter than its warm-up stays in it.
+    assert rates(layout, 2, warmup_steps=9) == pytest.approx([0.001, 0.002])
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("freeze", [0, 1])
+def test_state_comes_back(layout: ParallelLayout, precision: Precision, freeze: int) -> None:
+    """From one optimizer to a new one, by way of what a checkpoint would hold."""
+
+    def view(wrapped: Any, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
+        weights = wrapped.module.sharded_state_dict(
+            prefix="model.", metadata={"non_homogeneous_layers": True}
+        )
+        return optimizer.sharded_state_dict(weights, is_loading=is_loading)
+
+    first, second = (build(layout, precision, freeze, warmup_steps=0) for _ in range(2))
+    for number in (1, 2):
+        step(*first, number)
+    state = view(*first, is_loading=False)
+    empty = view(*second, is_loading=True)
+    assert _keys(state) == _keys(empty)
+    _fill(empty, state)
+    second[0].module.load_state_dict(first[0].module.state_dict())
+    second[1].load_state_dict(empty, 2)
+    assert second[1].lr == first[1].lr
+    for number in (3, 4):
+        assert step(*second, number) == step(*first, number)
+    for got, wanted in zip(second[0].parameters(), first[0].parameters(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def _keys(state: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [(key, *sorted(tensors)) for key, tensors in sorted(state["param_state"].items())]
+
+
+def _fill(target: dict[str, Any], source: dict[str, Any]) -> None:
+    """What loading a checkpoint does: plain tensors for the sharded ones, and the common part."""
+    target["optimizer"] = source["optimizer"]
+    target["param_state"] = {
+        key: {name: tensor.data for name, tensor in tensors.items()}
+        for key, tensors in source["param_state"].items()
+    }
+
+
+def test_numbers_that_are_not_finite_end_the_run(layout: ParallelLayout) -> None:
+    wrapped, optimizer = build(layout)
+    assert step(wrapped, optimizer, 1) > 0
+    with pytest.raises(TrainingError, match="step 2: got a gradient norm of nan"):
+        step(wrapped, optimizer, 2, math.nan)
