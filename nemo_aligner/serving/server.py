@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ _TRITON_PROCESSES = {
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
 _WATCH_SECS = 0.2
+_ANY_PORT = range(20_000, 32_000)
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 # PyTriton's proxy answers an exception to every request of a batch; Triton itself has an error per
@@ -80,7 +83,7 @@ def _lead(scorer: Scorer, ranks: ModelRanks, config: ServerConfig) -> int:
     port = _free_port(config.host, config.port)
     ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
     triton = _build_triton(RewardEndpoint(scorer, ranks.execute), config, port)
-    triton.run()
+    _start(triton)
     processes = _children_of(os.getpid())
     url = f"http://{config.host}:{port}"
     with _ready_file(config.ready_file, url):
@@ -95,6 +98,22 @@ def _lead(scorer: Scorer, ranks: ModelRanks, config: ServerConfig) -> int:
     ranks.stop()
     print("Stopped", flush=True)
     return 0
+
+
+def _start(triton: Any) -> None:
+    """Run Triton until its model is ready; PyTriton would wait two minutes for one that is dead."""
+    started = threading.Event()
+
+    def watch() -> None:
+        while not started.wait(_WATCH_SECS):
+            server = triton._triton_server
+            begun = server is not None and server._tritonserver_running_cmd is not None
+            if begun and not server.is_alive():
+                _die("Triton did not start, its own words are above", triton, {})
+
+    threading.Thread(target=watch, name="start", daemon=True).start()
+    triton.run()
+    started.set()
 
 
 def _watch(
@@ -202,13 +221,26 @@ def _to_outputs(answer: ScoreReply | Failure) -> dict[str, np.ndarray]:
 
 def _free_port(host: str, port: int) -> int:
     """``port``, or any free one for 0; Triton itself would wait two minutes for a taken one."""
+    if port != 0:
+        reason = _why_taken(host, port)
+        if reason is not None:
+            raise ServingError(f"server.port: {host}:{port} is not free: {reason}")
+        return port
+    # Not one that the kernel hands out to connections: it could be gone before Triton has it.
+    for candidate in random.SystemRandom().sample(_ANY_PORT, 100):
+        if _why_taken(host, candidate) is None:
+            return candidate
+    raise ServingError(f"server.host: {host}: no free port was found for server.port 0")
+
+
+def _why_taken(host: str, port: int) -> OSError | None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ServingError(f"server.port: {host}:{port} is not free: {error}") from None
-        return int(probe.getsockname()[1])
+            return error
+    return None
 
 
 @contextmanager

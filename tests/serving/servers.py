@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -145,9 +146,12 @@ def wait_for(ready: Path, server: Server) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port that the kernel hands out to nobody meanwhile."""
+    while True:
+        port = random.SystemRandom().randint(10_000, 20_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def json_request(name: str, datatype: str, rows: list[list[Any]]) -> dict[str, Any]:

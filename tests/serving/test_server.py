@@ -326,17 +326,29 @@ class TestTwoRanks:
                 server.assert_nothing_is_left()
 
 
+def start_and_fail(*arguments: str, **env: str) -> str:
+    """Start a server that cannot start; what it says."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / FAKE), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
 def test_a_taken_port_is_an_error_at_once():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, str(ROOT / FAKE), f"port={port}"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-    assert done.returncode == 1
-    assert f"server.port: 127.0.0.1:{port} is not free" in done.stderr
+        said = start_and_fail(f"port={port}")
+    assert f"server.port: 127.0.0.1:{port} is not free" in said
+
+
+def test_a_triton_that_does_not_start_is_an_error_at_once():
+    said = start_and_fail(PYTRITON_TRITON_CONFIG_HTTP_THREAD_COUNT="-1")
+    assert "Triton did not start" in said
