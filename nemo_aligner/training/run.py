@@ -83,7 +83,7 @@ def describe(
         say(f"frozen: the embeddings and {options.freeze_layers} of {shape.num_layers} layers")
     say(f"run: {total_steps} steps of {options.global_batch_size} records")
     if options.optim.sched.warmup_steps >= total_steps:
-        say(f"note: the warm-up ({options.optim.sched.warmup_steps} steps) is longer than the run")
+        say(f"note: the run ends within its warm-up ({options.optim.sched.warmup_steps} steps)")
     say(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
 
 

@@ -1,0 +1,107 @@
+"""The training example, as a user runs it: what it says, writes and refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+EXAMPLE = "examples/train_reward_model.py"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+
+
+def common(base: Path, folder: Path, train: Path, validation: Path) -> list[str]:
+    return [
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{train}]",
+        f"model.data.data_prefix.validation=[{validation}]",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=160",
+        "model.global_batch_size=8",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        "model.optim.sched.name=constant",
+        "trainer.rm.max_epochs=10",
+        "trainer.rm.val_check_interval=2",
+    ]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
+        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
+
+
+def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -> None:
+    ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 37, ("helpful", "clear"))
+    done = tiny.run_script(
+        EXAMPLE,
+        *common(base, tmp_path / "run", ratings, ratings),
+        "model.reward_model_type=regression",
+        "model.regression.attributes=[helpful,clear]",
+        "trainer.rm.max_steps=16",
+    )
+    losses = column(tmp_path / "run", "train/loss")
+    assert len(losses) == 16
+    assert sum(losses[-4:]) < sum(losses[:4])
+    validated = column(tmp_path / "run", "validation/pearson_mean")
+    assert len(validated) == 8
+    assert f"best validation/pearson_mean, {max(validated):.4g}" in done.stdout
+    assert "missing labels" in done.stdout
+
+    with tarfile.open(tmp_path / "run/checkpoints/megatron_gpt.nemo") as archive:
+        contract = json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
+    assert contract["attributes"] == ["helpful", "clear"]
+    assert all(mean > 0.5 for mean in contract["label_means"])
+    assert contract["measured_on"] == "validation"
+    assert len(contract["reward_mean"]) == len(contract["reward_std"]) == 2
+
+
+def test_refusals_are_one_line(base: Path, tmp_path: Path) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 9)
+    settings = common(base, tmp_path / "run", pairs, pairs)
+    for wrong, message in (
+        (["model.global_batch_size=99"], "model.global_batch_size: got 99, wanted at most 90"),
+        (
+            ["exp_manager.checkpoint_callback_params.monitor=val_loss"],
+            "monitor: got 'val_loss', wanted one of validation/loss",
+        ),
+        (["model.freeze_layers=4"], "model.freeze_layers: got 4, wanted less than 4"),
+    ):
+        done = tiny.run_script(EXAMPLE, *settings, *wrong, check=False)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "run").rglob("step_*"))
+
+
+@pytest.mark.slow
+def test_a_stage_without_anything_to_train(base: Path, tmp_path: Path) -> None:
+    """Frozen layers, on the first of two stages all, train and resume as in one process."""
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 37)
+    runs = {name: common(base, tmp_path / name, pairs, pairs) for name in ("one", "four")}
+    frozen = "model.freeze_layers=2"
+    tiny.run_script(EXAMPLE, *runs["one"], frozen, "trainer.rm.max_steps=4")
+    for steps in (2, 4):
+        done = tiny.run_script(
+            EXAMPLE,
+            *runs["four"],
+            frozen,
+            f"trainer.rm.max_steps={steps}",
+            "model.pipeline_model_parallel_size=2",
+            processes=4,
+        )
+    assert "resumed from" in done.stdout
+    for name in ("train/loss", "train/grad_norm"):
+        wanted = column(tmp_path / "one", name)
+        assert column(tmp_path / "four", name) == pytest.approx(wanted, rel=1e-5)
