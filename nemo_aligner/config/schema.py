@@ -339,14 +339,20 @@ class EvaluateDataConfig:
 
     path: str | None = None
     format: str = "auto"
+    loss_mask_val: float = -100.0
 
 
 @dataclass
 class EvaluateConfig:
-    """The whole of ``examples/evaluate_reward_model.py``."""
+    """The whole of ``examples/evaluate_reward_model.py``.
+
+    ``output`` is a JSON file for metrics and counts, ``output_rewards`` a JSONL file with one line
+    per record. ``precision: null`` is the one the scoring contract names.
+    """
 
     rm_model_file: str | None = None
     precision: Precision | None = None
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     output: str | None = None
+    output_rewards: str | None = None

@@ -1,0 +1,213 @@
+"""Evaluation with scorers whose rewards are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_aligner.data.contract import Encoded, OverlongError, ScoringContract
+from nemo_aligner.data.records import Comparison, Origin, Rating, Text, reply_of
+from nemo_aligner.errors import DataError
+from nemo_aligner.evaluation.evaluate import (
+    evaluate_comparisons,
+    evaluate_file,
+    evaluate_ratings,
+)
+from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
+
+ORIGIN = Origin("pairs.jsonl", 1)
+
+
+def make_contract(**changes: object) -> ScoringContract:
+    fields = {
+        "template": "",
+        "add_bos": False,
+        "add_eos": False,
+        "bos_id": None,
+        "eos_id": None,
+        "overlong": "drop",
+        "seq_length": 20,
+        "attributes": ("reward",),
+        "attribute_weights": (1.0,),
+        "label_means": (0.0,),
+        "dtype": "fp32",
+        "tokenizer_fingerprint": "",
+        "reward_model_type": "binary_ranking",
+    }
+    return ScoringContract(**{**fields, **changes})
+
+
+@dataclass
+class CountingScorer:
+    """Rewards a text by its letters a, b, ...; a character is a token."""
+
+    contract: ScoringContract = field(default_factory=make_contract)
+    calls: int = 0
+
+    def score(self, texts: Sequence[Text]) -> np.ndarray:
+        self.calls += 1
+        letters = "abc"[: len(self.contract.attributes)]
+        rows = [[reply_of(text).count(letter) for letter in letters] for text in texts]
+        return np.array(rows, dtype=np.float32)
+
+    def encode(self, text: Text) -> Encoded:
+        tokens = [ord(letter) for letter in reply_of(text).casefold()]
+        if len(tokens) <= self.contract.seq_length:
+            return Encoded(tokens, False)
+        if self.contract.overlong == "truncate_left":
+            return Encoded(tokens[-self.contract.seq_length :], True)
+        raise OverlongError(f"got {len(tokens)} tokens")
+
+
+def comparison(chosen: str, rejected: str) -> Comparison:
+    return Comparison(chosen, rejected, ORIGIN)
+
+
+def write(path: Path, rows: Sequence[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_comparisons_are_judged_all_at_once_and_in_order() -> None:
+    scorer = CountingScorer()
+    pairs = [comparison("aa", "a"), comparison("b", "aaa"), comparison("ab", "ba")]
+    report = evaluate_comparisons(scorer.score, pairs)
+    assert scorer.calls == 1
+    np.testing.assert_array_equal(report.rewards, [[2, 1], [0, 3], [1, 1]])
+    assert report.metrics["accuracy"] == pytest.approx(1.5 / 3)
+    assert report.metrics["ties"] == pytest.approx(1 / 3)
+    assert report.metrics["longer_reply_accuracy"] == pytest.approx(1.5 / 3)
+    assert report.counts == {"read": 3, "kept": 3}
+
+
+def test_length_is_that_of_the_reply_and_not_of_the_prompt() -> None:
+    def conversation(prompt: str, reply: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+
+    pair = Comparison(conversation("x", "longer"), conversation("x" * 50, "short"), ORIGIN)
+    report = evaluate_comparisons(CountingScorer().score, [pair])
+    assert report.metrics["longer_reply_accuracy"] == 1.0
+
+
+def test_what_training_drops_is_dropped_and_counted() -> None:
+    scorer = CountingScorer()
+    pairs = [comparison("a", "b"), comparison("a" * 30, "b"), comparison("A", "a")]
+    report = evaluate_comparisons(scorer.score, pairs, encode=scorer.encode, overlong="drop")
+    assert report.counts == {"read": 3, "overlong": 1, "same_tokens": 1, "kept": 1}
+    assert len(report.rewards) == len(report.origins) == 1
+
+
+def test_too_long_is_an_error_with_file_and_line_where_the_rule_says_so() -> None:
+    scorer = CountingScorer()
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: got 30 tokens"):
+        evaluate_comparisons(scorer.score, [comparison("a" * 30, "b")], encode=scorer.encode)
+
+
+def test_nothing_left_is_an_error() -> None:
+    scorer = CountingScorer()
+    with pytest.raises(DataError, match=r"no record to evaluate on: .*'overlong': 1"):
+        evaluate_comparisons(
+            scorer.score, [comparison("a" * 30, "b")], encode=scorer.encode, overlong="drop"
+        )
+
+
+def test_several_rewards_make_one_by_their_weights() -> None:
+    contract = make_contract(
+        attributes=("a", "b"), attribute_weights=(1.0, -2.0), label_means=(0, 0)
+    )
+    report = evaluate_comparisons(
+        CountingScorer(contract).score,
+        [comparison("aaa", "aaab")],
+        attribute_weights=contract.attribute_weights,
+    )
+    np.testing.assert_array_equal(report.rewards, [[3, 1]])
+    with pytest.raises(DataError, match="got 2 rewards per text, wanted 1"):
+        evaluate_comparisons(CountingScorer(contract).score, [comparison("a", "b")])
+
+
+def test_ratings_leave_out_missing_labels() -> None:
+    contract = make_contract(attributes=("a", "b"), attribute_weights=(1, 1), label_means=(0, 0))
+    ratings = [
+        Rating("a", (1.0, 0.0), ORIGIN),
+        Rating("aab", (2.0, None), ORIGIN),
+        Rating("aaabb", (3.0, 4.0), ORIGIN),
+    ]
+    report = evaluate_ratings(CountingScorer(contract).score, ratings, ("a", "b"))
+    assert report.metrics["pearson/a"] == pytest.approx(1.0)
+    assert report.metrics["loss"] == pytest.approx((2 - 4) ** 2 / 5)
+    assert report.metrics["length_only_pearson_mean"] == pytest.approx(1.0, abs=0.02)
+    assert np.isnan(report.labels[1, 1])
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate_left", "error"])
+def test_a_file_is_read_by_the_contract(tmp_path: Path, overlong: str) -> None:
+    rows = [
+        {"prompt": "x", "chosen": "aa", "rejected": "a"},
+        {"prompt": "x", "chosen": "a" * 30, "rejected": "a"},
+        {"prompt": "x", "chosen": "same", "rejected": "same"},
+    ]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    scorer = CountingScorer(make_contract(overlong=overlong))
+    if overlong == "error":
+        with pytest.raises(DataError, match=r"pairs\.jsonl:2"):
+            evaluate_file(scorer, path)
+        return
+    report = evaluate_file(scorer, path)
+    if overlong == "drop":
+        assert report.counts == {"read": 3, "identical": 1, "overlong": 1, "kept": 1}
+    else:
+        assert report.counts == {"read": 3, "identical": 1, "truncated": 1, "kept": 2}
+
+
+def test_a_regression_model_takes_ratings_and_pairs(tmp_path: Path) -> None:
+    contract = make_contract(
+        attributes=("a", "b"),
+        attribute_weights=(1, 1),
+        label_means=(0, 0),
+        reward_model_type="regression",
+    )
+    scorer = CountingScorer(contract)
+    rated = [
+        {"prompt": "x", "response": "ab", "a": 1, "b": 2},
+        {"prompt": "x", "response": "aa", "a": 3, "b": -100},
+        {"prompt": "x", "response": "bb", "a": None, "b": 1},
+    ]
+    report = evaluate_file(scorer, write(tmp_path / "r.jsonl", rated), loss_mask_val=-100)
+    assert report.kind == "rating"
+    np.testing.assert_array_equal(np.isnan(report.labels), [[0, 0], [0, 1], [1, 0]])
+    pairs = [{"prompt": "x", "chosen": "ab", "rejected": "a"}]
+    report = evaluate_file(scorer, write(tmp_path / "p.jsonl", pairs))
+    assert report.kind == "comparison"
+    np.testing.assert_array_equal(report.rewards, [[2, 1]])
+
+
+def test_a_ranking_model_refuses_ratings(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", [{"prompt": "x", "response": "ab", "help": 1}])
+    with pytest.raises(DataError):
+        evaluate_file(CountingScorer(), path)
+
+
+def test_the_report_is_a_table_and_two_files(tmp_path: Path) -> None:
+    ratings = [Rating("a", (1.0,), ORIGIN), Rating("aa", (1.0,), ORIGIN)]
+    report = evaluate_ratings(CountingScorer().score, ratings, ("reward",))
+    about = {"checkpoint": "m.nemo", "contract": "0123"}
+    table = render_report(report, about)
+    assert "checkpoint    m.nemo" in table
+    assert "2 read, 2 kept" in table
+    write_report(tmp_path / "out" / "report.json", report, about)
+    content = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert content["contract"] == "0123"
+    assert content["metrics"]["pearson_mean"] is None
+    assert content["counts"] == {"read": 2, "kept": 2}
+    write_rewards(tmp_path / "rewards.jsonl", report)
+    rows = [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()]
+    assert rows[1] == {
+        "record": "pairs.jsonl:1",
+        "rewards": {"reward": 2.0},
+        "labels": {"reward": 1.0},
+    }

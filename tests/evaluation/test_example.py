@@ -1,0 +1,71 @@
+"""``examples/evaluate_reward_model.py`` measures what the trainer measured, at another layout."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+EVALUATE = "examples/evaluate_reward_model.py"
+
+
+def last_validation(folder: Path) -> dict[str, float]:
+    (path,) = folder.rglob("metrics.csv")
+    with path.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row.get("validation/accuracy")]
+    return {
+        name.removeprefix("validation/"): float(value)
+        for name, value in rows[-1].items()
+        if name.startswith("validation/") and value
+    }
+
+
+def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> None:
+    base = tiny.write_base_nemo(tmp_path / "base.nemo")
+    held_out = tiny.write_pairs(tmp_path / "held_out.jsonl", 40, seed=1)
+    run = tmp_path / "run"
+    tiny.run_script(
+        "examples/train_reward_model.py",
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{tiny.write_pairs(tmp_path / 'train.jsonl', 16)}]",
+        f"model.data.data_prefix.validation=[{held_out}]",
+        f"exp_manager.explicit_log_dir={run}",
+        "model.data.seq_length=64",
+        "model.micro_batch_tokens=300",
+        "model.global_batch_size=8",
+        "model.optim.lr=1e-3",
+        "trainer.rm.max_steps=2",
+    )
+    report, rewards = tmp_path / "report.json", tmp_path / "rewards.jsonl"
+    done = tiny.run_script(
+        EVALUATE,
+        f"rm_model_file={run / 'checkpoints' / 'megatron_gpt.nemo'}",
+        f"data.path={held_out}",
+        f"output={report}",
+        f"output_rewards={rewards}",
+        "model.tensor_model_parallel_size=2",
+        "model.micro_batch_tokens=128",
+        processes=2,
+    )
+    content = json.loads(report.read_text())
+    trained = last_validation(run)
+    for name in ("accuracy", "loss", "reward_margin", "reward_chosen_mean", "reward_rejected_std"):
+        assert content["metrics"][name] == pytest.approx(trained[name], abs=1e-5), name
+    counts = content["counts"]
+    assert counts["overlong"] > 0, "some pairs should exceed seq_length, to test the drop"
+    assert counts["kept"] + counts["overlong"] == counts["read"] == 40
+    assert len(rewards.read_text().splitlines()) == counts["kept"]
+    # Once, though two ranks ran.
+    assert done.stdout.count(content["contract"]) == 1
+
+
+def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
+    done = tiny.run_script(EVALUATE, "data.path=x.jsonl", check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "ConfigError: rm_model_file: it is not set; wanted both rm_model_file and data.path"
+    )
