@@ -1,6 +1,7 @@
 """Convert a Hugging Face checkpoint folder or a .gguf file into a base .nemo archive.
 
-python scripts/convert_hf_to_nemo.py --input CHECKPOINT --output base.nemo [--dtype fp32|bf16]
+python scripts/convert_hf_to_nemo.py --input CHECKPOINT --output base.nemo [--dtype fp32|bf16] \\
+    [--tensor-parallel 2]
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ def main() -> int:
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="default: as stored, and fp32 for a quantised file"
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="add query groups of zeros until N divides their number; outputs stay the same",
+    )
     arguments = parser.parse_args()
     try:
         summary = convert_hf_to_nemo(
-            arguments.input, arguments.output, _DTYPES.get(arguments.dtype)
+            arguments.input,
+            arguments.output,
+            _DTYPES.get(arguments.dtype),
+            arguments.tensor_parallel,
         )
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_aligner.checkpoint.gguf import GgufCheckpoint
-from nemo_aligner.checkpoint.hf_names import Family, find_family, hf_layer_name
+from nemo_aligner.checkpoint.hf_names import Family, add_zero_groups, find_family, hf_layer_name
 from nemo_aligner.checkpoint.nemo import save_weights, write_nemo
 from nemo_aligner.errors import CheckpointError
 
@@ -45,14 +45,16 @@ class ConversionSummary:
     hidden_size: int
     vocab_size: int
     tied: bool
+    zero_groups: int
     output: Path
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
+        added = f"; {self.zero_groups} query groups of zeros added" if self.zero_groups else ""
         return (
             f"{self.output}: {self.family}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
-            f"{tied} embeddings"
+            f"{tied} embeddings{added}"
         )
 
 
@@ -64,12 +66,16 @@ class _Source:
 
 
 def convert_hf_to_nemo(
-    source: str | Path, output: str | Path, dtype: torch.dtype | None = None
+    source: str | Path,
+    output: str | Path,
+    dtype: torch.dtype | None = None,
+    tensor_parallel: int = 1,
 ) -> ConversionSummary:
     """Write the base model in ``source`` as the archive ``output``; one process, no network.
 
     ``source`` is a folder with ``config.json``, safetensors and a tokenizer, or a ``.gguf`` file.
-    ``dtype`` None keeps what is stored (GGUF: fp32).
+    ``dtype`` None keeps what is stored (GGUF: fp32). Where ``tensor_parallel`` does not divide the
+    model's query groups, groups of zeros are added, which change no output and never train.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, or a tensor too few or too many.
@@ -77,16 +83,24 @@ def convert_hf_to_nemo(
     source, output = Path(source), Path(output)
     found = _open_gguf(source) if source.suffix == ".gguf" else _open_folder(source)
     try:
-        return _convert(found, output, dtype)
+        return _convert(found, output, dtype, tensor_parallel)
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _convert(found: _Source, output: Path, dtype: torch.dtype | None) -> ConversionSummary:
+def _convert(
+    found: _Source, output: Path, dtype: torch.dtype | None, tensor_parallel: int
+) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
     _check_names(family, config, found.tensors)
-    tensors = _megatron_tensors(family, config, found.tensors, dtype)
+    groups = config["num_query_groups"]
+    zero_groups = -groups % tensor_parallel
+    tensors = _megatron_tensors(family, config, found.tensors, dtype, groups + zero_groups)
+    if zero_groups:
+        config["num_attention_heads"] += config["num_attention_heads"] // groups * zero_groups
+        config["num_query_groups"] += zero_groups
+        config["zero_query_groups"] = zero_groups
     stored = next(tensor.dtype for tensor in tensors.values())
     config["precision"] = _NEMO_PRECISIONS.get(stored, 32)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -106,6 +120,7 @@ def _convert(found: _Source, output: Path, dtype: torch.dtype | None) -> Convers
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
         tied=config["share_embeddings_and_output_weights"],
+        zero_groups=zero_groups,
         output=output,
     )
 
@@ -129,13 +144,18 @@ def _check_names(family: Family, config: Mapping[str, Any], readers: Readers) ->
 
 
 def _megatron_tensors(
-    family: Family, config: Mapping[str, Any], readers: Readers, dtype: torch.dtype | None
+    family: Family,
+    config: Mapping[str, Any],
+    readers: Readers,
+    dtype: torch.dtype | None,
+    num_query_groups: int,
 ) -> dict[str, ShardedTensor]:
     """Whole tensors, named and placed as megatron-core does for a stack of equal layers."""
     tensors = {}
     for rule, layer in family.rules(config):
         parts = [readers[hf_layer_name(name, layer)]() for name in rule.hf]
         data = rule.join(parts, config)
+        data = add_zero_groups(rule.megatron, data, config["num_query_groups"], num_query_groups)
         data = data.to(dtype or data.dtype).contiguous()
         if layer is None:
             key = PREFIX + rule.megatron

@@ -38,6 +38,20 @@ def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor,
     return (query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest))
 
 
+def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tensor:
+    """A Megatron tensor of ``groups`` query groups, with groups of zeros up to ``wanted``.
+
+    Their values are zeros and so are their columns of the projection: they add nothing to the
+    output, their gradients are exactly zero, and so they stay.
+    """
+    axis = {"self_attention.linear_qkv.weight": 0, "self_attention.linear_proj.weight": 1}.get(name)
+    if axis is None:
+        return tensor
+    shape = list(tensor.shape)
+    shape[axis] = shape[axis] // groups * (wanted - groups)
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
+
+
 def _copy(tensors: Sequence[Tensor], config: Config) -> Tensor:
     (tensor,) = tensors
     return tensor

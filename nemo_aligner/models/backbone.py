@@ -97,7 +97,8 @@ def _check_divisible(shape: ModelShape, layout: ParallelLayout) -> None:
         if count % layout.tp != 0:
             raise ConfigError(
                 f"model.tensor_model_parallel_size: got {layout.tp}, "
-                f"wanted a divisor of the model's {count} {name}"
+                f"wanted a divisor of the model's {count} {name} (convert_hf_to_nemo.py "
+                f"--tensor-parallel {layout.tp} adds query groups of zeros)"
             )
     if shape.num_layers % layout.pp != 0:
         raise ConfigError(

@@ -44,10 +44,12 @@ def layout() -> Iterator[None]:
         destroy_layout()
 
 
-def convert(source: Path, output: Path, dtype: torch.dtype | None = None) -> Any:
+def convert(
+    source: Path, output: Path, dtype: torch.dtype | None = None, tensor_parallel: int = 1
+) -> Any:
     from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
 
-    return convert_hf_to_nemo(source, output, dtype)
+    return convert_hf_to_nemo(source, output, dtype, tensor_parallel)
 
 
 def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
@@ -268,3 +270,16 @@ def test_the_script_reports_and_fails_clearly(checkpoint: Path, tmp_path: Path) 
     assert failed.returncode == 1
     assert "error: nowhere" in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+def test_query_groups_of_zeros_change_no_logit(tmp_path: Path) -> None:
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    tiny.write_hf_checkpoint(tmp_path / "hf", **heads)
+    plain, padded = tmp_path / "plain.nemo", tmp_path / "padded.nemo"
+    convert(tmp_path / "hf", plain)
+    summary = convert(tmp_path / "hf", padded, None, 2)
+    assert summary.zero_groups == 1
+    tokens = torch.arange(3, 40)[None]
+    torch.testing.assert_close(
+        megatron_logits(padded, tokens), megatron_logits(plain, tokens), rtol=0, atol=1e-5
+    )
