@@ -50,7 +50,7 @@ class ConversionSummary:
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
-        added = f"; {self.zero_groups} query groups of zeros added" if self.zero_groups else ""
+        added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
         return (
             f"{self.output}: {self.family}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
