@@ -29,7 +29,7 @@ _find_python() {
 }
 
 _pip_install() {
-    python -m pip install --quiet --disable-pip-version-check --no-input \
+    python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
         --root-user-action=ignore "$@"
 }
 

