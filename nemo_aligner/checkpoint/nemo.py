@@ -230,7 +230,7 @@ def write_nemo(
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, path)
-        _sync_folder(path.parent)
+        sync_to_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -248,8 +248,9 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Wait until the file, or the folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

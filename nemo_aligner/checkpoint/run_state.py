@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from nemo_aligner.checkpoint.nemo import sync_to_disk
 from nemo_aligner.checkpoint.weights import load_weights, save_weights
 from nemo_aligner.config.schema import MonitorMode
 from nemo_aligner.errors import CheckpointError
@@ -244,12 +245,12 @@ def _publish(partial: Path, path: Path, state: RunState) -> None:
     (partial / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
     for folder, _, names in os.walk(partial):
         for name in names:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
+            sync_to_disk(Path(folder) / name)
+        sync_to_disk(Path(folder))
     if path.exists():
         _remove([path])
     partial.rename(path)
-    _sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def _remove(paths: list[Path]) -> None:
@@ -259,11 +260,3 @@ def _remove(paths: list[Path]) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

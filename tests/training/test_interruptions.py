@@ -19,7 +19,7 @@ ACCIDENTS = {
         ("torch.distributed.checkpoint.filesystem:FileSystemWriter.finish", "", "1"),
         0,
     ),
-    "while syncing, before the name": ((f"{RUN_STATE}:_sync", "", "3"), 0),
+    "while syncing, before the name": ((f"{RUN_STATE}:sync_to_disk", "", "3"), 0),
     "in the backward pass of step 4": (
         ("nemo_aligner.training.learner:forward_backward", "", "4"),
         2,
