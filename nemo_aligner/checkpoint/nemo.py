@@ -188,7 +188,7 @@ def _unpack(path: Path) -> Path:
 def _extract(archive: tarfile.TarFile, root: Path, path: Path) -> None:
     budget = shutil.disk_usage(root).free - _SPARE_BYTES
     for count, member in enumerate(archive, start=1):
-        # Links are no part of the format; tarfile's own filter for them is newer than Python 3.11.2.
+        # Links are no part of the format; tarfile's own filter is newer than Python 3.11.2.
         plain = (member.isreg() and not member.issparse()) or member.isdir()
         if not plain:
             raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
