@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+)
 
 from nemo_aligner.checkpoint.safe_metadata import read_metadata
 from nemo_aligner.errors import CheckpointError
@@ -174,6 +178,29 @@ def test_code_hidden_inside_a_good_index_is_not_executed(saved: Path, tmp_path: 
     with pytest.raises(CheckpointError, match="refused"):
         load(saved)
     assert not (tmp_path / "executed").exists()
+
+
+class Attribute:
+    """Pickled as ``getattr(owner, name)``."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.call = (getattr, (owner, name))
+
+    def __reduce__(self) -> tuple:
+        return self.call
+
+
+def test_getattr_gives_members_of_enums_and_nothing_else(saved: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickle the member of an enum like this."""
+    metadata = read_metadata(saved)
+    metadata.planner_data = {"x": Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")}
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert read_metadata(saved).planner_data == {"x": _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST}
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (MetadataIndex, "__init__")):
+        metadata.planner_data = {"x": Attribute(owner, name)}
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match="it asks for attribute '__init__'"):
+            read_metadata(saved)
 
 
 @pytest.mark.parametrize("key", ["model._extra_state/shard_0_1", "model.embedding"])
