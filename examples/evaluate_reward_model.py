@@ -30,6 +30,7 @@ def main() -> int:
 
 
 def evaluate(config: EvaluateConfig) -> None:
+    from nemo_aligner.data.contract import check_expected
     from nemo_aligner.errors import ConfigError
     from nemo_aligner.evaluation.evaluate import evaluate_file
     from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
@@ -54,6 +55,7 @@ def evaluate(config: EvaluateConfig) -> None:
             precision=config.precision,
             micro_batch_tokens=config.model.micro_batch_tokens,
         )
+        check_expected(scorer.contract, config.expect_contract, "expect_contract")
         report = evaluate_file(scorer, data_file, config.data.format, config.data.loss_mask_val)
         about = {
             "checkpoint": model_file,

@@ -27,6 +27,7 @@ def main() -> int:
 
 
 def run(config: ServeConfig) -> int:
+    from nemo_aligner.data.contract import check_expected
     from nemo_aligner.errors import ConfigError
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
@@ -47,6 +48,7 @@ def run(config: ServeConfig) -> int:
             precision=config.precision,
             micro_batch_tokens=config.model.micro_batch_tokens,
         )
+        check_expected(scorer.contract, config.expect_contract, "expect_contract")
         return serve(scorer, config.server, world.device)
 
 

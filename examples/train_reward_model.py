@@ -67,10 +67,10 @@ def build_learner(
     config: TrainConfig, layout: ParallelLayout
 ) -> tuple[RewardLearner, PretrainedModel, int]:
     """Data, model and optimizer; and how many steps the data is good for."""
-    from nemo_aligner.checkpoint.reward_model import load_pretrained, read_pretrained_tokenizer
-    from nemo_aligner.data.contract import build_contract
-    from nemo_aligner.data.datasets import build_training_data
+    from nemo_aligner.checkpoint.reward_model import load_pretrained, read_text_rules
+    from nemo_aligner.data.contract import build_contract, continue_contract
     from nemo_aligner.data.loader import TrainLoader
+    from nemo_aligner.data.training_data import build_training_data
     from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
     from nemo_aligner.parallel.collectives import say
     from nemo_aligner.training.learner import RewardLearner
@@ -79,9 +79,13 @@ def build_learner(
 
     base = str(config.pretrained_checkpoint.restore_from_path)
     options, loop = config.model, config.trainer.rm
-    tokenizer = read_pretrained_tokenizer(base)
-    contract = build_contract(options, tokenizer, config.trainer.precision)
-    data = build_training_data(options, contract, tokenizer)
+    tokenizer, start = read_text_rules(base)
+    contract = build_contract(options, tokenizer, config.trainer.precision, start)
+    if start is not None:
+        allow_change = config.pretrained_checkpoint.allow_contract_change
+        contract = continue_contract(contract, start, allow_change)
+    has_means = start is not None and start.attributes == contract.attributes
+    data = build_training_data(options, contract, tokenizer, measure_label_means=not has_means)
     say(data.table())
     loader = TrainLoader(
         data.train,

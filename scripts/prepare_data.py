@@ -15,7 +15,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from nemo_aligner.data.records import (
     Record,
     RecordFile,
     first_prompt,
-    prompt_of,
+    prompt_key,
     read_records,
     reply_of,
 )
@@ -98,26 +98,14 @@ def _lines_of(records: Sequence[Record], file: RecordFile) -> list[str]:
 
 def _prompt_keys(records: Sequence[Record], by: str) -> list[str]:
     """One key per record; records with the same key must stay on one side."""
-    if isinstance(records[0].texts[0], str):
-        return _raw_text_keys(records)
-    take: Callable[[Record], str] = {
-        "first_prompt": lambda record: first_prompt(record.texts[0]),
-        "prompt": lambda record: json.dumps(prompt_of(record.texts[0])),
-    }[by]
-    return [_normal(take(record)) for record in records]
+    if by == "first_prompt" and not isinstance(records[0].texts[0], str):
+        return [" ".join(first_prompt(r.texts[0]).casefold().split()) for r in records]
+    keys = [prompt_key(record) for record in records]
+    return _same_beginnings(keys) if isinstance(records[0].texts[0], str) else keys
 
 
-def _normal(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
-def _raw_text_keys(records: Sequence[Record]) -> list[str]:
-    """Raw text does not say where its prompt ends: a pair's is what both texts begin with.
-
-    Where one such beginning begins another, the two are taken for the same prompt. A rated text
-    stands for itself.
-    """
-    begins = [_normal(_shared_start(record)) for record in records]
+def _same_beginnings(begins: Sequence[str]) -> list[str]:
+    """Where one raw text's prompt begins another's, the two are taken for the same prompt."""
     group: dict[str, str] = {}
     last = None
     for start in sorted(set(begins)):
@@ -125,18 +113,6 @@ def _raw_text_keys(records: Sequence[Record]) -> list[str]:
             last = start
         group[start] = last
     return [group[start] for start in begins]
-
-
-def _shared_start(record: Record) -> str:
-    if isinstance(record, Rating):
-        return str(record.response)
-    chosen, rejected = str(record.chosen), str(record.rejected)
-    same = next(
-        (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-        min(len(chosen), len(rejected)),
-    )
-    start = chosen[:same]
-    return start[: start.rfind("\n") + 1] or start or chosen
 
 
 def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.metrics import ranking_metrics, regression_metrics
+from nemo_aligner.metrics import (
+    by_source,
+    calibration_metrics,
+    fit_temperature,
+    length_metrics,
+    lower_is_better,
+    ranking_metrics,
+    ranking_report,
+    regression_metrics,
+    regression_report,
+)
 
 MISSING = float("nan")
 
@@ -61,3 +71,78 @@ def test_an_attribute_without_spread_has_no_correlation_and_spoils_no_mean() -> 
     assert math.isnan(metrics["pearson/constant"])
     assert math.isnan(metrics["spearman/rare"])
     assert metrics["pearson_mean"] == pytest.approx(1.0)
+
+
+MARGINS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0, 0.0, -0.2, 1.5], dtype=torch.float64)
+
+
+def test_brier_and_ece_by_hand() -> None:
+    found = calibration_metrics(MARGINS)
+    p = 1 / (1 + np.exp(-MARGINS.numpy()))
+    assert found["brier"] == pytest.approx(np.mean((1 - p) ** 2))
+    # Fewer pairs than bins: every pair is a bin of its own.
+    sure = np.maximum(p, 1 - p)
+    right = np.array([1, 1, 1, 0, 1, 0.5, 0, 1])
+    assert found["ece"] == pytest.approx(np.mean(np.abs(sure - right)))
+
+
+def test_ece_has_bins_of_equal_numbers() -> None:
+    """Verdicts that are right as often as they claim have none; ones that always err have all."""
+    sure = 0.75
+    margin = math.log(sure / (1 - sure))
+    margins = torch.full((60,), margin, dtype=torch.float64)
+    margins[::4] *= -1
+    assert calibration_metrics(margins)["ece"] == pytest.approx(0, abs=1e-12)
+    assert calibration_metrics(-margins.abs())["ece"] == pytest.approx(sure)
+
+
+def test_the_temperature_has_the_highest_likelihood() -> None:
+    found = fit_temperature(MARGINS)
+
+    def loss(temperature: float) -> float:
+        return float(torch.nn.functional.softplus(-MARGINS / temperature).sum())
+
+    assert all(loss(found) <= loss(found * factor) for factor in (0.5, 0.99, 1.01, 2))
+    assert fit_temperature(MARGINS * 1000) == pytest.approx(1000 * found)
+    assert math.isnan(fit_temperature(MARGINS.abs()))
+    assert math.isnan(fit_temperature(-MARGINS))
+
+
+def test_length_bias_by_hand() -> None:
+    rewards = torch.tensor([[2.0, 1.0], [1.0, 2.0], [3.0, 0.0], [0.0, 0.0]])
+    lengths = torch.tensor([[5, 2], [6, 3], [1, 4], [2, 2]])
+    found = length_metrics(rewards, lengths)
+    assert found["accuracy_longer_chosen"] == pytest.approx(0.5)
+    assert found["accuracy_shorter_chosen"] == pytest.approx(1.0)
+    assert found["longer_reply_accuracy"] == pytest.approx(2.5 / 4)
+    expected = np.corrcoef(rewards.flatten().numpy(), lengths.flatten().numpy())[0, 1]
+    assert found["length_correlation"] == pytest.approx(expected)
+    assert math.isnan(length_metrics(rewards[:1], lengths[:1])["accuracy_shorter_chosen"])
+
+
+def test_a_report_has_quantiles_of_the_margin() -> None:
+    rewards = torch.stack([torch.arange(101.0), torch.zeros(101)], dim=1)
+    found = ranking_report(rewards, torch.ones(101, 2))
+    names = [f"reward_margin_p{percent:02d}" for percent in (5, 25, 50, 75, 95)]
+    assert [found[name] for name in names] == pytest.approx([5, 25, 50, 75, 95])
+    assert ranking_metrics(rewards).items() <= found.items()
+
+
+def test_a_regression_report_tells_what_length_alone_would_give() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0]])
+    labels = torch.tensor([[3.0, 1.0], [2.0, MISSING], [1.0, 5.0]])
+    found = regression_report(rewards, labels, ["a", "b"], torch.tensor([[10], [20], [30]]))
+    assert found["length_correlation/a"] == pytest.approx(1.0)
+    assert found["length_correlation/b"] == pytest.approx(0.0)
+    assert found["length_only_pearson_mean"] == pytest.approx(1.0)
+
+
+def test_sources_are_apart_from_each_other() -> None:
+    found = by_source(["x", "y", "x", ""], lambda records: {"sum": float(sum(records))})
+    assert found == {"by_source/none/sum": 3, "by_source/x/sum": 2, "by_source/y/sum": 1}
+    assert by_source(["x"] * 4, lambda records: {"sum": 0.0}) == {}
+    assert by_source([str(n) for n in range(51)], lambda records: {"sum": 0.0}) == {}
+
+
+def test_what_is_better_small() -> None:
+    assert [lower_is_better(f"v/{name}") for name in ("loss", "ece", "accuracy")] == [1, 1, 0]

@@ -33,15 +33,11 @@ _EMBEDDING = "model.embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A reward model to train: backbone from the archive, head new unless the archive has one.
-
-    ``contract`` is the archive's, None if it is no reward model of ours.
-    """
+    """A reward model to train: backbone from the archive, head new unless the archive has one."""
 
     model: GPTRewardModel
     config: dict[str, Any]
     tokenizer: Tokenizer
-    contract: ScoringContract | None
     head_is_new: bool
 
 
@@ -55,10 +51,10 @@ class LoadedRewardModel:
     config: dict[str, Any]
 
 
-def read_pretrained_tokenizer(path: str | Path) -> Tokenizer:
-    """The archive's tokenizer; every rank calls it."""
+def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
+    """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
     with open_nemo(path) as folder:
-        return load_tokenizer(folder.tokenizer)
+        return load_tokenizer(folder.tokenizer), _contract(folder)
 
 
 def load_pretrained(
@@ -87,12 +83,10 @@ def load_pretrained(
         )
         has_head = _check_head(folder, num_attributes)
         _load_into(model, folder, with_head=has_head)
-        contract = folder.contract
         return PretrainedModel(
             model=model,
             config=folder.config,
             tokenizer=load_tokenizer(folder.tokenizer),
-            contract=None if contract is None else ScoringContract.from_dict(contract),
             head_is_new=not has_head,
         )
 
@@ -102,18 +96,18 @@ def load_reward_model(
 ) -> LoadedRewardModel:
     """Load a finished reward model to score with; every rank calls it.
 
-    ``precision`` None is the contract's.
+    ``precision`` None is the contract's; with another the contract that comes along names that one.
 
     Raises:
         CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
     """
     with open_nemo(path) as folder:
-        if folder.contract is None:
+        contract = _contract(folder)
+        if contract is None:
             raise CheckpointError(
                 f"{path}: it has no scoring contract, so nothing says how a text becomes a score; "
                 "wanted a reward model written by train_reward_model.py"
             )
-        contract = ScoringContract.from_dict(folder.contract)
         tokenizer = load_tokenizer(folder.tokenizer)
         _check_tokenizer(tokenizer, contract, path)
         num_attributes = len(contract.attributes)
@@ -126,7 +120,9 @@ def load_reward_model(
             precision=precision or Precision(contract.dtype),
         )
         _load_into(model, folder, with_head=True)
-        return LoadedRewardModel(model.eval(), contract, tokenizer, folder.config)
+        return LoadedRewardModel(
+            model.eval(), contract.with_dtype(precision), tokenizer, folder.config
+        )
 
 
 def save_reward_model(
@@ -156,6 +152,10 @@ def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
     shutil.rmtree(staging, ignore_errors=True)  # left by a killed save
     (staging / "tokenizer").mkdir(parents=True)
     tokenizer.save(staging / "tokenizer")
+
+
+def _contract(folder: NemoFolder) -> ScoringContract | None:
+    return None if folder.contract is None else ScoringContract.from_dict(folder.contract)
 
 
 def _check_head(folder: NemoFolder, num_attributes: int) -> bool:

@@ -55,9 +55,13 @@ def _require_positive(section: str, owner: object, *names: str) -> None:
 
 @dataclass
 class PretrainedCheckpointConfig:
-    """``restore_from_path``: a ``.nemo`` file, or the folder it unpacks to."""
+    """``restore_from_path``: a ``.nemo`` file, or the folder it unpacks to.
+
+    If it is a reward model, its scoring contract holds, unless ``allow_contract_change``.
+    """
 
     restore_from_path: str | None = None
+    allow_contract_change: bool = False
 
 
 @dataclass
@@ -140,16 +144,20 @@ class DataPrefixConfig:
 class DataConfig:
     """``format`` is ``auto`` or a name from ``data/formats.py``; the rest shapes the contract.
 
-    ``template`` is ``tokenizer`` (the checkpoint's own chat template), a built-in name, or a file.
+    ``template`` is ``tokenizer`` (the tokenizer's own), a name from ``data/templates.py``, or a
+    file. Where it, ``add_bos`` or ``add_eos`` is null, the reward model that training starts from
+    decides, and for a base model its tokenizer. ``allow_prompt_overlap`` lets a prompt stand in
+    training and validation files both.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
     format: str = "auto"
     seq_length: int = 1024
     overlong: Overlong = Overlong.drop
-    template: str = "tokenizer"
+    template: str | None = None
     add_bos: bool | None = None
     add_eos: bool | None = None
+    allow_prompt_overlap: bool = False
 
     def __post_init__(self) -> None:
         _require_positive("model.data", self, "seq_length")
@@ -226,11 +234,12 @@ class CheckpointCallbackConfig:
     """Keep the ``save_top_k`` best checkpoints by ``monitor``, and always the newest.
 
     A validation among the best is saved at once, whatever ``trainer.rm.save_interval`` says.
-    ``monitor: null`` is the first validation set's accuracy, or ``pearson_mean`` for regression.
+    ``monitor: null`` is the first validation set's accuracy, or ``pearson_mean`` for regression;
+    ``mode: null`` is what suits the metric.
     """
 
     monitor: str | None = None
-    mode: MonitorMode = MonitorMode.max
+    mode: MonitorMode | None = None
     save_top_k: int = 1
 
     def __post_init__(self) -> None:
@@ -324,10 +333,12 @@ class ServeConfig:
     """The whole of ``examples/serve_reward_model.py``.
 
     ``rm_model_file`` is a ``.nemo`` or the folder it unpacks to. ``precision: null`` is
-    the one the scoring contract names.
+    the one the scoring contract names. A model whose contract does not have the hash
+    ``expect_contract`` is refused.
     """
 
     rm_model_file: str | None = None
+    expect_contract: str | None = None
     precision: Precision | None = None
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -347,10 +358,12 @@ class EvaluateConfig:
     """The whole of ``examples/evaluate_reward_model.py``.
 
     ``output`` is a JSON file for metrics and counts, ``output_rewards`` a JSONL file with one line
-    per record. ``precision: null`` is the one the scoring contract names.
+    per record. ``precision: null`` is the one the scoring contract names. A model whose contract
+    does not have the hash ``expect_contract`` is refused.
     """
 
     rm_model_file: str | None = None
+    expect_contract: str | None = None
     precision: Precision | None = None
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)

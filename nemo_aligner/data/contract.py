@@ -27,13 +27,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.schema import ModelConfig, Overlong, Precision, RewardModelType
-from nemo_aligner.data.records import Text, check_text
-from nemo_aligner.data.tokenizer import Tokenizer, render, resolve_template
+from nemo_aligner.data.records import Conversation, Text, check_text, reply_of
+from nemo_aligner.data.templates import check_template, end_of_turn, render, resolve_template
+from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
 
 VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
+_SETTINGS = {
+    "template": "model.data.template",
+    "add_bos": "model.data.add_bos",
+    "add_eos": "model.data.add_eos",
+    "overlong": "model.data.overlong",
+    "seq_length": "model.data.seq_length",
+    "attributes": "model.regression.attributes",
+    "dtype": "trainer.precision",
+    "reward_model_type": "model.reward_model_type",
+}
+_SHOWN_CHARACTERS = 40
 
 
 class OverlongError(DataError):
@@ -97,6 +109,15 @@ class ScoringContract:
         )
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
+    def differences(self, other: ScoringContract) -> dict[str, tuple[Any, Any]]:
+        """Field -> (value here, value there), for every field by which the two score otherwise."""
+        mine, theirs = self._fields(), other._fields()
+        return {
+            name: (mine[name], theirs[name])
+            for name in mine
+            if name not in _NOT_HASHED and mine[name] != theirs[name]
+        }
+
     def _fields(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
@@ -138,6 +159,10 @@ class ScoringContract:
             )
         return contract
 
+    def with_dtype(self, precision: Precision | None) -> ScoringContract:
+        """The contract of the same model run in another precision; None changes nothing."""
+        return self if precision is None else dataclasses.replace(self, dtype=precision.value)
+
     def with_label_means(self, means: Sequence[float]) -> ScoringContract:
         """The same contract with the offsets of a regression head."""
         return dataclasses.replace(self, label_means=tuple(float(mean) for mean in means))
@@ -168,6 +193,10 @@ class ScoringContract:
         ids = tokenizer.encode_batch(written)
         return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
 
+    def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone (see ``reply_of``), at its full length."""
+        return [len(ids) for ids in tokenizer.encode_batch([reply_of(text) for text in texts])]
+
     def fit(self, token_ids: list[int]) -> Encoded:
         """Apply the rule for sequences of more than ``seq_length`` tokens.
 
@@ -191,7 +220,17 @@ class ScoringContract:
                 "this text is a conversation, and there is no chat template to write it with; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
+        self._check_ends(tokenizer, text)
         return render(self.template, text, tokenizer.bos_token, tokenizer.eos_token)
+
+    def _check_ends(self, tokenizer: Tokenizer, conversation: Conversation) -> None:
+        end = end_of_turn(self.template, tokenizer.bos_token, tokenizer.eos_token)
+        for number, message in enumerate(conversation, start=1):
+            if end and message["content"].rstrip().endswith(end):
+                raise DataError(
+                    f"message {number} ends with {end!r}, which the chat template writes after it, "
+                    "so that it would stand twice; remove it from the text"
+                )
 
     def _complete(self, ids: list[int], text: Text) -> list[int]:
         if isinstance(text, str):
@@ -207,21 +246,30 @@ class ScoringContract:
 
 
 def build_contract(
-    config: ModelConfig, tokenizer: Tokenizer, precision: Precision
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    precision: Precision,
+    start: ScoringContract | None = None,
 ) -> ScoringContract:
     """The contract of a model about to be trained; ``label_means`` are still zero.
 
+    ``start`` is the contract of the reward model that training starts from, if it starts from one:
+    it decides what the settings leave open.
+
     Raises:
-        ConfigError: the template is not found, or cannot write a plain question and answer, or a
+        ConfigError: the template is not found, or fails its checks (see ``check_template``), or a
             BOS or EOS is asked for that the tokenizer does not have.
     """
     data = config.data
     ranking = config.reward_model_type is RewardModelType.binary_ranking
     attributes = ("reward",) if ranking else tuple(config.regression.attributes)
+    bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
+    if start is not None:
+        bos, eos = start.add_bos, start.add_eos
     contract = ScoringContract(
-        template=resolve_template(data.template, tokenizer),
-        add_bos=_resolve(data.add_bos, tokenizer.adds_bos, tokenizer.bos_id, "add_bos"),
-        add_eos=_resolve(data.add_eos, tokenizer.adds_eos, tokenizer.eos_id, "add_eos"),
+        template=_template(data.template, tokenizer, start),
+        add_bos=_resolve(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
+        add_eos=_resolve(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         overlong=data.overlong.value,
@@ -234,15 +282,69 @@ def build_contract(
         reward_model_type=config.reward_model_type.value,
     )
     if contract.template:
-        probe = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-        ]
-        try:
-            contract.tokenize(tokenizer, [probe])
-        except DataError as error:
-            raise ConfigError(f"model.data.template: {data.template}: {error}") from error
+        check_template(contract.template, data.template or "tokenizer", tokenizer)
     return contract
+
+
+def continue_contract(
+    contract: ScoringContract, start: ScoringContract, allow_change: bool
+) -> ScoringContract:
+    """The contract for training on from a reward model, with that model's label means.
+
+    Raises:
+        ConfigError: the settings ask for another contract, and nobody allowed that.
+    """
+    if start.attributes == contract.attributes:
+        contract = dataclasses.replace(
+            contract,
+            label_means=start.label_means,
+            attribute_weights=start.attribute_weights,
+        )
+    differences = start.differences(contract)
+    if differences and not allow_change:
+        raise ConfigError(
+            f"the reward model to start from has another scoring contract ({start.hash[:12]}) than "
+            f"these settings ({contract.hash[:12]}): {describe_differences(differences)}. Set them "
+            "alike, or set pretrained_checkpoint.allow_contract_change=true to train another model"
+        )
+    return contract
+
+
+def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
+    """Refuse a contract that does not have the hash ``expected``; None takes any.
+
+    Raises:
+        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
+    """
+    if expected is not None and expected != contract.hash:
+        raise ConfigError(
+            f"{key}: got a reward model with the scoring contract {contract.hash}, "
+            f"wanted {expected}"
+        )
+
+
+def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """``setting: mine -> other`` for people, long texts from where they part."""
+    return "; ".join(
+        f"{_SETTINGS.get(name, name)}: {' -> '.join(_parting(*values))}"
+        for name, values in differences.items()
+    )
+
+
+def _parting(first: Any, second: Any) -> tuple[str, str]:
+    shown = (repr(first), repr(second))
+    if max(map(len, shown)) <= _SHOWN_CHARACTERS:
+        return shown
+    same = next(place for place, (a, b) in enumerate(zip(*shown, strict=False)) if a != b)
+    start = max(0, same - _SHOWN_CHARACTERS // 2)
+    cut = [text[start : start + _SHOWN_CHARACTERS] for text in shown]
+    return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."
+
+
+def _template(setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None) -> str:
+    if setting is None and start is not None:
+        return start.template
+    return resolve_template(setting or "tokenizer", tokenizer)
 
 
 def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str) -> bool:

@@ -13,27 +13,27 @@ To the reasons of ``records.py`` tokens add three:
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.config.schema import ModelConfig, Overlong
 from nemo_aligner.data.contract import Encoded, OverlongError, ScoringContract
+from nemo_aligner.data.file_report import FileReport
 from nemo_aligner.data.records import (
     Comparison,
     Origin,
     Rating,
     Record,
     RecordFile,
+    prompt_key,
     read_records,
 )
 from nemo_aligner.data.tokenizer import Tokenizer
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.errors import DataError
 
 _KINDS = {"binary_ranking": "comparison", "regression": "rating"}
 _SEQUENCES_PER_RECORD = {"comparison": 2, "rating": 1}
@@ -51,7 +51,9 @@ class TokenizedDataset:
             ``i * sequences_per_record`` on (chosen, rejected). Lists, or ``[L]`` int32 tensors.
         labels: ``[N, A]`` float32 as in the data, NaN where missing; None for comparisons.
         origins: file and line of every record.
-        counts: ``read``, ``kept``, and every reason that occurred.
+        reply_lengths: ``[N, sequences_per_record]`` int64 tokens of every reply, before any cut.
+        sources: where every record says it is from; "" where it says nothing.
+        reports: what became of every file.
         label_means: A numbers that ``pack_records`` subtracts from the labels; empty for none.
     """
 
@@ -60,11 +62,21 @@ class TokenizedDataset:
     sequences: Sequence[Sequence[int] | Tensor]
     labels: Tensor | None
     origins: Sequence[Origin]
-    counts: dict[str, int] = field(default_factory=dict)
+    reply_lengths: Tensor
+    sources: Sequence[str]
+    reports: Sequence[FileReport]
     label_means: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.origins)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """``read``, ``kept``, and every reason that occurred, over all files."""
+        total: Counter[str] = Counter()
+        for report in self.reports:
+            total.update(report.counts)
+        return dict(total)
 
     @property
     def sequences_per_record(self) -> int:
@@ -95,22 +107,8 @@ class TokenizedDataset:
         return tuple(torch.nanmean(self.labels.double(), dim=0).tolist())
 
     def table(self) -> str:
-        """What was read, dropped and altered, and how long the sequences are."""
-        lengths = torch.tensor([len(sequence) for sequence in self.sequences])
-        rows = [(name, str(count)) for name, count in self.counts.items()]
-        rows.append(("tokens", str(int(lengths.sum()))))
-        rows.append(
-            (
-                "sequence length",
-                f"mean {lengths.float().mean():.0f}, max {lengths.max()}",
-            )
-        )
-        if self.labels is not None:
-            missing = torch.isnan(self.labels).sum(0).tolist()
-            rows.append(("missing labels", " ".join(map(str, missing))))
-        if self.label_means:
-            rows.append(("label means", " ".join(f"{mean:.4g}" for mean in self.label_means)))
-        return "\n".join([f"{self.name} ({self.kind})", *(f"  {a:<20}{b:>16}" for a, b in rows)])
+        """What became of every file."""
+        return "\n".join(report.table() for report in self.reports)
 
 
 def build_dataset(
@@ -145,13 +143,40 @@ def tokenize_files(
     Raises:
         DataError: a record is too long and the rule is ``error``, or none is left.
     """
-    counts: Counter[str] = Counter()
-    for file in files:
-        counts.update(file.counts)
-    records = [record for file in files for record in file.records]
-    kept: list[tuple[Record, list[Encoded]]] = []
     seen: set[tuple[object, ...]] = set()
-    for record, encoded in _encode(records, contract, tokenizer):
+    parts = [_tokenize_file(file, contract, tokenizer, name, seen) for file in files]
+    kept = [item for part in parts for item in part.kept]
+    if not kept:
+        counts = [dict(part.report.counts) for part in parts]
+        raise DataError(f"{name}: no usable record in {[file.path for file in files]}: {counts}")
+    return TokenizedDataset(
+        kind=files[0].kind,
+        name=name,
+        sequences=_as_views([text.token_ids for _, encoded in kept for text in encoded]),
+        labels=_labels([record for record, _ in kept]),
+        origins=[record.origin for record, _ in kept],
+        reply_lengths=torch.cat([part.report.reply_lengths for part in parts]),
+        sources=[record.source for record, _ in kept],
+        reports=[part.report for part in parts],
+    )
+
+
+@dataclass(frozen=True)
+class _FilePart:
+    kept: list[tuple[Record, list[Encoded]]]
+    report: FileReport
+
+
+def _tokenize_file(
+    file: RecordFile,
+    contract: ScoringContract,
+    tokenizer: Tokenizer,
+    name: str,
+    seen: set[tuple[object, ...]],
+) -> _FilePart:
+    counts: Counter[str] = Counter(file.counts)
+    kept: list[tuple[Record, list[Encoded]]] = []
+    for record, encoded in _encode(file.records, contract, tokenizer):
         reason = _why_drop(encoded)
         if reason is not None:
             counts[reason] += 1
@@ -160,17 +185,35 @@ def tokenize_files(
         counts["duplicates"] += _seen_before(record, encoded, seen)
         kept.append((record, [text for text in encoded if text is not None]))
     counts["kept"] = len(kept)
-    shown = {reason: count for reason, count in counts.items() if count or reason == "kept"}
-    if not kept:
-        raise DataError(f"{name}: no usable record in {[file.path for file in files]}: {shown}")
-    return TokenizedDataset(
-        kind=files[0].kind,
+    records = [record for record, _ in kept]
+    prompts: dict[int, Origin] = {}
+    for record in records:
+        prompts.setdefault(hash(prompt_key(record)), record.origin)
+    lengths = [len(text.token_ids) for _, encoded in kept for text in encoded]
+    report = FileReport(
         name=name,
-        sequences=_as_views([text.token_ids for _, encoded in kept for text in encoded]),
-        labels=_labels([record for record, _ in kept]),
-        origins=[record.origin for record, _ in kept],
-        counts=shown,
+        path=file.path,
+        kind=file.kind,
+        format=file.format,
+        counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        reply_lengths=_reply_lengths(records, file.kind, contract, tokenizer),
+        sources=Counter(record.source for record in records),
+        labels=_labels(records),
+        prompts=prompts,
     )
+    return _FilePart(kept, report)
+
+
+def _reply_lengths(
+    records: list[Record], kind: str, contract: ScoringContract, tokenizer: Tokenizer
+) -> Tensor:
+    lengths: list[int] = []
+    for start in range(0, len(records), _RECORDS_AT_ONCE):
+        block = records[start : start + _RECORDS_AT_ONCE]
+        texts = [text for record in block for text in record.texts]
+        lengths += contract.count_reply_tokens(tokenizer, texts)
+    return torch.tensor(lengths, dtype=torch.int64).view(-1, _SEQUENCES_PER_RECORD[kind])
 
 
 def _encode(
@@ -239,7 +282,7 @@ def _as_views(sequences: list[list[int]]) -> list[Tensor]:
 
 
 def _labels(records: list[Record]) -> Tensor | None:
-    if isinstance(records[0], Comparison):
+    if not records or isinstance(records[0], Comparison):
         return None
     missing = float("nan")
     return torch.tensor(
@@ -250,70 +293,3 @@ def _labels(records: list[Record]) -> Tensor | None:
         ],
         dtype=torch.float32,
     )
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """All data of a run, and the contract that its labels complete."""
-
-    train: TokenizedDataset
-    validation: list[TokenizedDataset]
-    contract: ScoringContract
-
-    def table(self) -> str:
-        """The start-up table of every dataset."""
-        return "\n".join(dataset.table() for dataset in (self.train, *self.validation))
-
-
-def build_training_data(
-    config: ModelConfig, contract: ScoringContract, tokenizer: Tokenizer
-) -> TrainingData:
-    """Tokenize ``model.data.data_prefix``, and centre labels on the training set's means.
-
-    Raises:
-        ConfigError: no training file, or a record too large for ``model.micro_batch_tokens``.
-        DataError: see ``build_dataset``.
-    """
-    prefix = config.data.data_prefix
-    if not prefix.train:
-        raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
-    train = build_dataset(prefix.train, contract, tokenizer, config)
-    validation = [
-        build_dataset([path], contract, tokenizer, config, name)
-        for path, name in zip(prefix.validation, _names(prefix.validation), strict=True)
-    ]
-    for dataset in (train, *validation):
-        _check_fits(dataset, config.micro_batch_tokens)
-    if train.labels is None:
-        return TrainingData(train, validation, contract)
-    means = train.mean_labels()
-    for name, mean in zip(contract.attributes, means, strict=True):
-        if math.isnan(mean):
-            raise DataError(f"{prefix.train}: no record has a label of {name}")
-    contract = contract.with_label_means(means)
-    return TrainingData(
-        replace(train, label_means=means),
-        [replace(dataset, label_means=means) for dataset in validation],
-        contract,
-    )
-
-
-def _names(paths: Sequence[str]) -> list[str]:
-    """``validation`` for one set; for several the files' names, numbered where two are alike."""
-    if len(paths) == 1:
-        return ["validation"]
-    stems = [Path(path).name.split(".")[0] for path in paths]
-    return [
-        stem if stems.count(stem) == 1 else f"{stem}_{number}"
-        for number, stem in enumerate(stems, start=1)
-    ]
-
-
-def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
-    longest = max(range(len(dataset)), key=dataset.num_tokens)
-    if dataset.num_tokens(longest) > micro_batch_tokens:
-        raise ConfigError(
-            f"model.micro_batch_tokens: got {micro_batch_tokens}, wanted at least "
-            f"{dataset.num_tokens(longest)}, the tokens of {dataset.origins[longest]} "
-            f"({dataset.sequences_per_record} sequences)"
-        )

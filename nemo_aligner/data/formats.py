@@ -15,8 +15,9 @@ rated_chat         rating      ``{"prompt", "response", "<attribute>": number or
 In ``chat_pairs`` and ``rated_chat`` a string prompt is one user turn, and a string reply one
 assistant turn. A reply that is a list either begins with an assistant turn and goes on from the
 prompt, or is the whole conversation and must then begin with the prompt (contain it, if the prompt
-is a string); with whole conversations ``prompt`` may be left out. Other keys of a record (``id``,
-``kind``, ...) are not read.
+is a string); with whole conversations ``prompt`` may be left out. Of other keys only ``source``,
+``subset`` or ``kind`` is read, the first of them that holds a string: metrics are also given apart
+for each.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_aligner.data.files import Line
@@ -83,9 +84,10 @@ class Format:
                     f"odd number of comparison lines ({len(lines)})"
                 )
             try:
-                yield self.parse([line.value for line in group], origin, labels)
+                record = self.parse([line.value for line in group], origin, labels)
             except DataError as error:
                 raise DataError(f"{origin}: {error}") from error
+            yield replace(record, source=_source(group[0].value))
 
     def _check(self, line: Line, path: str) -> None:
         if self.matches(line.value):
@@ -98,6 +100,11 @@ class Format:
                 f"{' or '.join(others)} (keys {keys}), wanted {self.name}: {self.wanted}"
             )
         raise DataError(f"{path}:{line.number}: got keys {keys}; {self.name} wants {self.wanted}")
+
+
+def _source(value: dict[str, Any]) -> str:
+    named = (value.get(key) for key in ("source", "subset", "kind"))
+    return next((name for name in named if isinstance(name, str)), "")
 
 
 def choose_format(fmt: str, kind: str | None, lines: list[Line], path: str) -> Format:

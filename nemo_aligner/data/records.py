@@ -17,6 +17,7 @@ show (too long, the same tokens on both sides) is dropped and counted by ``datas
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from typing import Any, TypeAlias
 
 from nemo_aligner.data.files import read_lines
 from nemo_aligner.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
 
 Message: TypeAlias = dict[str, str]
 Conversation: TypeAlias = list[Message]
@@ -45,11 +48,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two texts of which people, or a rule, preferred ``chosen``."""
+    """Two texts of which people, or a rule, preferred ``chosen``; ``source`` is "" if unknown."""
 
     chosen: Text
     rejected: Text
     origin: Origin
+    source: str = ""
 
     @property
     def texts(self) -> tuple[Text, ...]:
@@ -58,11 +62,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Rating:
-    """A text with one label per attribute, None where a label is missing."""
+    """A text with one label per attribute, None where it is missing; ``source`` may be ""."""
 
     response: Text
     labels: tuple[float | None, ...]
     origin: Origin
+    source: str = ""
 
     @property
     def texts(self) -> tuple[Text, ...]:
@@ -152,6 +157,30 @@ def first_prompt(text: Text) -> str:
     return next((turn["content"] for turn in turns if turn["role"] == "user"), "")
 
 
+def prompt_key(record: Record) -> str:
+    """What two records of the same prompt have in common, whatever its case and white space.
+
+    Raw text does not say where its prompt ends: a pair's is what both texts begin with, up to a
+    line's end if there is one; a rated text stands for itself.
+    """
+    first = record.texts[0]
+    if isinstance(first, str):
+        return _normal(_shared_start(record))
+    return "\n".join(f"{turn['role']}: {_normal(turn['content'])}" for turn in prompt_of(first))
+
+
+def _shared_start(record: Record) -> str:
+    texts = [str(text) for text in record.texts]
+    start = os.path.commonprefix(texts)  # noqa: RUF071 - of texts, not of paths
+    if len(texts) == 1:
+        return start
+    return start[: start.rfind("\n") + 1] or start or texts[0]
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
 def check_text(text: object) -> None:
     """Refuse anything but a raw text or a conversation that ends with the assistant's reply.
 
@@ -161,8 +190,10 @@ def check_text(text: object) -> None:
     if isinstance(text, str):
         _check_unicode(text)
         return
-    if not isinstance(text, list) or not text:
+    if not isinstance(text, list):
         raise DataError(f"got {_shown(text)}, wanted a text or a list of messages")
+    if not text:
+        raise DataError("got an empty conversation, wanted at least the reply that is scored")
     for number, message in enumerate(text, start=1):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             raise DataError(
@@ -172,6 +203,11 @@ def check_text(text: object) -> None:
             if not isinstance(value, str):
                 raise DataError(f"message {number}, {key}: got {_shown(value)}, wanted a string")
             _check_unicode(value)
+        if message["role"] not in ROLES:
+            raise DataError(
+                f"message {number}: got role {message['role']!r:.60}, "
+                f"wanted one of {', '.join(ROLES)}"
+            )
     if text[-1]["role"] != "assistant":
         raise DataError(
             f"the last message is the reply that is scored: got role {text[-1]['role']!r}, "

@@ -1,4 +1,4 @@
-"""Text to ids, and a conversation to text: the part of the scoring contract that a tokenizer knows.
+"""Text to ids: the part of the scoring contract that a tokenizer knows.
 
 A tokenizer here is a folder with ``tokenizer.json`` (what ``save_pretrained`` of a fast tokenizer
 writes), and beside it ``tokenizer_config.json`` and ``chat_template.jinja`` where there are any.
@@ -12,15 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.data.records import Conversation
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.errors import DataError
 
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
 
 _JSON = "tokenizer.json"
@@ -157,111 +155,3 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             "save_pretrained of Hugging Face transformers writes it"
         )
     return Tokenizer(files, str(source))
-
-
-def render(template: str, conversation: Conversation, bos_token: str, eos_token: str) -> str:
-    """The text that a chat template makes of a conversation, reply included.
-
-    It is what ``apply_chat_template(..., tokenize=False, add_generation_prompt=False)`` of Hugging
-    Face transformers gives, in a sandbox and without today's date: a template that has a default
-    for the date uses it, one that insists on ``strftime_now`` is an error.
-
-    Raises:
-        DataError: the template refuses the conversation, or is no valid template.
-    """
-    import jinja2
-
-    try:
-        return _compile(template).render(
-            messages=conversation,
-            tools=None,
-            documents=None,
-            add_generation_prompt=False,
-            bos_token=bos_token,
-            eos_token=eos_token,
-        )
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-    ) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
-
-
-@lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.add_extension(_generation_tag())
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment.from_string(template)
-
-
-@lru_cache(maxsize=1)
-def _generation_tag() -> Any:
-    from jinja2 import ext, nodes, parser
-
-    class GenerationTag(ext.Extension):
-        """``{% generation %}`` marks replies for other trainers; its body is written as it is."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, source: parser.Parser) -> list[nodes.Node]:
-            next(source.stream)
-            return source.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return GenerationTag
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own filter escapes <, > and & for HTML.
-    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
-
-
-def _raise_exception(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-_CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-)
-_PLAIN = (
-    "{% for message in messages %}"
-    "{{ message['role'] | capitalize + ': ' + message['content'] }}"
-    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
-    "{% endfor %}"
-    "{{ eos_token }}"
-)
-BUILT_IN_TEMPLATES = {"chatml": _CHATML, "plain": _PLAIN}
-
-
-def resolve_template(setting: str, tokenizer: Tokenizer) -> str:
-    """The template text that ``model.data.template`` asks for; empty when the tokenizer has none.
-
-    ``tokenizer`` is the tokenizer's own, ``chatml`` and ``plain`` are built in, others are files.
-
-    Raises:
-        ConfigError: there is no such template or file.
-    """
-    if setting == "tokenizer":
-        return tokenizer.chat_template or ""
-    if setting in BUILT_IN_TEMPLATES:
-        return BUILT_IN_TEMPLATES[setting]
-    path = Path(setting)
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    raise ConfigError(
-        f"model.data.template: got {setting!r}, wanted 'tokenizer', "
-        f"{', '.join(map(repr, BUILT_IN_TEMPLATES))} or the path of a template file"
-    )

@@ -19,11 +19,13 @@ import torch
 from nemo_aligner.data.contract import Encoded, OverlongError, ScoringContract
 from nemo_aligner.data.records import Comparison, Origin, Rating, Text, read_records, reply_of
 from nemo_aligner.errors import DataError
-from nemo_aligner.metrics import ranking_metrics, regression_metrics
+from nemo_aligner.metrics import by_source, ranking_report, regression_report
 
 # N texts -> [N, A] float32.
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
 Encode: TypeAlias = Callable[[Text], Encoded]
+# N texts -> the lengths of their N replies.
+Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
 RecordT = TypeVar("RecordT", Comparison, Rating)
 
 
@@ -36,6 +38,8 @@ class Scorer(Protocol):
 
     def encode(self, text: Text) -> Encoded: ...
 
+    def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
+
 
 @dataclass(frozen=True)
 class EvaluationReport:
@@ -43,7 +47,7 @@ class EvaluationReport:
 
     Attributes:
         kind: ``comparison`` or ``rating``.
-        metrics: the trainer's validation metrics, and what the length of the reply alone gives.
+        metrics: those of the trainer's validation.
         counts: ``read``, ``kept``, and every reason that occurred.
         columns: what the columns of ``rewards`` are: ``chosen`` and ``rejected``, or attributes.
         rewards: ``[N, columns]`` float32.
@@ -66,6 +70,7 @@ def evaluate_comparisons(
     *,
     attribute_weights: Sequence[float] = (1.0,),
     encode: Encode | None = None,
+    measure: Measure | None = None,
     overlong: str = "error",
 ) -> EvaluationReport:
     """How often, and how clearly, ``chosen`` gets the higher reward.
@@ -84,9 +89,12 @@ def evaluate_comparisons(
         raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(weights)}")
     merged = scores[:, 0] if len(weights) == 1 else scores @ weights
     rewards = np.asarray(merged, dtype=np.float32).reshape(-1, 2)
-    metrics = ranking_metrics(torch.from_numpy(rewards))
-    lengths = torch.tensor(_reply_lengths(kept), dtype=torch.float64).view(-1, 2)
-    metrics["longer_reply_accuracy"] = ranking_metrics(lengths)["accuracy"]
+    pairs, lengths = torch.from_numpy(rewards), _reply_lengths(kept, measure).view(-1, 2)
+
+    def report(records: Sequence[int]) -> dict[str, float]:
+        return ranking_report(pairs[list(records)], lengths[list(records)])
+
+    metrics = {**report(range(len(kept))), **by_source([r.source for r in kept], report)}
     return EvaluationReport(
         kind="comparison",
         metrics=metrics,
@@ -103,6 +111,7 @@ def evaluate_ratings(
     attributes: Sequence[str],
     *,
     encode: Encode | None = None,
+    measure: Measure | None = None,
     overlong: str = "error",
 ) -> EvaluationReport:
     """How near the rewards are to the labels, and how well they follow them.
@@ -119,13 +128,18 @@ def evaluate_ratings(
         )
     rows = [[np.nan if value is None else value for value in record.labels] for record in kept]
     labels = np.array(rows, dtype=np.float32)
-    metrics = regression_metrics(torch.from_numpy(rewards), torch.from_numpy(labels), attributes)
-    by_length = np.repeat(np.array(_reply_lengths(kept), dtype=np.float64), len(attributes))
-    length_only = regression_metrics(
-        torch.from_numpy(by_length).view(-1, len(attributes)), torch.from_numpy(labels), attributes
-    )
-    found = [abs(length_only[f"pearson/{name}"]) for name in attributes]
-    metrics["length_only_pearson_mean"] = float(torch.tensor(found).nanmean())
+    lengths = _reply_lengths(kept, measure).view(-1, 1)
+
+    def report(records: Sequence[int]) -> dict[str, float]:
+        chosen = list(records)
+        return regression_report(
+            torch.from_numpy(rewards[chosen]),
+            torch.from_numpy(labels[chosen]),
+            attributes,
+            lengths[chosen],
+        )
+
+    metrics = {**report(range(len(kept))), **by_source([r.source for r in kept], report)}
     return EvaluationReport(
         kind="rating",
         metrics=metrics,
@@ -165,6 +179,7 @@ def evaluate_file(
             file.records,
             contract.attributes,
             encode=scorer.encode,
+            measure=scorer.count_reply_tokens,
             overlong=overlong,
         )
     else:
@@ -173,6 +188,7 @@ def evaluate_file(
             file.records,
             attribute_weights=contract.attribute_weights,
             encode=scorer.encode,
+            measure=scorer.count_reply_tokens,
             overlong=overlong,
         )
     return replace(report, counts={**file.counts, **report.counts, "read": file.counts["read"]})
@@ -213,6 +229,9 @@ def _checked(scores: np.ndarray, wanted: int) -> np.ndarray:
     return scores
 
 
-def _reply_lengths(records: Sequence[Comparison] | Sequence[Rating]) -> list[int]:
-    """Characters of every reply, in record order."""
-    return [len(reply_of(text)) for record in records for text in record.texts]
+def _reply_lengths(
+    records: Sequence[Comparison] | Sequence[Rating], measure: Measure | None
+) -> torch.Tensor:
+    texts = [text for record in records for text in record.texts]
+    lengths = [len(reply_of(text)) for text in texts] if measure is None else measure(texts)
+    return torch.tensor(list(lengths), dtype=torch.int64)

@@ -87,6 +87,10 @@ class RewardScorer:
         self.check_tokens(encoded.token_ids)
         return encoded
 
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone, at its full length."""
+        return self.contract.count_reply_tokens(self._tokenizer, texts)
+
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Refuse, with a DataError, what the model would fail on or take for something else."""
         if not 1 <= len(token_ids) <= self.contract.seq_length:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.data.datasets import TokenizedDataset, TrainingData
+from nemo_aligner.data.datasets import TokenizedDataset
 from nemo_aligner.data.loader import TrainLoader, validation_batches
+from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import TrainingError
+from nemo_aligner.metrics import by_source
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.objective import Objective
@@ -66,7 +68,7 @@ class RewardLearner:
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set, over each record once, named ``set/metric``."""
         return {
-            f"{validation_prefix(dataset)}/{name}": value
+            f"{dataset.name}/{name}": value
             for dataset in self.data.validation
             for name, value in self._validate_on(dataset).items()
         }
@@ -79,8 +81,7 @@ class RewardLearner:
         nothing = torch.zeros(0, dtype=torch.int64)
         places = torch.cat([nothing, *(batch.record_ids for batch in batches)])
         rewards = gather_rewards(per_record, places, len(dataset), layout)
-        metrics = self.objective.metrics(rewards, dataset.centred_labels(range(len(dataset))))
-        return {**metrics, **self._spread(rewards)}
+        return {**describe_rewards(self.objective, dataset, rewards), **self._spread(rewards)}
 
     def _spread(self, rewards: Tensor) -> dict[str, float]:
         """Mean and deviation of every attribute, offsets included, for the scoring contract."""
@@ -94,22 +95,33 @@ class RewardLearner:
         return spread
 
 
-def validation_prefix(dataset: TokenizedDataset) -> str:
-    """``validation`` for the only set, ``validation-<name>`` where there are several."""
-    return dataset.name if dataset.name == "validation" else f"validation-{dataset.name}"
+def describe_rewards(
+    objective: Objective, dataset: TokenizedDataset, rewards: Tensor
+) -> dict[str, float]:
+    """The objective's report on a whole data set, and on each of its sources.
+
+    Args:
+        rewards: ``[N, sequences, A]`` of every record once.
+    """
+
+    def report(records: Sequence[int]) -> dict[str, float]:
+        places = torch.as_tensor(records, dtype=torch.int64)
+        labels = dataset.centred_labels(records)
+        return objective.report(rewards[places], labels, dataset.reply_lengths[places])
+
+    return {**report(range(len(dataset))), **by_source(dataset.sources, report)}
 
 
 def validation_metric_names(
     objective: Objective, datasets: Sequence[TokenizedDataset]
 ) -> list[str]:
-    """Every name that ``RewardLearner.validate`` will give, without a model."""
+    """Every name by which checkpoints may be chosen, without a model."""
     names = []
     for dataset in datasets:
-        # Two records that differ: every metric is named, whatever its value.
-        rewards = torch.zeros(2, dataset.sequences_per_record, len(objective.attributes))
-        labels = torch.zeros(2, len(objective.attributes))
-        prefix = validation_prefix(dataset)
-        names += [f"{prefix}/{name}" for name in objective.metrics(rewards, labels)]
+        rewards = torch.zeros(len(dataset), dataset.sequences_per_record, len(objective.attributes))
+        names += [
+            f"{dataset.name}/{name}" for name in describe_rewards(objective, dataset, rewards)
+        ]
     return names
 
 

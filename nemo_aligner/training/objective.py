@@ -9,11 +9,13 @@ from torch import Tensor
 
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.losses import bradley_terry, masked_mse
-from nemo_aligner.metrics import ranking_metrics, regression_metrics
+from nemo_aligner.metrics import ranking_metrics, ranking_report, regression_report
 
 
 class Objective(Protocol):
     """Rewards are ``[R, sequences, A]``; labels ``[R, A]``, or None where there are none.
+
+    ``reply_lengths`` are ``[R, sequences]``, in tokens.
 
     ``main_metric`` is the one by which checkpoints are compared when nobody says otherwise.
     """
@@ -29,7 +31,9 @@ class Objective(Protocol):
         """What makes sense of one batch."""
         ...
 
-    def metrics(self, rewards: Tensor, labels: Tensor | None) -> dict[str, float]:
+    def report(
+        self, rewards: Tensor, labels: Tensor | None, reply_lengths: Tensor
+    ) -> dict[str, float]:
         """What makes sense of a whole data set."""
         ...
 
@@ -44,10 +48,12 @@ class RankingObjective:
         return bradley_terry(rewards[:, :, 0])
 
     def step_metrics(self, rewards: Tensor, labels: Tensor | None) -> dict[str, float]:
-        return self.metrics(rewards, labels)
-
-    def metrics(self, rewards: Tensor, labels: Tensor | None) -> dict[str, float]:
         return ranking_metrics(rewards[:, :, 0])
+
+    def report(
+        self, rewards: Tensor, labels: Tensor | None, reply_lengths: Tensor
+    ) -> dict[str, float]:
+        return ranking_report(rewards[:, :, 0], reply_lengths)
 
 
 class RegressionObjective:
@@ -65,8 +71,10 @@ class RegressionObjective:
         total, count = self.loss(rewards.double(), labels)
         return {"loss": float(total / count.clamp(min=1))}
 
-    def metrics(self, rewards: Tensor, labels: Tensor | None) -> dict[str, float]:
-        return regression_metrics(rewards[:, 0], _present(labels), self.attributes)
+    def report(
+        self, rewards: Tensor, labels: Tensor | None, reply_lengths: Tensor
+    ) -> dict[str, float]:
+        return regression_report(rewards[:, 0], _present(labels), self.attributes, reply_lengths)
 
 
 def build_objective(contract: ScoringContract) -> Objective:

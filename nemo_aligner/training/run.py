@@ -13,18 +13,15 @@ import torch
 from nemo_aligner.checkpoint.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.config.load import config_to_dict, save_config
-from nemo_aligner.config.schema import ExpManagerConfig, TrainConfig
+from nemo_aligner.config.schema import ExpManagerConfig, MonitorMode, TrainConfig
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.datasets import TokenizedDataset
 from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.metrics import lower_is_better
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.collectives import on_main, say
 from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.training.learner import (
-    RewardLearner,
-    validation_metric_names,
-    validation_prefix,
-)
+from nemo_aligner.training.learner import RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
 from nemo_aligner.training.trainer import Outcome
 
@@ -47,6 +44,8 @@ def check_settings(config: TrainConfig) -> None:
 def open_checkpoints(config: ExpManagerConfig, learner: RewardLearner) -> RunCheckpoints:
     """The run's checkpoints, ranked by ``monitor``: null is the first validation set's main metric.
 
+    ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
+
     Raises:
         ConfigError: validation gives no metric of that name.
     """
@@ -55,14 +54,17 @@ def open_checkpoints(config: ExpManagerConfig, learner: RewardLearner) -> RunChe
     available = validation_metric_names(objective, datasets)
     monitor = settings.monitor
     if monitor is None and datasets:
-        monitor = f"{validation_prefix(datasets[0])}/{objective.main_metric}"
+        monitor = f"{datasets[0].name}/{objective.main_metric}"
     elif monitor is not None and monitor not in available:
         raise ConfigError(
             f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, wanted one of "
             f"{', '.join(available) or 'none, as there is no validation data'}"
         )
     folder = Path(config.explicit_log_dir) / "checkpoints"
-    return RunCheckpoints(folder, monitor, settings.mode, settings.save_top_k)
+    mode = settings.mode or (
+        MonitorMode.min if monitor is not None and lower_is_better(monitor) else MonitorMode.max
+    )
+    return RunCheckpoints(folder, monitor, mode, settings.save_top_k)
 
 
 def describe(

@@ -14,7 +14,19 @@ from nemo_aligner.parallel.collectives import agree, gather_objects
 from nemo_aligner.training.clock import StopRequest, Timers
 from nemo_aligner.training.loggers import Progress
 
-_UNSHOWN = ("reward_chosen", "reward_rejected", "reward_mean", "reward_std")
+_SHOWN_OF_VALIDATION = (
+    "loss",
+    "accuracy",
+    "accuracy_longer_chosen",
+    "accuracy_shorter_chosen",
+    "ties",
+    "reward_margin",
+    "ece",
+    "pearson_mean",
+    "spearman_mean",
+)
+_BY_SOURCE = "by_source/"
+_MAIN = ("/accuracy", "/pearson_mean")
 _SHOWN = ("train/loss", "train/accuracy", "train/grad_norm", "train/lr", "train/tokens_per_second")
 
 
@@ -102,7 +114,7 @@ class SupervisedTrainer:
         self._progress.show(step + 1, {name: named[name] for name in _SHOWN if name in named})
 
     def _validate(self, step: int) -> dict[str, float]:
-        with self._timers.measure("validation"):
+        with self._timers.measure("validation/total_validation_time"):
             metrics = self._learner.validate()
         if metrics:
             self._logger.log({**metrics, **self._timers.take()}, step)
@@ -140,9 +152,14 @@ class SupervisedTrainer:
 
 def _validation_lines(step: int, metrics: Mapping[str, float]) -> str:
     sets: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     for name, value in metrics.items():
         prefix, _, rest = name.partition("/")
-        if rest.startswith(_UNSHOWN):
-            continue
-        sets.setdefault(prefix, []).append(f"{rest} {value:.4g}")
-    return "\n".join(f"step {step}: {prefix}: {'  '.join(sets[prefix])}" for prefix in sets)
+        if rest in _SHOWN_OF_VALIDATION or rest.startswith("pearson/"):
+            sets.setdefault(prefix, []).append(f"{rest} {value:.4g}")
+        elif rest.startswith(_BY_SOURCE) and rest.endswith(_MAIN):
+            source = rest.removeprefix(_BY_SOURCE).rpartition("/")[0]
+            sources.setdefault(prefix, []).append(f"{source} {value:.3f}")
+    lines = [f"step {step}: {prefix}: {'  '.join(shown)}" for prefix, shown in sets.items()]
+    lines += [f"  by source: {'  '.join(shown)}" for shown in sources.values()]
+    return "\n".join(lines)

@@ -17,6 +17,9 @@ from nemo_aligner.data.contract import (
     OverlongError,
     ScoringContract,
     build_contract,
+    check_expected,
+    continue_contract,
+    describe_differences,
 )
 from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
@@ -134,7 +137,7 @@ def test_a_double_bos_is_refused(
         contracts().encode(tokenizer, "<|im_start|><|im_start|>a")
     path = tmp_path / "double.jinja"
     path.write_text("{{ bos_token }}<|im_start|>{{ messages[0].content }}")
-    with pytest.raises(ConfigError, match=r"model.data.template: .*BOS twice"):
+    with pytest.raises(ConfigError, match=r"model.data.template: .*it writes BOS .* twice"):
         contracts(template=str(path))
 
 
@@ -161,7 +164,13 @@ def test_other_rules_refuse_what_is_too_long(contracts: Contracts, tokenizer: To
     ("text", "message"),
     [
         ("", "no tokens"),
-        ([], "wanted a text or a list of messages"),
+        ([], "got an empty conversation"),
+        (
+            [{"role": "judge", "content": "a"}, CHAT[1]],
+            "message 1: got role 'judge', wanted one of",
+        ),
+        ([CHAT[0]], "got role 'user', wanted 'assistant'"),
+        ([CHAT[0], {"role": "assistant", "content": "a<|im_end|>\n"}], "message 2 ends with"),
         (None, "wanted a text or a list of messages"),
         (CHAT[:1], "wanted 'assistant'"),
         ([{"role": "assistant", "content": "x", "name": "y"}], "exactly 'role' and 'content'"),
@@ -200,3 +209,64 @@ def test_asking_for_a_token_that_is_not_there_is_an_error(tokenizer_folder: Path
     bare.bos_id = None
     with pytest.raises(ConfigError, match=r"model.data.add_bos: got true.*no BOS token"):
         Contracts(bare)(add_bos=True)
+
+
+def test_differences_name_settings_and_both_values() -> None:
+    other = dataclasses.replace(
+        FIXED, seq_length=512, dtype="bf16", reward_mean=(1.0, 1.0), template="{{ messages }}e"
+    )
+    assert FIXED.differences(FIXED) == {}
+    assert FIXED.differences(other) == {
+        "template": ("{{ messages }}é", "{{ messages }}e"),
+        "seq_length": (1024, 512),
+        "dtype": ("fp32", "bf16"),
+    }
+    shown = describe_differences(FIXED.differences(other))
+    assert shown == (
+        "model.data.template: '{{ messages }}é' -> '{{ messages }}e'; "
+        "model.data.seq_length: 1024 -> 512; trainer.precision: 'fp32' -> 'bf16'"
+    )
+    long = dataclasses.replace(FIXED, template="x" * 300 + "one")
+    longer = dataclasses.replace(FIXED, template="x" * 300 + "two")
+    shown = describe_differences(long.differences(longer))
+    assert "xxxone'" in shown
+    assert "xxxtwo'" in shown
+    assert len(shown) < 150
+
+
+def test_another_precision_is_another_contract() -> None:
+    assert FIXED.with_dtype(None) is FIXED
+    assert FIXED.with_dtype(Precision.fp32).hash == FIXED.hash
+    assert FIXED.with_dtype(Precision.bf16).hash != FIXED.hash
+
+
+def test_an_expected_contract_is_named_with_the_one_that_came() -> None:
+    check_expected(FIXED, None, "expect_contract")
+    check_expected(FIXED, FIXED_HASH, "expect_contract")
+    with pytest.raises(ConfigError, match=rf"expect_contract: got .* {FIXED_HASH}, wanted ab12"):
+        check_expected(FIXED, "ab12", "expect_contract")
+
+
+def test_the_reward_model_to_start_from_decides_what_is_left_open(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    start = contracts(template="plain", add_bos=True, add_eos=True)
+    config = contracts.config()
+    contract = build_contract(config, tokenizer, Precision.fp32, start)
+    assert (contract.template, contract.add_bos, contract.add_eos) == (start.template, True, True)
+    assert continue_contract(contract, start, allow_change=False) == start
+    config.data.template, config.data.seq_length = "chatml", 77
+    contract = build_contract(config, tokenizer, Precision.fp32, start)
+    with pytest.raises(
+        ConfigError, match=r"model.data.template: .*model.data.seq_length: 1024 -> 77"
+    ):
+        continue_contract(contract, start, allow_change=False)
+    assert continue_contract(contract, start, allow_change=True) == contract
+
+
+def test_training_on_keeps_the_label_means(contracts: Contracts, tokenizer: Tokenizer) -> None:
+    start = contracts(["help", "depth"]).with_label_means([1.5, 2.5])
+    contract = continue_contract(contracts(["help", "depth"]), start, allow_change=False)
+    assert contract.label_means == (1.5, 2.5)
+    renamed = continue_contract(contracts(["help", "width"]), start, allow_change=True)
+    assert renamed.label_means == (0.0, 0.0)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from nemo_aligner.config.schema import DataPrefixConfig, Overlong
-from nemo_aligner.data.datasets import TrainingData, build_dataset, build_training_data
+from nemo_aligner.data.datasets import build_dataset
 from nemo_aligner.data.tokenizer import Tokenizer
+from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.errors import ConfigError, DataError
 from tests import tiny
 from tests.data.conftest import Contracts
@@ -102,7 +103,7 @@ def regression_data(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) 
     train = [{"prompt": "a", "response": "b c", "help": n, "depth": None} for n in (1, 2, 6)]
     train += [{"prompt": "d", "response": "e", "help": -100, "depth": 4}]
     train += [{"prompt": "f", "response": "e", "help": None, "depth": -100}]
-    valid = [{"prompt": "d", "response": "e", "help": 3, "depth": 7}]
+    valid = [{"prompt": "g", "response": "e", "help": 3, "depth": 7}]
     config.data.data_prefix = DataPrefixConfig(
         [write(tmp_path / "train.jsonl", *train)], [write(tmp_path / "valid.jsonl", *valid)]
     )
@@ -123,12 +124,73 @@ def test_labels_are_centred_on_the_training_set(
     assert data.validation[0].labels.tolist() == [[3.0, 7.0]]  # type: ignore[union-attr]
 
 
-def test_the_table_shows_what_happened(
+def rows_of(table: str) -> dict[str, str]:
+    """``name -> value`` of one file's part of the table."""
+    return {line[2:28].strip(): line[28:] for line in table.splitlines()[1:]}
+
+
+def test_the_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+    data = regression_data(tmp_path, contracts, tokenizer)
+    train, valid = rows_of(data.train.table()), rows_of(data.validation[0].table())
+    assert data.validation[0].table().startswith(f"validation-valid: {tmp_path / 'valid.jsonl'} (")
+    assert train["records"] == "5"
+    assert train["dropped"] == "1 (1 no_label)"
+    assert train["prompts"] == "2, 2 repeated"
+    assert train["labels missing"] == "1 3"
+    assert train["label means"] == "3 4"
+    assert "prompts also in training" not in train
+    assert valid["prompts also in training"] == "0"
+    assert data.table() == f"{data.train.table()}\n{data.validation[0].table()}"
+
+
+def test_the_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+    rows = [
+        {**pair("cat cat cat", "no"), "source": "one"},
+        {**pair("cat cat cat", "no"), "source": "one"},
+        {**pair("no", "cat cat"), "subset": "two"},
+        {**pair("cat", "dog"), "prompt": "WHO \n is"},
+        {**pair("cat cat", "a"), "prompt": "who is"},
+        {**pair("same", "same"), "prompt": "what"},
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    table = rows_of(build_dataset([path], contracts(), tokenizer, contracts.config()).table())
+    assert table["kept"] == "5"
+    assert table["dropped"] == "1 (1 identical)"
+    assert table["exact ties (dropped)"] == "1"
+    assert table["duplicate records"] == "1"
+    assert table["prompts"] == "2, 3 repeated"
+    assert table["chosen is the longer"] == "70.0%"
+    assert table["sources"] == "none 2, one 2, two 1"
+    longest = len(tokenizer.encode("cat cat cat"))
+    assert table["tokens of a reply"].startswith(f"1 to {longest}, median ")
+
+
+def test_a_prompt_in_training_and_validation_is_an_error_unless_allowed(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    table = regression_data(tmp_path, contracts, tokenizer).table()
-    for shown in ("train (rating)", "validation (rating)", "no_label", "label means", "3 4"):
-        assert shown in table
+    config = contracts.config()
+    train = write(tmp_path / "train.jsonl", {**pair("a", "b"), "prompt": "x"}, pair("a", "b"))
+    valid = write(tmp_path / "valid.jsonl", {**pair("c", "d"), "prompt": "y"}, pair("c", "d"))
+    config.data.data_prefix = DataPrefixConfig([train], [valid])
+    with pytest.raises(DataError, match=r"1 of its 2 prompts .*valid.jsonl:2 and .*train.jsonl:2"):
+        build_training_data(config, contracts(), tokenizer)
+    config.data.allow_prompt_overlap = True
+    data = build_training_data(config, contracts(), tokenizer)
+    assert rows_of(data.validation[0].table())["prompts also in training"] == "1"
+
+
+def test_raw_text_shares_a_prompt_up_to_a_lines_end(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config()
+    texts = {"train": ("why\nyes cat", "why\nyes dog"), "valid": ("why\nno", "why\na tree")}
+    paths = {
+        name: write(tmp_path / f"{name}.jsonl", *({"text": text} for text in sides))
+        for name, sides in texts.items()
+    }
+    config.data.data_prefix = DataPrefixConfig([paths["train"]], [paths["valid"]])
+    with pytest.raises(DataError, match="1 of its 1 prompts stand in the training files"):
+        build_training_data(config, contracts(), tokenizer)
 
 
 def test_an_attribute_without_a_label_is_an_error(
@@ -148,12 +210,15 @@ def test_ranking_data_and_its_names(
     (tmp_path / "other").mkdir()
     paths = [tmp_path / "a.jsonl", tmp_path / "other" / "a.jsonl", tmp_path / "b.v2.jsonl"]
     names = [str(tiny.write_pairs(path, 3, seed)) for seed, path in enumerate(paths)]
+    config.data.allow_prompt_overlap = True
     config.data.data_prefix = DataPrefixConfig(names[:1], names)
     data = build_training_data(config, contracts(), tokenizer)
-    assert [dataset.name for dataset in data.validation] == ["a_1", "a_2", "b"]
+    assert [dataset.name for dataset in data.validation] == [
+        "validation-a_1",
+        "validation-a_2",
+        "validation-b",
+    ]
     assert data.contract == contracts()
-    config.data.data_prefix = DataPrefixConfig(names[:1], names[:1])
-    assert build_training_data(config, contracts(), tokenizer).validation[0].name == "validation"
 
 
 def test_a_record_beyond_the_budget_is_found_at_the_start(

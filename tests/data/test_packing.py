@@ -22,6 +22,9 @@ def dataset(lengths: list[int], kind: str = "comparison") -> TokenizedDataset:
         sequences=[[index] * length for index, length in enumerate(lengths)],
         labels=None if kind == "comparison" else torch.arange(2.0 * count).reshape(count, 2),
         origins=[Origin("a.jsonl", index + 1) for index in range(count)],
+        reply_lengths=torch.ones(count, per_record),
+        sources=[""] * count,
+        reports=[],
         label_means=() if kind == "comparison" else (1.0, 0.5),
     )
 

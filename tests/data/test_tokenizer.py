@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.data.tokenizer import (
-    BUILT_IN_TEMPLATES,
-    Tokenizer,
-    load_tokenizer,
-    render,
-    resolve_template,
-)
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.data.templates import BUILT_IN_TEMPLATES, render
+from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.errors import DataError
 
 CHAT = [
     {"role": "system", "content": "be <good> & kind"},
@@ -59,29 +54,6 @@ def test_special_tokens_in_the_text_are_one_id(tokenizer: Tokenizer) -> None:
         tokenizer.encode("<|im_end|>b c"),
     ]
     assert max(ids) < tokenizer.vocab_size == 320
-
-
-def test_no_date_reaches_a_template(tokenizer: Tokenizer) -> None:
-    guarded = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}fixed{% endif %}"
-    assert render(guarded, CHAT, "", "") == "fixed"
-    with pytest.raises(DataError, match="strftime_now"):
-        render("{{ strftime_now('%Y') }}", CHAT, "", "")
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ raise_exception('roles must alternate') }}",
-        "{% for %}",
-        "{{ messages[7]['content'] + 'x' }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ 1 / 0 }}",
-    ],
-)
-def test_a_refusing_or_prying_template_is_a_data_error(template: str) -> None:
-    with pytest.raises(DataError, match="the chat template cannot write this conversation"):
-        render(template, CHAT, "", "")
 
 
 def test_save_writes_the_same_files(
@@ -126,21 +98,6 @@ def test_the_template_may_stand_in_the_config(tokenizer_folder: Path, tmp_path: 
     older = load_tokenizer(folder)
     assert older.chat_template == "d"
     assert older.bos_id == older.encode("<|endoftext|>")[0]
-
-
-def test_templates_by_name_or_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = tmp_path / "mine.jinja"
-    path.write_text("{{ messages }}")
-    assert resolve_template("tokenizer", tokenizer) == tokenizer.chat_template
-    assert resolve_template("plain", tokenizer) == BUILT_IN_TEMPLATES["plain"]
-    assert resolve_template(str(path), tokenizer) == "{{ messages }}"
-    with pytest.raises(ConfigError, match=r"model.data.template: got 'llama', wanted 'tokenizer'"):
-        resolve_template("llama", tokenizer)
-
-
-def test_chatml_is_the_tokenizers_own_chatml(tokenizer: Tokenizer) -> None:
-    ours, own = resolve_template("chatml", tokenizer), resolve_template("tokenizer", tokenizer)
-    assert render(ours, CHAT, "", "") == render(own, CHAT, "", "")
 
 
 def test_a_folder_without_a_fast_tokenizer_says_so(tmp_path: Path) -> None:

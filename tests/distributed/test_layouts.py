@@ -32,6 +32,7 @@ def train(folder: Path, base: Path, pairs: Path, processes: int, overrides: list
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train=[{pairs}]",
         f"model.data.data_prefix.validation=[{pairs}]",
+        "model.data.allow_prompt_overlap=true",
         f"exp_manager.explicit_log_dir={folder}",
         "exp_manager.create_tensorboard_logger=false",
         "model.data.seq_length=128",

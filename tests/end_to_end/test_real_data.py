@@ -89,7 +89,7 @@ def train_and_evaluate(base: Path, data: Path, folder: Path, *settings: str) -> 
     )
     (path,) = (folder / "run").rglob("metrics.csv")
     with path.open(newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("validation/loss")]
+        rows = [row for row in csv.DictReader(lines) if row.get("validation-heldout/loss")]
     return rows[-1], json.loads(report.read_text())
 
 
@@ -106,7 +106,7 @@ def test_hh_pairs(smollm2: Path, tmp_path: Path) -> None:
     assert report["counts"]["kept"] == len((data / "heldout.jsonl").read_text().splitlines())
     for name in ("loss", "accuracy", "reward_margin"):
         assert report["metrics"][name] == pytest.approx(
-            float(logged[f"validation/{name}"]), abs=1e-5
+            float(logged[f"validation-heldout/{name}"]), abs=1e-5
         )
     assert report["metrics"]["reward_margin"] != 0
     assert 0 < report["metrics"]["longer_reply_accuracy"] < 1
@@ -127,6 +127,6 @@ def test_just_eval_ratings(smollm2: Path, tmp_path: Path) -> None:
     )
     for name in ("loss", "pearson_mean", "spearman/depth"):
         assert report["metrics"][name] == pytest.approx(
-            float(logged[f"validation/{name}"]), abs=1e-4
+            float(logged[f"validation-heldout/{name}"]), abs=1e-4
         )
     assert "length_only_pearson_mean" in report["metrics"]

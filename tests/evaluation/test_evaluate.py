@@ -63,6 +63,9 @@ class CountingScorer:
             return Encoded(tokens[-self.contract.seq_length :], True)
         raise OverlongError(f"got {len(tokens)} tokens")
 
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        return [len(reply_of(text)) for text in texts]
+
 
 def comparison(chosen: str, rejected: str) -> Comparison:
     return Comparison(chosen, rejected, ORIGIN)

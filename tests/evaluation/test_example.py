@@ -16,11 +16,11 @@ EVALUATE = "examples/evaluate_reward_model.py"
 def last_validation(folder: Path) -> dict[str, float]:
     (path,) = folder.rglob("metrics.csv")
     with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("validation/accuracy")]
+        rows = [row for row in csv.DictReader(lines) if row.get("validation-held_out/accuracy")]
     return {
-        name.removeprefix("validation/"): float(value)
+        name.removeprefix("validation-held_out/"): float(value)
         for name, value in rows[-1].items()
-        if name.startswith("validation/") and value
+        if name.startswith("validation-held_out/") and value
     }
 
 

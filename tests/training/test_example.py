@@ -24,6 +24,7 @@ def common(base: Path, folder: Path, train: Path, validation: Path) -> list[str]
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train=[{train}]",
         f"model.data.data_prefix.validation=[{validation}]",
+        "model.data.allow_prompt_overlap=true",
         f"exp_manager.explicit_log_dir={folder}",
         "exp_manager.create_tensorboard_logger=false",
         "model.data.seq_length=128",
@@ -54,16 +55,16 @@ def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -
     losses = column(tmp_path / "run", "train/loss")
     assert len(losses) == 16
     assert sum(losses[-4:]) < sum(losses[:4])
-    validated = column(tmp_path / "run", "validation/pearson_mean")
+    validated = column(tmp_path / "run", "validation-ratings/pearson_mean")
     assert len(validated) == 8
-    assert f"best validation/pearson_mean, {max(validated):.4g}" in done.stdout
-    assert "missing labels" in done.stdout
+    assert f"best validation-ratings/pearson_mean, {max(validated):.4g}" in done.stdout
+    assert "labels missing" in done.stdout
 
     with tarfile.open(tmp_path / "run/checkpoints/megatron_gpt.nemo") as archive:
         contract = json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
     assert contract["attributes"] == ["helpful", "clear"]
     assert all(mean > 0.5 for mean in contract["label_means"])
-    assert contract["measured_on"] == "validation"
+    assert contract["measured_on"] == "validation-ratings"
     assert len(contract["reward_mean"]) == len(contract["reward_std"]) == 2
 
 
@@ -74,7 +75,7 @@ def test_refusals_are_one_line(base: Path, tmp_path: Path) -> None:
         (["model.global_batch_size=99"], "model.global_batch_size: got 99, wanted at most 90"),
         (
             ["exp_manager.checkpoint_callback_params.monitor=val_loss"],
-            "monitor: got 'val_loss', wanted one of validation/loss",
+            "monitor: got 'val_loss', wanted one of validation-pairs/loss",
         ),
         (["model.freeze_layers=4"], "model.freeze_layers: got 4, wanted less than 4"),
     ):

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.config.schema import ExpManagerConfig
+from nemo_aligner.config.schema import ExpManagerConfig, MonitorMode
 from nemo_aligner.errors import ConfigError, TrainingError
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training import learner as learner_module
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.objective import RankingObjective, RegressionObjective
 from nemo_aligner.training.run import changed_settings, open_checkpoints
-
-
-class Dataset:
-    def __init__(self, name: str, sequences_per_record: int = 2) -> None:
-        self.name, self.sequences_per_record = name, sequences_per_record
+from tests.data.test_packing import dataset
 
 
 class Learner:
     def __init__(self, *names: str) -> None:
         self.objective = RankingObjective()
-        self.data = type("Data", (), {"validation": [Dataset(name) for name in names]})
+        validation = [replace(dataset([2, 3] * 4), name=name) for name in names]
+        self.data = type("Data", (), {"validation": validation})
 
 
 def pack(record_ids: list[int]) -> PackedBatch:
@@ -57,16 +56,39 @@ def test_objectives_mind_the_shapes() -> None:
 
 def test_monitor_is_one_of_the_metrics() -> None:
     config = ExpManagerConfig()
-    assert open_checkpoints(config, Learner("validation")).monitor == "validation/accuracy"  # type: ignore[arg-type]
-    assert open_checkpoints(config, Learner("a", "b")).monitor == "validation-a/accuracy"  # type: ignore[arg-type]
+    assert open_checkpoints(config, Learner("validation-c")).monitor == "validation-c/accuracy"  # type: ignore[arg-type]
+    two = Learner("validation-a", "validation-b")
+    assert open_checkpoints(config, two).monitor == "validation-a/accuracy"  # type: ignore[arg-type]
     assert open_checkpoints(config, Learner()).monitor is None  # type: ignore[arg-type]
     config.checkpoint_callback_params.monitor = "val_loss"
-    with pytest.raises(ConfigError, match=r"got 'val_loss', wanted one of validation/loss, "):
-        open_checkpoints(config, Learner("validation"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"got 'val_loss', wanted one of validation-c/loss, "):
+        open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no validation data"):
         open_checkpoints(config, Learner())  # type: ignore[arg-type]
-    names = validation_metric_names(RegressionObjective(("clear",)), [Dataset("validation", 1)])  # type: ignore[list-item]
-    assert {"validation/pearson/clear", "validation/pearson_mean"} <= set(names)
+    rated = replace(
+        dataset([2, 3], "rating"), name="validation-c", sources=["x", "y"], label_means=()
+    )
+    names = validation_metric_names(RegressionObjective(("clear", "brief")), [rated])
+    assert {
+        "validation-c/pearson/clear",
+        "validation-c/pearson_mean",
+        "validation-c/length_correlation/brief",
+        "validation-c/by_source/x/loss",
+    } <= set(names)
+
+
+def test_the_mode_suits_the_metric_unless_it_is_set() -> None:
+    config = ExpManagerConfig()
+    better = {"loss": 0.1, "accuracy": 0.9, "ece": 0.1, "reward_margin_p05": 0.9}
+    for name, value in better.items():
+        config.checkpoint_callback_params.monitor = f"validation-c/{name}"
+        checkpoints = open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
+        keys = [checkpoints._key({f"validation-c/{name}": number}) for number in (value, 0.5)]
+        assert keys[0] < keys[1], name  # type: ignore[operator]
+    config.checkpoint_callback_params.mode = MonitorMode.max
+    config.checkpoint_callback_params.monitor = "validation-c/loss"
+    checkpoints = open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
+    assert checkpoints._key({"validation-c/loss": 0.9}) == -0.9
 
 
 def test_changed_settings_name_the_key_and_both_values() -> None:

@@ -89,7 +89,9 @@ def test_validates_and_saves_at_intervals_and_at_the_end() -> None:
     assert diary.saved[-1].fingerprint == {"model.seed": 1}
     assert diary.logged[5]["train/consumed_samples"] == 40
     assert diary.logged[5]["train/tokens_per_second"] > 0
-    assert {"timing/train_step", "timing/validation", "timing/save"} <= set(diary.logged[5])
+    assert {"timing/train_step", "timing/validation/total_validation_time", "timing/save"} <= set(
+        diary.logged[5]
+    )
 
 
 def test_without_intervals_only_at_the_end() -> None:

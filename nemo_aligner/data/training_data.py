@@ -1,0 +1,107 @@
+"""All data of a training run: what to train on, what to validate on, and what the labels mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_aligner.config.schema import ModelConfig
+from nemo_aligner.data.contract import ScoringContract
+from nemo_aligner.data.datasets import TokenizedDataset, build_dataset
+from nemo_aligner.data.file_report import check_overlap
+from nemo_aligner.data.tokenizer import Tokenizer
+from nemo_aligner.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """All data of a run, and the contract that its labels complete."""
+
+    train: TokenizedDataset
+    validation: list[TokenizedDataset]
+    contract: ScoringContract
+
+    def table(self) -> str:
+        """The start-up table of every dataset."""
+        return "\n".join(dataset.table() for dataset in (self.train, *self.validation))
+
+
+def build_training_data(
+    config: ModelConfig,
+    contract: ScoringContract,
+    tokenizer: Tokenizer,
+    *,
+    measure_label_means: bool = True,
+) -> TrainingData:
+    """Tokenize ``model.data.data_prefix``, and centre labels on the contract's label means.
+
+    These are the training set's, unless ``measure_label_means`` is false.
+
+    Raises:
+        ConfigError: no training file, or a record too large for ``model.micro_batch_tokens``.
+        DataError: see ``build_dataset`` and ``check_overlap``.
+    """
+    prefix = config.data.data_prefix
+    if not prefix.train:
+        raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
+    train = build_dataset(prefix.train, contract, tokenizer, config)
+    validation = [
+        _mark_overlap(
+            build_dataset([path], contract, tokenizer, config, name),
+            train,
+            config.data.allow_prompt_overlap,
+        )
+        for path, name in zip(prefix.validation, _names(prefix.validation), strict=True)
+    ]
+    for dataset in (train, *validation):
+        _check_fits(dataset, config.micro_batch_tokens)
+    if train.labels is None:
+        return TrainingData(train, validation, contract)
+    if measure_label_means:
+        contract = contract.with_label_means(_measured_means(train, contract.attributes))
+    means = contract.label_means
+    return TrainingData(
+        replace(train, label_means=means),
+        [replace(dataset, label_means=means) for dataset in validation],
+        contract,
+    )
+
+
+def _mark_overlap(
+    dataset: TokenizedDataset, train: TokenizedDataset, allowed: bool
+) -> TokenizedDataset:
+    reports = [
+        replace(report, shared_prompts=check_overlap(report, train.reports, allowed))
+        for report in dataset.reports
+    ]
+    return replace(dataset, reports=reports)
+
+
+def _measured_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:
+    means = train.mean_labels()
+    for name, mean in zip(attributes, means, strict=True):
+        if math.isnan(mean):
+            files = [report.path for report in train.reports]
+            raise DataError(f"{files}: no record has a label of {name}")
+    return means
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """``validation-<name>``: the files' names without endings, numbered where two are alike."""
+    stems = [Path(path).name.split(".")[0] for path in paths]
+    return [
+        f"validation-{stem}" if stems.count(stem) == 1 else f"validation-{stem}_{number}"
+        for number, stem in enumerate(stems, start=1)
+    ]
+
+
+def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
+    longest = max(range(len(dataset)), key=dataset.num_tokens)
+    if dataset.num_tokens(longest) > micro_batch_tokens:
+        raise ConfigError(
+            f"model.micro_batch_tokens: got {micro_batch_tokens}, wanted at least "
+            f"{dataset.num_tokens(longest)}, the tokens of {dataset.origins[longest]} "
+            f"({dataset.sequences_per_record} sequences)"
+        )
