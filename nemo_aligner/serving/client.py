@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -13,14 +14,20 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from pytriton.client import AsyncioModelClient, FuturesModelClient
+from pytriton.client import AsyncioModelClient, FuturesModelClient, ModelClient
 from pytriton.client.exceptions import PyTritonClientError
 from pytriton.client.warnings import NotSupportedTimeoutWarning
 
+from nemo_aligner.data.contract import ScoringContract, describe_differences
 from nemo_aligner.data.records import Text
-from nemo_aligner.errors import ServingError
+from nemo_aligner.errors import CheckpointError, ServingError
 from nemo_aligner.serving import protocol
-from nemo_aligner.serving.protocol import DEFAULT_URL, MODEL_NAME, ScoreReply
+from nemo_aligner.serving.protocol import (
+    CONTRACT_MODEL_NAME,
+    DEFAULT_URL,
+    MODEL_NAME,
+    ScoreReply,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,7 @@ logging.getLogger("pytriton.client").setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", category=NotSupportedTimeoutWarning)
 
 Inputs = dict[str, np.ndarray]
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,9 @@ class RewardClient:
 
     Conversations get the model's chat template on the server. Calls are split into requests of at
     most the server's ``max_batch_size`` rows, sent side by side. Safe to use from several threads.
+
+    ``expect`` is the scoring contract (or its hash) that every reward must have been made by: a
+    server that scores by another one is refused, also when it takes another's place later.
     """
 
     def __init__(
@@ -51,11 +62,18 @@ class RewardClient:
         url: str = DEFAULT_URL,
         model_name: str = MODEL_NAME,
         *,
+        expect: ScoringContract | str | None = None,
         timeout_s: float = 600.0,
         init_timeout_s: float = 60.0,
         max_connections: int = 16,
     ) -> None:
-        """``timeout_s`` is for one request, ``init_timeout_s`` for the server to get ready."""
+        """``timeout_s`` is for one request, ``init_timeout_s`` for the server to get ready.
+
+        Raises:
+            ValueError: ``expect`` is neither a contract nor a hash.
+        """
+        self._expect = expect
+        self._expected_hash = _checked_hash(expect)
         self._url = url
         self._model_name = model_name
         self._timeouts = {"inference_timeout_s": timeout_s, "init_timeout_s": init_timeout_s}
@@ -88,11 +106,28 @@ class RewardClient:
         """
         self._call(lambda: self._futures.wait_for_model(timeout_s).result())
 
+    def contract(self) -> ScoringContract:
+        """The contract that the server scores by.
+
+        Raises:
+            ServingError: there is no server, or it publishes none.
+        """
+
+        def ask() -> Inputs:
+            with ModelClient(self._url, CONTRACT_MODEL_NAME, **self._timeouts) as client:
+                return client.infer_sample(dummy_var=np.zeros(1, dtype=np.int64))
+
+        try:
+            return protocol.decode_contract(self._call(ask))
+        except CheckpointError as error:
+            raise ServingError(f"{self._url}: {error}") from error
+
     def score(self, texts: Sequence[Text]) -> np.ndarray:
         """Rewards ``[N, A]`` float32 of N texts.
 
         Raises:
-            ServingError: the server refused a request (in its words), or there is none.
+            ServingError: the server refused a request (in its words), there is none, or it scores
+                by another contract than the expected one.
         """
         return self.score_future(texts).result()
 
@@ -123,10 +158,12 @@ class RewardClient:
                 outputs = await asyncio.gather(*map(send, parts))
             except (PyTritonClientError, OSError) as error:
                 raise self._explain(error) from error
-        return _join(parts, outputs)
+        return self._join(parts, outputs)
 
     def _batch_limit(self) -> int:
         if self._max_batch_size is None:
+            if self._expected_hash is not None:
+                self._check_published(self.contract())
             config = self._call(lambda: self._futures.model_config().result())
             self._max_batch_size = max(1, config.max_batch_size)
         return self._max_batch_size
@@ -147,7 +184,9 @@ class RewardClient:
 
         def finish() -> None:
             try:
-                joined.set_result(_join(parts, [answer.result() for answer in answers]))
+                joined.set_result(self._join(parts, [answer.result() for answer in answers]))
+            except ServingError as error:
+                joined.set_exception(error)
             except Exception as error:
                 joined.set_exception(self._explain(error))
 
@@ -156,6 +195,25 @@ class RewardClient:
         if not answers:
             finish()
         return joined
+
+    def _join(self, parts: Sequence[_Part], outputs: Sequence[Inputs]) -> np.ndarray:
+        replies = [protocol.decode_reply(each) for each in outputs]
+        for reply in replies:
+            self._check_hash(reply.contract_hash)
+        return _in_order(parts, replies)
+
+    def _check_published(self, contract: ScoringContract) -> None:
+        if isinstance(self._expect, ScoringContract):
+            differences = self._expect.differences(contract)
+            self._check_hash(contract.hash, describe_differences(differences))
+        self._check_hash(contract.hash)
+
+    def _check_hash(self, got: str | None, differences: str = "") -> None:
+        if self._expected_hash not in (None, got):
+            raise ServingError(
+                f"{self._url}, {self._model_name}: got the scoring contract {got or '(none)'}, "
+                f"wanted {self._expected_hash}" + (f": {differences}" if differences else "")
+            )
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:
@@ -200,8 +258,13 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def _join(parts: Sequence[_Part], outputs: Sequence[Inputs]) -> np.ndarray:
-    replies = [protocol.decode_reply(each) for each in outputs]
+def _checked_hash(expect: ScoringContract | str | None) -> str | None:
+    if isinstance(expect, str) and not _HASH.fullmatch(expect):
+        raise ValueError(f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash")
+    return expect.hash if isinstance(expect, ScoringContract) else expect
+
+
+def _in_order(parts: Sequence[_Part], replies: Sequence[ScoreReply]) -> np.ndarray:
     if not replies:
         return np.zeros((0, 1), dtype=np.float32)
     total = sum(len(part.positions) for part in parts)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.records import Text
 from nemo_aligner.errors import AlignerError, ServingError
 from nemo_aligner.serving import protocol
@@ -33,9 +34,7 @@ class Encoded(Protocol):
 class Scorer(Protocol):
     """What a server needs of a scorer; only ``score_token_lists`` is collective over the ranks."""
 
-    @property
-    def add_eos(self) -> bool:
-        """Whether a raw text gets an end-of-sequence token."""
+    contract: ScoringContract
 
     def encode(self, text: Text) -> Encoded:
         """Raises AlignerError where the scoring contract refuses the text."""
@@ -68,6 +67,7 @@ class RewardEndpoint:
     def __init__(self, scorer: Scorer, execute: Execute) -> None:
         self._scorer = scorer
         self._execute = execute
+        self._contract_hash = scorer.contract.hash
 
     def answer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[ScoreReply | Failure]:
         """One reply or failure per request, in order."""
@@ -93,7 +93,7 @@ class RewardEndpoint:
 
     def _check_add_eos(self, request: ScoreRequest) -> None:
         raw_text = request.texts is not None and isinstance(request.texts[0], str)
-        wanted = self._scorer.add_eos and raw_text
+        wanted = self._scorer.contract.add_eos and raw_text
         for row, flag in enumerate(request.add_eos or ()):
             if flag != wanted:
                 why = "the model's scoring contract" if raw_text else "conversations and tokens"
@@ -127,7 +127,7 @@ class RewardEndpoint:
         start = 0
         for job in jobs:
             stop = start + len(job.token_lists)
-            job.answer = _reply(rewards[start:stop], job.exceeded)
+            job.answer = _reply(rewards[start:stop], job.exceeded, self._contract_hash)
             start = stop
         return True
 
@@ -141,11 +141,11 @@ def _naming(row: int) -> Iterator[None]:
         raise ServingError(f"row {row}: {error}") from error
 
 
-def _reply(rewards: np.ndarray, exceeded: list[bool]) -> ScoreReply | Failure:
+def _reply(rewards: np.ndarray, exceeded: list[bool], contract_hash: str) -> ScoreReply | Failure:
     rows = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
     if rows.size:
         return Failure(f"row {rows[0]}: the model's reward is not a finite number", False)
-    return ScoreReply(rewards, np.array(exceeded, dtype=bool))
+    return ScoreReply(rewards, np.array(exceeded, dtype=bool), contract_hash)
 
 
 def _one_line(error: BaseException) -> str:

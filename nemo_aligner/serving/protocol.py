@@ -14,9 +14,14 @@ input                 dtype  shape   meaning
 ``add_EOS``           BOOL   [B, 1]  optional, from clients of NeMo-Aligner 0.2-0.3; see below
 ====================  =====  ======  ==============================================================
 
-The answer has ``rewards`` FP32 [B, A], one column per attribute, and ``exceeded`` INT32 [B, 1], 1
-where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it. With
-any other overlong rule, and for ``tokens``, which are never altered, too long is an error.
+The answer has ``rewards`` FP32 [B, A], one column per attribute; ``exceeded`` INT32 [B, 1], 1
+where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it; and
+``contract_hash`` BYTES [B, 1], which says by what contract it was scored. With any other overlong
+rule, and for ``tokens``, which are never altered, too long is an error.
+
+The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
+JSON, its hash included. It needs no input; ``dummy_var`` INT64 [1] is for clients that must send
+one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
@@ -35,10 +40,12 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.records import Conversation, Text
 from nemo_aligner.errors import ServingError
 
 MODEL_NAME = "reward_model"
+CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
 
 
@@ -62,7 +69,10 @@ INPUTS = (
 OUTPUTS = (
     TensorSpec("rewards", np.float32, (-1,)),
     TensorSpec("exceeded", np.int32, (1,)),
+    TensorSpec("contract_hash", bytes, (1,)),
 )
+CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
+CONTRACT_OUTPUTS = (TensorSpec("contract", bytes, (1,)),)
 
 
 @dataclass(frozen=True)
@@ -81,10 +91,11 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class ScoreReply:
-    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool."""
+    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known."""
 
     rewards: np.ndarray
     exceeded: np.ndarray
+    contract_hash: str | None = None
 
 
 def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
@@ -112,14 +123,35 @@ def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
     return {
         "rewards": np.asarray(reply.rewards, dtype=np.float32),
         "exceeded": np.asarray(reply.exceeded, dtype=np.int32).reshape(-1, 1),
+        "contract_hash": _bytes_column([(reply.contract_hash or "").encode()] * len(reply.rewards)),
     }
 
 
 def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
-    """What a client got; a server of NeMo-Aligner 0.4 or later sends no ``exceeded``."""
+    """What a client got; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
-    return ScoreReply(rewards, np.asarray(exceeded).reshape(-1).astype(bool))
+    hashes = outputs.get("contract_hash", np.array([b""]))
+    return ScoreReply(
+        rewards,
+        np.asarray(exceeded).reshape(-1).astype(bool),
+        _decode_bytes(hashes.reshape(-1)[0]) or None,
+    )
+
+
+def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
+    """The outputs of the ``contract`` model."""
+    text = json.dumps(contract.to_dict(), ensure_ascii=False)
+    return {"contract": np.array([text.encode()], dtype=np.object_)}
+
+
+def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
+    """What the ``contract`` model answered.
+
+    Raises:
+        CheckpointError: it is of another version, or was changed.
+    """
+    return ScoringContract.from_dict(json.loads(_decode_bytes(outputs["contract"].reshape(-1)[0])))
 
 
 def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:

@@ -56,11 +56,6 @@ class RewardScorer:
         """What the columns of the rewards are called."""
         return tuple(self.contract.attributes)
 
-    @property
-    def add_eos(self) -> bool:
-        """Whether a raw text gets an end-of-sequence token."""
-        return self.contract.add_eos
-
     def score(self, texts: Sequence[Text]) -> np.ndarray:
         """Rewards of raw texts and conversations.
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.schema import ServerConfig
+from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving import protocol
 from nemo_aligner.serving.endpoint import Failure, RewardEndpoint, Scorer
@@ -82,12 +83,13 @@ def _lead(scorer: Scorer, ranks: ModelRanks, config: ServerConfig) -> int:
         signal.signal(number, lambda received, _: stopping.append(received))
     port = _free_port(config.host, config.port)
     ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
-    triton = _build_triton(RewardEndpoint(scorer, ranks.execute), config, port)
+    triton = _build_triton(RewardEndpoint(scorer, ranks.execute), scorer.contract, config, port)
     _start(triton)
     processes = _children_of(os.getpid())
     url = f"http://{config.host}:{port}"
     with _ready_file(config.ready_file, url):
         print(f"Serving {protocol.MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
+        print(f"Scoring contract {scorer.contract.hash}", flush=True)
         failure = _watch(triton, processes, ranks, stopping)
         if failure is not None:
             _die(failure, triton, processes)
@@ -144,7 +146,9 @@ def _die(failure: str, triton: Any, processes: Mapping[int, str]) -> NoReturn:
     os._exit(1)
 
 
-def _build_triton(endpoint: RewardEndpoint, config: ServerConfig, port: int) -> Any:
+def _build_triton(
+    endpoint: RewardEndpoint, contract: ScoringContract, config: ServerConfig, port: int
+) -> Any:
     # The stub loads the libpython of the running interpreter, and finds it only by this variable.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
@@ -181,6 +185,14 @@ def _build_triton(endpoint: RewardEndpoint, config: ServerConfig, port: int) -> 
     )
     for model in triton._model_manager.models:
         _extend(model)
+    published = protocol.encode_contract(contract)
+    triton.bind(
+        model_name=protocol.CONTRACT_MODEL_NAME,
+        infer_func=lambda requests: [published for _ in requests],
+        inputs=[Tensor(**vars(spec)) for spec in protocol.CONTRACT_INPUTS],
+        outputs=[Tensor(**vars(spec)) for spec in protocol.CONTRACT_OUTPUTS],
+        config=ModelConfig(batching=False),
+    )
     return triton
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.config.schema import ServerConfig
+from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.serving.server import serve
@@ -31,8 +32,25 @@ class FakeEncoded:
     truncated: bool
 
 
+CONTRACT = ScoringContract(
+    template="",
+    add_bos=False,
+    add_eos=True,
+    bos_id=None,
+    eos_id=None,
+    overlong="truncate_left",
+    seq_length=SEQ_LENGTH,
+    attributes=("sum", "minus"),
+    attribute_weights=(1.0, 1.0),
+    label_means=(0.0, 0.0),
+    dtype="fp32",
+    tokenizer_fingerprint="ä",
+    reward_model_type="regression",
+)
+
+
 class FakeScorer:
-    add_eos = True
+    contract = CONTRACT
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

@@ -188,7 +188,7 @@ def check_plain_http(server: Server, archive: Archive) -> None:
     body = {"inputs": [json_request("sentences", "BYTES", [[TEXTS[0]], [TEXTS[long_one]]])]}
     status, answer = server.post(body)
     assert status == 200
-    rewards, exceeded = answer["outputs"]
+    rewards, exceeded, _ = answer["outputs"]
     wanted = archive.rewards[[0, long_one]].ravel()
     np.testing.assert_allclose(rewards["data"], wanted, **CLOSE)
     assert exceeded["data"] == [0, 1]

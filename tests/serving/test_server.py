@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ import pytest
 
 from nemo_aligner.errors import ServingError
 from tests.serving import servers
+from tests.serving.fake_server import CONTRACT
 from tests.serving.servers import Server, json_request, running
 from tests.tiny import ROOT
 
@@ -74,6 +78,40 @@ class TestClient:
         assert rewards.dtype == np.float32
         assert rewards[:, 0].tolist() == [195, total("hi Grüße"), 99]
         assert rewards[:, 1].tolist() == (-rewards[:, 0]).tolist()
+
+    def test_the_contract_is_published_and_expected(self, server, client):
+        from nemo_aligner.serving.client import RewardClient
+
+        assert client.contract() == CONTRACT
+        for expect in (CONTRACT, CONTRACT.hash):
+            with RewardClient(server.url, expect=expect) as other:
+                assert other.score(["a"])[0, 0] == 97
+        wanted = replace(CONTRACT, seq_length=9, add_eos=False)
+        with RewardClient(server.url, expect=wanted) as other:
+            differ = "model.data.add_eos: False -> True; model.data.seq_length: 9 -> 64"
+            with pytest.raises(
+                ServingError, match=f"{CONTRACT.hash}, wanted {wanted.hash}: {differ}"
+            ):
+                other.score(["a"])
+        with RewardClient(server.url, expect="0" * 64) as other:
+            with pytest.raises(
+                ServingError, match=f"got the scoring .*{CONTRACT.hash}, wanted 000"
+            ):
+                asyncio.run(other.score_async(["a"]))
+            # Another server in the place of the one that was asked for its contract.
+            other._max_batch_size = 32
+            with pytest.raises(
+                ServingError, match=f"got the scoring .*{CONTRACT.hash}, wanted 000"
+            ):
+                other.score(["a"])
+        with pytest.raises(ValueError, match="expect: got 'abc', wanted a ScoringContract or"):
+            RewardClient(server.url, expect="abc")
+
+    def test_the_contract_needs_no_input(self, server):
+        url = f"{server.url}/v2/models/contract/infer"
+        with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
+            (output,) = json.load(response)["outputs"]
+        assert json.loads(output["data"][0]) == CONTRACT.to_dict()
 
     def test_more_texts_than_fit_a_request(self, client, server):
         texts = ["x" * (1 + i % 7) for i in range(100)]
@@ -160,7 +198,8 @@ class TestPlainHttp:
             {"inputs": [json_request("sentences", "BYTES", [["ab"], ["c"]])]}
         )
         assert status == 200
-        rewards, exceeded = answer["outputs"]
+        rewards, exceeded, contract_hash = answer["outputs"]
+        assert contract_hash["data"] == [CONTRACT.hash] * 2
         assert (rewards["name"], rewards["datatype"], rewards["shape"]) == (
             "rewards",
             "FP32",
