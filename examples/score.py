@@ -24,7 +24,9 @@ def main() -> int:
     from nemo_aligner.errors import ServingError
     from nemo_aligner.serving.client import RewardClient
 
-    with RewardClient(arguments.url, init_timeout_s=arguments.wait) as client:
+    with RewardClient(
+        arguments.url, expect=arguments.expect, init_timeout_s=arguments.wait
+    ) as client:
         try:
             rewards = client.score([text for _, text in texts])
         except ServingError as error:
@@ -42,6 +44,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--url", default="http://127.0.0.1:5555")
     parser.add_argument("--conversation", action="append", default=[], metavar="JSON")
     parser.add_argument("--file", type=Path, metavar="JSONL")
+    parser.add_argument("--expect", metavar="HASH", help="refuse rewards by another contract")
     parser.add_argument("--wait", type=float, default=60, help="seconds to wait for the server")
     return parser.parse_args(argv)
 

@@ -137,7 +137,7 @@ import sys
 
 from nemo_aligner.checkpoint.nemo import open_nemo
 
-with open_nemo(sys.argv[1]) as folder:
+with open_nemo(sys.argv[1], with_weights=False) as folder:
     print(folder.config["num_layers"])
 PYTHON
 }

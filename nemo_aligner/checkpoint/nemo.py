@@ -117,8 +117,10 @@ class NemoFolder:
 
 
 @contextmanager
-def open_nemo(path: str | Path) -> Iterator[NemoFolder]:
+def open_nemo(path: str | Path, *, with_weights: bool = True) -> Iterator[NemoFolder]:
     """Open a ``.nemo`` (plain or gzipped tar, or the folder it unpacks to) for reading.
+
+    Without weights, ``NemoFolder.weights`` may not be asked for, and little is unpacked.
 
     Where torch.distributed is initialised every rank must call it: one rank of each host unpacks,
     into the temporary directory, and the folder is gone when all have left the block.
@@ -128,11 +130,11 @@ def open_nemo(path: str | Path) -> Iterator[NemoFolder]:
     """
     path = Path(path)
     if path.is_dir():
-        yield _checked(NemoFolder(path, path))
+        yield _checked(NemoFolder(path, path), with_weights)
         return
-    unpacks, root = _unpack_once_per_host(path)
+    unpacks, root = _unpack_once_per_host(path, with_weights)
     try:
-        yield _checked(NemoFolder(root, path))
+        yield _checked(NemoFolder(root, path), with_weights)
         if dist.is_initialized():
             barrier()
     finally:
@@ -140,19 +142,19 @@ def open_nemo(path: str | Path) -> Iterator[NemoFolder]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def _checked(folder: NemoFolder) -> NemoFolder:
-    _ = folder.config, folder.weights
+def _checked(folder: NemoFolder, with_weights: bool) -> NemoFolder:
+    _ = folder.config, with_weights and folder.weights
     return folder
 
 
-def _unpack_once_per_host(path: Path) -> tuple[bool, Path]:
+def _unpack_once_per_host(path: Path, with_weights: bool) -> tuple[bool, Path]:
     """Whether this rank unpacked (and so owns the folder), and the folder."""
     if not dist.is_initialized():
-        return True, _unpack(path)
+        return True, _unpack(path, with_weights)
     hosts = gather_objects(socket.gethostname())
     owner = hosts.index(hosts[dist.get_rank()])
     unpacks = owner == dist.get_rank()
-    root, problem = _outcome(lambda: _unpack(path)) if unpacks else (None, None)
+    root, problem = _outcome(lambda: _unpack(path, with_weights)) if unpacks else (None, None)
     outcomes: list[Any] = gather_objects((root, problem))
     for _, found in outcomes:
         if found is not None:
@@ -169,13 +171,13 @@ def _outcome(unpack: Callable[[], Path]) -> tuple[Path | None, str | None]:
         return None, str(error)
 
 
-def _unpack(path: Path) -> Path:
+def _unpack(path: Path, with_weights: bool) -> Path:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such .nemo archive or folder")
     root = Path(tempfile.mkdtemp(prefix="nemo_"))
     try:
         with tarfile.open(path, "r:*") as archive:
-            _extract(archive, root, path)
+            _extract(archive, root, path, with_weights)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         shutil.rmtree(root, ignore_errors=True)
         raise CheckpointError(f"{path}: cannot unpack: {error}") from error
@@ -185,7 +187,7 @@ def _unpack(path: Path) -> Path:
     return root
 
 
-def _extract(archive: tarfile.TarFile, root: Path, path: Path) -> None:
+def _extract(archive: tarfile.TarFile, root: Path, path: Path, with_weights: bool) -> None:
     budget = shutil.disk_usage(root).free - _SPARE_BYTES
     for count, member in enumerate(archive, start=1):
         # Links are no part of the format; tarfile's own filter is newer than Python 3.11.2.
@@ -195,6 +197,8 @@ def _extract(archive: tarfile.TarFile, root: Path, path: Path) -> None:
         name = PurePosixPath(member.name)
         if name.is_absolute() or ".." in name.parts:
             raise CheckpointError(f"{path}: member {member.name!r} has a path out of the archive")
+        if not with_weights and WEIGHTS_NAME in name.parts:
+            continue
         budget -= member.size
         if budget < 0:
             raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR")

@@ -53,7 +53,7 @@ class LoadedRewardModel:
 
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
     """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
-    with open_nemo(path) as folder:
+    with open_nemo(path, with_weights=False) as folder:
         return load_tokenizer(folder.tokenizer), _contract(folder)
 
 

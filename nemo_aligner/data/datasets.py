@@ -22,14 +22,13 @@ from torch import Tensor
 
 from nemo_aligner.config.schema import ModelConfig, Overlong
 from nemo_aligner.data.contract import Encoded, OverlongError, ScoringContract
-from nemo_aligner.data.file_report import FileReport
+from nemo_aligner.data.file_report import FileReport, first_prompts
 from nemo_aligner.data.records import (
     Comparison,
     Origin,
     Rating,
     Record,
     RecordFile,
-    prompt_key,
     read_records,
 )
 from nemo_aligner.data.tokenizer import Tokenizer
@@ -186,9 +185,6 @@ def _tokenize_file(
         kept.append((record, [text for text in encoded if text is not None]))
     counts["kept"] = len(kept)
     records = [record for record, _ in kept]
-    prompts: dict[int, Origin] = {}
-    for record in records:
-        prompts.setdefault(hash(prompt_key(record)), record.origin)
     lengths = [len(text.token_ids) for _, encoded in kept for text in encoded]
     report = FileReport(
         name=name,
@@ -200,7 +196,7 @@ def _tokenize_file(
         reply_lengths=_reply_lengths(records, file.kind, contract, tokenizer),
         sources=Counter(record.source for record in records),
         labels=_labels(records),
-        prompts=prompts,
+        prompts=first_prompts(records),
     )
     return _FilePart(kept, report)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nemo_aligner.data.records import Origin
+from nemo_aligner.data.records import Origin, Record, prompt_key
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics import MAX_SOURCES
 
@@ -25,11 +25,12 @@ class FileReport:
         name: what the file is for, as logs call it.
         path, kind, format: the file, what it holds, and how it is written.
         counts: ``read``, ``kept``, and every reason that occurred.
-        lengths: ``[S]`` int64 tokens of every sequence.
-        reply_lengths: ``[N, sequences_per_record]`` int64 tokens of every reply.
+        lengths: ``[S]`` int64 length of every sequence.
+        reply_lengths: ``[N, sequences_per_record]`` int64 length of every reply.
         sources: records of every source; "" for those that name none.
         labels: ``[N, A]`` float32 of ratings, NaN where missing; None for comparisons.
         prompts: prompt -> the first record with it, by the hash of ``records.prompt_key``.
+        unit: what lengths count, tokens unless there is no tokenizer.
         shared_prompts: prompts that stand in the training files, too; None of a training file.
     """
 
@@ -43,6 +44,7 @@ class FileReport:
     sources: Mapping[str, int]
     labels: Tensor | None = None
     prompts: Mapping[int, Origin] = field(default_factory=dict)
+    unit: str = "tokens"
     shared_prompts: int | None = None
 
     def table(self) -> str:
@@ -64,9 +66,9 @@ class FileReport:
         yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
         if self.shared_prompts is not None:
             yield "prompts also in training", self.shared_prompts
-        yield "tokens", int(self.lengths.sum())
-        yield "tokens of a sequence", _quantiles(self.lengths)
-        yield "tokens of a reply", _quantiles(self.reply_lengths)
+        yield self.unit, int(self.lengths.sum())
+        yield f"{self.unit} of a sequence", _quantiles(self.lengths)
+        yield f"{self.unit} of a reply", _quantiles(self.reply_lengths)
         if self.kind == "comparison" and counts["kept"]:
             longer = (self.reply_lengths[:, 0] - self.reply_lengths[:, 1]).sign().double()
             yield "chosen is the longer", f"{(longer.mean() + 1) / 2:.1%}"
@@ -100,6 +102,14 @@ def _sources(sources: Mapping[str, int]) -> str:
         return f"{len(sources)}, too many for metrics of their own"
     ordered = sorted(sources.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name or 'none'} {count}" for name, count in ordered)
+
+
+def first_prompts(records: Iterable[Record]) -> dict[int, Origin]:
+    """The hash of every prompt -> the first record that has it."""
+    prompts: dict[int, Origin] = {}
+    for record in records:
+        prompts.setdefault(hash(prompt_key(record)), record.origin)
+    return prompts
 
 
 def check_overlap(validation: FileReport, training: Sequence[FileReport], allowed: bool) -> int:

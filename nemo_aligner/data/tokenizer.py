@@ -120,6 +120,12 @@ class Tokenizer:
         canonical = json.dumps(matter, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of tokens that stand for no text of people's."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, nothing added."""
         return self._backend.encode(text, add_special_tokens=False).ids
