@@ -57,6 +57,18 @@ def curves(folder: Path) -> dict[str, list[float]]:
     return {name: [float(row[f"train/{name}"]) for row in rows] for name in ("loss", "grad_norm")}
 
 
+def validated(folder: Path) -> dict[str, float]:
+    """Every metric of the last validation: 37 pairs, so uneven shards and a last pack half full."""
+    (path,) = folder.rglob("metrics.csv")
+    with path.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row.get("validation-pairs/loss")]
+    return {
+        name: float(value)
+        for name, value in rows[-1].items()
+        if name.startswith("validation-") and value
+    }
+
+
 def score(archive: Path, texts: Path) -> np.ndarray:
     done = tiny.run_script("tests/distributed/score_archive.py", str(archive), str(texts))
     return np.array(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -83,6 +95,9 @@ def check_same(folder: Path, reference: Path, texts: Path) -> None:
     assert len(wanted["loss"]) == STEPS
     np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-5)
     np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+    metrics, expected = validated(folder), validated(reference)
+    assert {"validation-pairs/ece", "validation-pairs/reward_margin_p95"} <= set(expected)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)
     archives = [next(path.rglob("megatron_gpt.nemo")) for path in (folder, reference)]
     rewards = [score(archive, texts) for archive in archives]
     assert np.ptp(rewards[1]) > 0.01

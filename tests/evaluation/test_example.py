@@ -52,8 +52,19 @@ def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> No
         processes=2,
     )
     content = json.loads(report.read_text())
+    expect = f"expect_contract={content['contract']}"
+    refused = tiny.run_script(
+        EVALUATE,
+        f"rm_model_file={run / 'checkpoints' / 'megatron_gpt.nemo'}",
+        f"data.path={held_out}",
+        expect,
+        "precision=bf16",
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert f"wanted {content['contract']}" in refused.stderr
     trained = last_validation(run)
-    for name in ("accuracy", "loss", "reward_margin", "reward_chosen_mean", "reward_rejected_std"):
+    for name in ("accuracy", "loss", "reward_margin_p05", "ece", "brier", "length_correlation"):
         assert content["metrics"][name] == pytest.approx(trained[name], abs=1e-5), name
     counts = content["counts"]
     assert counts["overlong"] > 0, "some pairs should exceed seq_length, to test the drop"

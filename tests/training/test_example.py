@@ -60,12 +60,47 @@ def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -
     assert f"best validation-ratings/pearson_mean, {max(validated):.4g}" in done.stdout
     assert "labels missing" in done.stdout
 
-    with tarfile.open(tmp_path / "run/checkpoints/megatron_gpt.nemo") as archive:
-        contract = json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
+    contract = read_contract(tmp_path / "run/checkpoints/megatron_gpt.nemo")
     assert contract["attributes"] == ["helpful", "clear"]
     assert all(mean > 0.5 for mean in contract["label_means"])
     assert contract["measured_on"] == "validation-ratings"
     assert len(contract["reward_mean"]) == len(contract["reward_std"]) == 2
+
+
+def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
+    ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 17, ("helpful", "clear"))
+    others = tiny.write_ratings(tmp_path / "others.jsonl", 17, ("helpful", "clear"), seed=1)
+    kind = [
+        "model.reward_model_type=regression",
+        "model.regression.attributes=[helpful,clear]",
+        "trainer.rm.max_steps=2",
+    ]
+    first = common(base, tmp_path / "first", ratings, ratings)
+    tiny.run_script(EXAMPLE, *first, *kind, "model.data.template=plain")
+    start = tmp_path / "first" / "checkpoints" / "megatron_gpt.nemo"
+    settings = [*common(start, tmp_path / "second", others, others), *kind]
+    done = tiny.run_script(EXAMPLE, *settings, "model.data.seq_length=96", check=False)
+    assert done.returncode == 1
+    assert "model.data.seq_length: 128 -> 96" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = tiny.run_script(EXAMPLE, *settings)
+    assert "its own head" in done.stdout
+    contracts = [
+        read_contract(tmp_path / name / "checkpoints" / "megatron_gpt.nemo")
+        for name in ("first", "second")
+    ]
+    assert contracts[0]["hash"] == contracts[1]["hash"]
+    assert contracts[0]["label_means"] == contracts[1]["label_means"]
+    settings = [*common(start, tmp_path / "third", others, others), *kind]
+    allow = "pretrained_checkpoint.allow_contract_change=true"
+    tiny.run_script(EXAMPLE, *settings, "model.data.seq_length=96", allow)
+    third = read_contract(tmp_path / "third" / "checkpoints" / "megatron_gpt.nemo")
+    assert (third["seq_length"], third["label_means"]) == (96, contracts[0]["label_means"])
+
+
+def read_contract(path: Path) -> dict:
+    with tarfile.open(path) as archive:
+        return json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
 
 
 def test_refusals_are_one_line(base: Path, tmp_path: Path) -> None:
