@@ -47,7 +47,9 @@ def dataset(poisoned_places: tuple[int, ...] = ()) -> TokenizedDataset:
     clean = TokenizedDataset("comparison", "train", sequences, None, origins)
     batch = TrainLoader(clean, BATCH, TOKENS_PER_PACK, SEED, 0, 1).global_batch(0)
     for place in poisoned_places:
-        sequences[2 * batch[place]][0] = POISON
+        # Long, so that under sequence parallelism 4 is at the border of two ranks.
+        for side in (0, 1):
+            sequences[2 * batch[place] + side] = [POISON] * (15 - side)
     return clean
 
 
@@ -122,7 +124,7 @@ def main(tp: str, pp: str, *sequence_parallel: str) -> None:
 
     with launch(60.0):
         layout = initialize_layout(int(tp), int(pp), bool(sequence_parallel))
-        data = dataset((2, 5))
+        data = dataset((3, 4))
         said = {"reward": complaint(build(layout, data, poison_rewards=True))}
         learner = build(layout, dataset((5,)))
         poison_gradients(learner.model)

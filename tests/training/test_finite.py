@@ -45,7 +45,7 @@ def weights(learner: RewardLearner) -> list[torch.Tensor]:
 def test_a_reward_that_is_not_finite_is_traced(
     layout: ParallelLayout, precision: Precision
 ) -> None:
-    data = poisoned.dataset((2, 5))
+    data = poisoned.dataset((3, 4))
     said = poisoned.complaint(poisoned.build(layout, data, precision, poison_rewards=True))
     one, two = poisoned.lines(data)
     assert said.startswith("step 1: got a reward that is not finite, on rank 0, from ")
@@ -99,7 +99,7 @@ def test_two_ranks_say_the_same(sizes: tuple[str, ...], on: tuple[str, str]) -> 
     done = tiny.run_script("tests/training/poisoned.py", *sizes, processes=2)
     first, second = json.loads(done.stdout.strip().splitlines()[-1])
     assert first == second
-    one, two = (poisoned.lines(poisoned.dataset(places)) for places in ((5,), (2, 5)))
+    one, two = (poisoned.lines(poisoned.dataset(places)) for places in ((5,), (3, 4)))
     assert f"step 1: got a gradient norm of nan, on {on[0]}, from {one[0]}; " in first["gradient"]
     assert f"a reward that is not finite, on {on[1]}, from " in first["reward"]
     named = first["reward"].partition("from ")[2].partition(";")[0]
@@ -143,7 +143,7 @@ def test_overflows_are_skipped_and_counted(layout: ParallelLayout) -> None:
     assert metrics[1]["loss_scale"] == HIGH
     assert learner.optimizer.loss_scale == HIGH / 2
     set_scale(learner, 2.0**16)
-    for step in range(2, 5):
+    for step in range(3, 4):
         found = learner.train_step(step)
         assert (found["skipped"], found["skipped_steps"]) == (0.0, 2.0)
         assert math.isfinite(found["grad_norm"])
