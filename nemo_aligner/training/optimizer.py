@@ -114,6 +114,9 @@ class Optimizer:
         # Nothing to save on this rank; an empty entry would differ from the other ranks'.
         if not state["param_state"]:
             del state["param_state"]
+        if "grad_scaler" in state:
+            # Megatron compares what all ranks have in common, and takes two devices for two values.
+            state["grad_scaler"]["scale"] = state["grad_scaler"]["scale"].cpu()
         state[_SKIPPED] = self.skipped_steps
         return state
 
