@@ -22,4 +22,4 @@ class ServingError(AlignerError, RuntimeError):
 
 
 class TrainingError(AlignerError, RuntimeError):
-    """A step whose numbers are no longer finite; the message names the step."""
+    """A step whose numbers are no longer finite; the message names step, rank and records."""

@@ -23,6 +23,7 @@ class Overlong(Enum):
 class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class Recompute(Enum):

@@ -83,7 +83,7 @@ def evaluate_comparisons(
         DataError: a text cannot be scored, or no comparison is left.
     """
     kept, counts = _keep(comparisons, encode, overlong)
-    scores = _checked(score([text for record in kept for text in record.texts]), len(kept) * 2)
+    scores = _checked(score([text for record in kept for text in record.texts]), kept, 2)
     weights = np.asarray(attribute_weights, dtype=np.float64)
     if scores.shape[1] != len(weights):
         raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(weights)}")
@@ -120,7 +120,7 @@ def evaluate_ratings(
         DataError: a text cannot be scored, or no rating is left.
     """
     kept, counts = _keep(ratings, encode, overlong)
-    rewards = _checked(score([record.response for record in kept]), len(kept))
+    rewards = _checked(score([record.response for record in kept]), kept, 1)
     rewards = rewards.astype(np.float32)
     if rewards.shape[1] != len(attributes):
         raise DataError(
@@ -222,10 +222,16 @@ def _keep(
     return kept, shown
 
 
-def _checked(scores: np.ndarray, wanted: int) -> np.ndarray:
-    scores = np.asarray(scores)
+def _checked(
+    scores: np.ndarray, records: Sequence[Comparison] | Sequence[Rating], texts_per_record: int
+) -> np.ndarray:
+    scores, wanted = np.asarray(scores), len(records) * texts_per_record
     if scores.ndim != 2 or len(scores) != wanted:
         raise DataError(f"got scores of shape {scores.shape}, wanted {wanted} rows of attributes")
+    bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+    if bad.size:
+        origin = records[bad[0] // texts_per_record].origin
+        raise DataError(f"{origin}: got a reward that is not finite, and {bad.size - 1} more")
     return scores
 
 

@@ -32,7 +32,11 @@ from nemo_aligner.models.attention import PackedAttention
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
+DTYPES = {
+    Precision.fp32: torch.float32,
+    Precision.bf16: torch.bfloat16,
+    Precision.fp16: torch.float16,
+}
 
 
 def transformer_config(
@@ -65,6 +69,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision is Precision.bf16,
+        fp16=precision is Precision.fp16,
         # Packs differ in length; megatron-core asks for this dispatcher beside it, MoE or not.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",

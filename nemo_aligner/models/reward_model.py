@@ -120,7 +120,8 @@ class GPTRewardModel(GPTModel):
             return hidden[last_token, 0]
         local = last_token - self.pg_collection.tp.rank() * hidden.size(0)
         mine = (local >= 0) & (local < hidden.size(0))
-        rows = hidden[local.clamp(0, hidden.size(0) - 1), 0] * mine.unsqueeze(1).to(hidden.dtype)
+        # Filled, not multiplied by 0: another record's NaN would stay a NaN.
+        rows = hidden[local.clamp(0, hidden.size(0) - 1), 0].masked_fill(~mine.unsqueeze(1), 0.0)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(
             rows, group=self.pg_collection.tp
         )

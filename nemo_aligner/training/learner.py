@@ -13,12 +13,17 @@ from nemo_aligner.batch import PackedBatch
 from nemo_aligner.data.datasets import TokenizedDataset
 from nemo_aligner.data.loader import TrainLoader, validation_batches
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.errors import TrainingError
 from nemo_aligner.metrics import by_source
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.training.finite import (
+    StepRecords,
+    check_rewards,
+    check_validation,
+    gradient_error,
+)
 from nemo_aligner.training.objective import Objective
-from nemo_aligner.training.optimizer import Optimizer
+from nemo_aligner.training.optimizer import Optimizer, Update
 
 
 class RewardLearner:
@@ -46,8 +51,11 @@ class RewardLearner:
     def train_step(self, step: int) -> dict[str, float]:
         """Train on the batch of ``step``, counted from 0; metrics of the batch before the update.
 
+        A step whose gradient overflowed fp16 is skipped, and has no ``grad_norm``.
+
         Raises:
-            TrainingError: a reward, the loss or the gradient is not finite.
+            TrainingError: a reward, the loss or the gradient is not finite; the weights are those
+                from before the step.
         """
         record_ids = self._loader.global_batch(step)
         batches = self._loader.micro_batches(step)
@@ -57,13 +65,31 @@ class RewardLearner:
         mine = forward_backward(self._ddp, batches, self._layout, self.objective.loss)
         places = _places(batches, record_ids, self._layout)
         rewards = gather_rewards(mine, places, len(record_ids), self._layout)
-        _check_finite(rewards, step + 1)
-        dataset = self.data.train
+        dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
+        records = StepRecords(
+            step + 1, record_ids, dataset, self._layout, mine.device, loss_scale is not None
+        )
+        check_rewards(records, rewards, self.objective.loss)
         metrics = self.objective.step_metrics(rewards, dataset.centred_labels(record_ids))
-        lr = self.optimizer.lr
-        grad_norm = self.optimizer.step(step + 1)
+        metrics |= self._update(records, loss_scale)
         tokens = sum(dataset.num_tokens(record) for record in record_ids)
-        return {**metrics, "grad_norm": grad_norm, "lr": lr, "tokens": float(tokens)}
+        return {**metrics, "lr": lr, "tokens": float(tokens)}
+
+    def _update(self, records: StepRecords, loss_scale: float | None) -> dict[str, float]:
+        """Step the optimizer: the gradient's norm, and what ``loss_scale`` made of the step."""
+        update = self.optimizer.step()
+        if not update.applied and not update.skipped:
+            what = _wrong_gradient(update, loss_scale)
+            raise gradient_error(records, self._ddp, self.optimizer, self.objective.loss, what)
+        norm = {"grad_norm": update.grad_norm} if update.applied else {}
+        if loss_scale is None:
+            return norm
+        return {
+            **norm,
+            "loss_scale": loss_scale,
+            "skipped": float(update.skipped),
+            "skipped_steps": float(self.optimizer.skipped_steps),
+        }
 
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set, over each record once, named ``set/metric``."""
@@ -81,6 +107,7 @@ class RewardLearner:
         nothing = torch.zeros(0, dtype=torch.int64)
         places = torch.cat([nothing, *(batch.record_ids for batch in batches)])
         rewards = gather_rewards(per_record, places, len(dataset), layout)
+        check_validation(dataset, rewards)
         return {**describe_rewards(self.objective, dataset, rewards), **self._spread(rewards)}
 
     def _spread(self, rewards: Tensor) -> dict[str, float]:
@@ -137,9 +164,7 @@ def _places(
     return torch.tensor([free[record].popleft() for record in order])
 
 
-def _check_finite(rewards: Tensor, step: int) -> None:
-    if not bool(torch.isfinite(rewards).all()):
-        raise TrainingError(
-            f"step {step}: got a reward that is not finite; the checkpoint before it is good: "
-            "resume with a lower model.optim.lr"
-        )
+def _wrong_gradient(update: Update, loss_scale: float | None) -> str:
+    if loss_scale is None:
+        return f"a gradient norm of {update.grad_norm}"
+    return f"a gradient that overflows fp16 at a loss scale of {loss_scale:g}"

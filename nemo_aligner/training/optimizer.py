@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,11 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor
 
 from nemo_aligner.config.schema import OptimConfig
-from nemo_aligner.errors import TrainingError
 
 # The one form of the optimizer's state that any layout can read; of the ranks that hold the same
 # piece of the model, one gathers it in host memory, not each.
@@ -31,14 +32,36 @@ _SHARDING = {
 _COUNT = "steps"
 # What a run that goes on takes from its settings and not from its checkpoint.
 _SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
+_MIN_LOSS_SCALE = 1.0
+_SKIPPED = "skipped_steps"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of a step.
+
+    Attributes:
+        grad_norm: before clipping; NaN where fp16 overflowed.
+        applied: the weights were updated.
+        skipped: fp16 overflowed, as a lower loss scale may help; the weights are as they were.
+            Neither applied nor skipped is a gradient that nothing helps; the weights are, too.
+    """
+
+    grad_norm: float
+    applied: bool
+    skipped: bool
 
 
 class Optimizer:
-    """Megatron's optimizer and its scheduler: one step, one learning rate, one saved state."""
+    """Megatron's optimizer and its scheduler: one step, one learning rate, one saved state.
+
+    ``skipped_steps`` counts the overflows of fp16 since the beginning of the run.
+    """
 
     def __init__(self, optimizer: Any, scheduler: OptimizerParamScheduler) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self.skipped_steps = 0
 
     @property
     def lr(self) -> float:
@@ -48,21 +71,37 @@ class Optimizer:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
-    def step(self, number: int) -> float:
-        """Update the weights; the gradient's norm before clipping. ``number`` counts from 1.
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next step's loss is multiplied by in fp16; None in fp32 and bf16."""
+        return float(self._optimizer.get_loss_scale()) if self._optimizer.config.fp16 else None
 
-        Raises:
-            TrainingError: the update was skipped, or the norm is not finite.
+    def step(self) -> Update:
+        """Update the weights, if the gradient is finite; the same answer on every rank.
+
+        As in Megatron's own loop, a skipped step does not move the learning rate.
         """
-        updated, norm, _ = self._optimizer.step()
-        norm = float(norm) if updated else math.nan
+        scale = self.loss_scale
+        # Megatron's step is taken apart: in fp32 and bf16 it would put a gradient that is not
+        # finite into the weights, and tell of it afterwards.
+        if self._optimizer.prepare_grads():
+            skipped = scale is not None and scale > _MIN_LOSS_SCALE
+            self.skipped_steps += skipped
+            return Update(math.nan, applied=False, skipped=skipped)
+        norm = float(self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            raise TrainingError(
-                f"step {number}: got a gradient norm of {norm}, wanted a finite one; the "
-                "checkpoint before it is good: resume with a lower model.optim.lr"
-            )
+            return Update(norm, applied=False, skipped=False)
+        self._clip(norm)
+        self._optimizer.step_with_ready_grads()
         self._scheduler.step(1)
-        return norm
+        return Update(norm, applied=True, skipped=False)
+
+    def _clip(self, norm: float) -> None:
+        limit = self._optimizer.config.clip_grad
+        for part in self._optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if limit > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
 
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
@@ -75,19 +114,26 @@ class Optimizer:
         # Nothing to save on this rank; an empty entry would differ from the other ranks'.
         if not state["param_state"]:
             del state["param_state"]
+        if "grad_scaler" in state:
+            # Megatron compares what all ranks have in common, and takes two devices for two values.
+            state["grad_scaler"]["scale"] = state["grad_scaler"]["scale"].cpu()
+        state[_SKIPPED] = self.skipped_steps
         return state
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Take the state after ``step`` steps; learning rate and the like stay as configured."""
+        # Not in the checkpoints of earlier versions, which knew no fp16.
+        self.skipped_steps = int(state.pop(_SKIPPED, 0))
+        updates = step - self.skipped_steps
         groups = self._optimizer.param_groups
         settings = [{key: group[key] for key in _SETTINGS} for group in groups]
         self._optimizer.load_state_dict(state)
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(values)
             if distrib_optimizer.HAVE_APEX_OR_TE:
-                group["step"] = step
+                group["step"] = updates
         self._scheduler.num_steps = 0
-        self._scheduler.step(step)
+        self._scheduler.step(updates)
 
     def _count_steps_without_parameters(self) -> None:
         """Give torch's AdamW a count on a rank where all is frozen; megatron-core asks for one."""
@@ -114,6 +160,12 @@ def build_optimizer(
         adam_beta2=config.betas[1],
         adam_eps=config.eps,
         bf16=model_config.bf16,
+        fp16=model_config.fp16,
+        # Halved from the second overflow on, doubled after this many steps without one.
+        initial_loss_scale=2.0**16,
+        min_loss_scale=_MIN_LOSS_SCALE,
+        loss_scale_window=1000,
+        hysteresis=2,
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=True,
         clip_grad=clip_grad,

@@ -27,7 +27,15 @@ _SHOWN_OF_VALIDATION = (
 )
 _BY_SOURCE = "by_source/"
 _MAIN = ("/accuracy", "/pearson_mean")
-_SHOWN = ("train/loss", "train/accuracy", "train/grad_norm", "train/lr", "train/tokens_per_second")
+_SHOWN = (
+    "train/loss",
+    "train/accuracy",
+    "train/grad_norm",
+    "train/lr",
+    "train/loss_scale",
+    "train/skipped_steps",
+    "train/tokens_per_second",
+)
 
 
 class Learner(Protocol):
@@ -111,6 +119,9 @@ class SupervisedTrainer:
         metrics["consumed_samples"] = float((step + 1) * self._global_batch_size)
         named = {f"train/{name}": value for name, value in metrics.items()}
         self._logger.log({**named, **timing}, step + 1)
+        if metrics.get("skipped"):
+            scale = metrics["loss_scale"]
+            self._progress.say(f"step {step + 1}: skipped, fp16 overflowed at loss scale {scale:g}")
         self._progress.show(step + 1, {name: named[name] for name in _SHOWN if name in named})
 
     def _validate(self, step: int) -> dict[str, float]:

@@ -143,7 +143,7 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert leaving.value.code == 0
     shown = capsys.readouterr().out
     assert "model.global_batch_size=64" in shown
-    assert "trainer.precision=fp32   (fp32 | bf16)" in shown
+    assert "trainer.precision=fp32   (fp32 | bf16 | fp16)" in shown
     assert "trainer.rm.max_steps=null" in shown
 
 

@@ -214,3 +214,13 @@ def test_the_report_is_a_table_and_two_files(tmp_path: Path) -> None:
         "rewards": {"reward": 2.0},
         "labels": {"reward": 1.0},
     }
+
+
+def test_a_reward_that_is_not_finite_is_named() -> None:
+    records = [comparison("a", "b"), Comparison("aa", "b", Origin("x.jsonl", 7))]
+
+    def score(texts: Sequence[Text]) -> np.ndarray:
+        return np.array([[np.nan if text == "aa" else 1.0] for text in texts])
+
+    with pytest.raises(DataError, match=r"x.jsonl:7: got a reward that is not finite, and 0 more"):
+        evaluate_comparisons(score, records)

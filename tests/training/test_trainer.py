@@ -9,6 +9,7 @@ import pytest
 
 from nemo_aligner.checkpoint.run_state import RunState
 from nemo_aligner.config.schema import RmLoopConfig, TrainConfig
+from nemo_aligner.errors import TrainingError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.training.clock import StopRequest
 from nemo_aligner.training.trainer import SupervisedTrainer
@@ -123,3 +124,31 @@ def test_stops_saves_and_says_why() -> None:
 
 def test_a_stop_at_the_last_step_is_the_end() -> None:
     assert fit(Diary(stop_at=2), 2) is None
+
+
+def test_a_broken_step_is_not_saved() -> None:
+    class Broken(Diary):
+        def train_step(self, step: int) -> dict[str, float]:
+            if step == 2:
+                raise TrainingError("step 3: not finite")
+            return super().train_step(step)
+
+    diary = Broken()
+    with pytest.raises(TrainingError, match="step 3"):
+        fit(diary, 5, val_check_interval=1, save_interval=1)
+    assert [state.step for state in diary.saved] == [1, 2]
+
+
+def test_a_skipped_step_is_told_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Skipping(Diary):
+        def train_step(self, step: int) -> dict[str, float]:
+            scale = {"loss_scale": 65536.0, "skipped": float(step == 1), "skipped_steps": 1.0}
+            return {**super().train_step(step), **scale}
+
+    diary = Skipping()
+    assert fit(diary, 3) is None
+    shown = capsys.readouterr().out
+    assert shown.count("skipped, ") == 1
+    assert "step 2: skipped, fp16 overflowed at loss scale 65536" in shown
+    assert "loss_scale 6.554e+04  skipped_steps 1" in shown
+    assert diary.logged[2]["train/skipped"] == 1.0

@@ -1,0 +1,149 @@
+"""Tiny learners whose data holds poison: ``poisoned.py TP PP [sp]`` prints what every rank says."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+
+from nemo_aligner.config.schema import OptimConfig, Precision, SchedulerConfig
+from nemo_aligner.data.datasets import TokenizedDataset
+from nemo_aligner.data.loader import TrainLoader
+from nemo_aligner.data.records import Origin
+from nemo_aligner.data.training_data import TrainingData
+from nemo_aligner.errors import TrainingError
+from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.objective import RankingObjective
+from nemo_aligner.training.optimizer import build_optimizer
+
+SHAPE = ModelShape.from_config(
+    {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "make_vocab_size_divisible_by": 16,
+    }
+)
+RECORDS, BATCH, SEED = 12, 8, 1234
+TOKENS_PER_PACK = 80
+POISON = 50
+
+
+def dataset(poisoned_places: tuple[int, ...] = ()) -> TokenizedDataset:
+    """Pairs; those at ``poisoned_places`` of the first global batch hold the token POISON."""
+    rng = random.Random(0)
+    sequences = [
+        [rng.randrange(1, 40) for _ in range(rng.randint(4, 12))] for _ in range(2 * RECORDS)
+    ]
+    origins = [Origin("pairs.jsonl", 10 * record + 1) for record in range(RECORDS)]
+    clean = TokenizedDataset(
+        kind="comparison",
+        name="train",
+        sequences=sequences,
+        labels=None,
+        origins=origins,
+        reply_lengths=torch.ones(RECORDS, 2),
+        sources=[""] * RECORDS,
+        reports=[],
+    )
+    batch = TrainLoader(clean, BATCH, TOKENS_PER_PACK, SEED, 0, 1).global_batch(0)
+    for place in poisoned_places:
+        # Long, so that under sequence parallelism 4 is at the border of two ranks.
+        for side in (0, 1):
+            sequences[2 * batch[place] + side] = [POISON] * (15 - side)
+    return clean
+
+
+def lines(data: TokenizedDataset) -> list[str]:
+    """file:line of the poisoned records."""
+    found = {i // 2 for i, tokens in enumerate(data.sequences) if POISON in tokens}
+    return [str(data.origins[record]) for record in sorted(found)]
+
+
+def build(
+    layout: ParallelLayout,
+    data: TokenizedDataset,
+    precision: Precision = Precision.fp32,
+    poison_rewards: bool = False,
+) -> RewardLearner:
+    """A learner; with ``poison_rewards`` the weights of the token POISON are infinite."""
+    torch.manual_seed(0)
+    model = build_reward_model(SHAPE, layout, num_attributes=1, precision=precision)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    if poison_rewards and layout.is_first_stage:
+        _poison_embedding(model)
+    wrapped = wrap_for_training(model)
+    config = OptimConfig(lr=0.01, sched=SchedulerConfig(warmup_steps=2))
+    return RewardLearner(
+        wrapped,
+        build_optimizer(wrapped, config, 1.0, 10),
+        RankingObjective(),
+        TrainingData(data, [], None),  # type: ignore[arg-type]
+        TrainLoader(data, BATCH, TOKENS_PER_PACK, SEED, layout.dp_rank, layout.dp),
+        layout,
+        TOKENS_PER_PACK,
+    )
+
+
+def _poison_embedding(model: Any) -> None:
+    words = model.embedding.word_embeddings
+    row = POISON - words.vocab_start_index
+    if 0 <= row < words.weight.size(0):
+        words.weight.data[row] = torch.inf
+
+
+def poison_gradients(model: Any, is_poisoned: Any = None) -> None:
+    """Packs with the token POISON have finite rewards and an infinite gradient."""
+
+    def on_forward(module: Any, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
+        batch = arguments[0]
+        poisoned = is_poisoned(batch) if is_poisoned else bool((batch.tokens == POISON).any())
+        if poisoned and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * torch.inf)
+
+    model.register_forward_hook(on_forward)
+
+
+def complaint(learner: RewardLearner) -> str:
+    """What the first step says."""
+    before = [parameter.clone() for parameter in learner.model.parameters()]
+    try:
+        learner.train_step(0)
+    except TrainingError as error:
+        after = learner.model.parameters()
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return str(error) if same else "the weights were changed"
+    return "nothing"
+
+
+def main(tp: str, pp: str, *sequence_parallel: str) -> None:
+    import torch.distributed as dist
+
+    from nemo_aligner.parallel.collectives import gather_objects
+    from nemo_aligner.parallel.launch import launch
+
+    with launch(60.0):
+        layout = initialize_layout(int(tp), int(pp), bool(sequence_parallel))
+        data = dataset((3, 4))
+        said = {"reward": complaint(build(layout, data, poison_rewards=True))}
+        learner = build(layout, dataset((5,)))
+        poison_gradients(learner.model)
+        said["gradient"] = complaint(learner)
+        everyone = gather_objects(said)
+        if dist.get_rank() == 0:
+            print(json.dumps(everyone))
+        destroy_layout()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,203 @@
+"""Numbers that stop a run, and the fp16 overflows that do not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
+from nemo_aligner.config.schema import Precision
+from nemo_aligner.data.loader import validation_batches
+from nemo_aligner.errors import TrainingError
+from nemo_aligner.models.step import infer
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.training.finite import StepRecords, check_rewards, check_validation
+from nemo_aligner.training.learner import RewardLearner
+from tests import tiny
+from tests.training import poisoned
+
+HIGH = 2.0**40  # a loss scale at which the gradients of any step overflow fp16
+
+
+@pytest.fixture
+def layout() -> Iterator[ParallelLayout]:
+    with launch():
+        yield initialize_layout()
+        destroy_layout()
+
+
+def set_scale(learner: RewardLearner, scale: float) -> None:
+    (part,) = learner.optimizer._optimizer.chained_optimizers
+    part.grad_scaler._scale.fill_(scale)
+
+
+def weights(learner: RewardLearner) -> list[torch.Tensor]:
+    return [parameter.clone() for parameter in learner.model.parameters()]
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_a_reward_that_is_not_finite_is_traced(
+    layout: ParallelLayout, precision: Precision
+) -> None:
+    data = poisoned.dataset((3, 4))
+    said = poisoned.complaint(poisoned.build(layout, data, precision, poison_rewards=True))
+    one, two = poisoned.lines(data)
+    assert said.startswith("step 1: got a reward that is not finite, on rank 0, from ")
+    assert f"from {one}, {two}; " in said or f"from {two}, {one}; " in said
+    assert ("fp16 ends at 65504" in said) is (precision is Precision.fp16)
+
+
+def test_a_loss_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
+    data = poisoned.dataset()
+    records = StepRecords(7, range(8), data, layout, torch.device("cpu"))
+    rewards = torch.zeros(8, 2, 1)
+    rewards[3] = 2.0
+    check_rewards(records, rewards, lambda got, labels: (got.sum(), torch.tensor(1)))
+    with pytest.raises(TrainingError, match=r"a loss that .* on rank 0, from pairs.jsonl:31; "):
+        check_rewards(records, rewards, lambda got, _: (torch.exp(got * 99).sum(), torch.tensor(1)))
+    with pytest.raises(TrainingError, match="on rank 0, from no record alone; "):
+        check_rewards(records, rewards + 3e38, lambda got, _: (got[:, 0].sum(), torch.tensor(1)))
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+def test_a_gradient_that_is_not_finite_is_traced(
+    layout: ParallelLayout, precision: Precision
+) -> None:
+    data = poisoned.dataset((5,))
+    learner = poisoned.build(layout, data, precision)
+    poisoned.poison_gradients(learner.model)
+    said = poisoned.complaint(learner)
+    (line,) = poisoned.lines(data)
+    assert "step 1: got a gradient norm of " in said
+    assert f", on rank 0, from {line}; " in said
+
+
+def test_a_gradient_that_no_record_has_alone(layout: ParallelLayout) -> None:
+    learner = poisoned.build(layout, poisoned.dataset())
+    poisoned.poison_gradients(learner.model, lambda batch: batch.num_records > 1)
+    assert ", on rank 0, from no record alone; " in poisoned.complaint(learner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "on"),
+    [
+        (("1", "1"), ("rank 1", "ranks 0, 1")),
+        (("2", "1"), ("ranks 0, 1", "ranks 0, 1")),
+        (("2", "1", "sp"), ("ranks 0, 1", "ranks 0, 1")),
+        (("1", "2"), ("ranks 0, 1", "ranks 0, 1")),
+    ],
+    ids=["dp2", "tp2", "tp2_sp", "pp2"],
+)
+def test_two_ranks_say_the_same(sizes: tuple[str, ...], on: tuple[str, str]) -> None:
+    done = tiny.run_script("tests/training/poisoned.py", *sizes, processes=2)
+    first, second = json.loads(done.stdout.strip().splitlines()[-1])
+    assert first == second
+    one, two = (poisoned.lines(poisoned.dataset(places)) for places in ((5,), (3, 4)))
+    assert f"step 1: got a gradient norm of nan, on {on[0]}, from {one[0]}; " in first["gradient"]
+    assert f"a reward that is not finite, on {on[1]}, from " in first["reward"]
+    named = first["reward"].partition("from ")[2].partition(";")[0]
+    assert sorted(named.split(", ")) == sorted(two)
+
+
+def test_many_records_are_counted(layout: ParallelLayout) -> None:
+    data = poisoned.dataset()
+    records = StepRecords(7, [3, 0, 3, 1, 2, 5, 4, 6], data, layout, torch.device("cpu"))
+    said = str(records.error("a reward", [0, 2], range(8)))
+    assert said.startswith("step 7: got a reward, on ranks 0, 2, from pairs.jsonl:31, ")
+    assert "pairs.jsonl:51, and 2 more; " in said
+    assert said.count("pairs.jsonl:") == 5
+
+
+def test_fp16_rewards_are_near_those_of_fp32(layout: ParallelLayout) -> None:
+    data = poisoned.dataset()
+    found = {}
+    for precision in (Precision.fp32, Precision.fp16):
+        learner = poisoned.build(layout, data, precision)
+        found[precision] = infer(
+            learner._ddp, validation_batches(data, poisoned.TOKENS_PER_PACK, 0, 1), layout
+        )
+    half, single = found[Precision.fp16], found[Precision.fp32]
+    assert half.dtype == torch.float32
+    # fp16 has 11 bits: a few roundings of 2^-11, beside the spread of the rewards.
+    torch.testing.assert_close(half, single, atol=0.01 * float(single.std()), rtol=0)
+
+
+def test_overflows_are_skipped_and_counted(layout: ParallelLayout) -> None:
+    learner = poisoned.build(layout, poisoned.dataset(), Precision.fp16)
+    set_scale(learner, HIGH)
+    before, lr = weights(learner), learner.optimizer.lr
+    metrics = [learner.train_step(step) for step in range(2)]
+    assert [found["skipped_steps"] for found in metrics] == [1.0, 2.0]
+    assert all(found["skipped"] and math.isfinite(found["loss"]) for found in metrics)
+    assert not any("grad_norm" in found for found in metrics)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(learner), strict=True))
+    assert learner.optimizer.lr == lr
+    # The first overflow is forgiven (hysteresis), the second halves the scale.
+    assert metrics[1]["loss_scale"] == HIGH
+    assert learner.optimizer.loss_scale == HIGH / 2
+    set_scale(learner, 2.0**16)
+    for step in range(3, 4):
+        found = learner.train_step(step)
+        assert (found["skipped"], found["skipped_steps"]) == (0.0, 2.0)
+        assert math.isfinite(found["grad_norm"])
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(learner), strict=True))
+
+
+def test_fp16_trains_as_fp32_does(layout: ParallelLayout) -> None:
+    curves = {}
+    for precision in (Precision.fp32, Precision.fp16):
+        learner = poisoned.build(layout, poisoned.dataset(), precision)
+        curves[precision] = [learner.train_step(step) for step in range(4)]
+    for half, single in zip(
+        *(curves[key] for key in (Precision.fp16, Precision.fp32)), strict=True
+    ):
+        assert half["loss"] == pytest.approx(single["loss"], rel=1e-2)
+        assert half["grad_norm"] == pytest.approx(single["grad_norm"], rel=2e-2)
+        assert "loss_scale" not in single
+
+
+def test_an_overflow_at_the_lowest_scale_is_traced(layout: ParallelLayout) -> None:
+    data = poisoned.dataset((4,))
+    learner = poisoned.build(layout, data, Precision.fp16)
+    poisoned.poison_gradients(learner.model)
+    set_scale(learner, 1.0)
+    said = poisoned.complaint(learner)
+    (line,) = poisoned.lines(data)
+    assert f"overflows fp16 at a loss scale of 1, on rank 0, from {line}; " in said
+
+
+def test_the_scale_comes_back(layout: ParallelLayout, tmp_path: Path) -> None:
+    first, second = (poisoned.build(layout, poisoned.dataset(), Precision.fp16) for _ in range(2))
+    first.train_step(0)
+    set_scale(first, HIGH)
+    first.train_step(1)
+    first.train_step(2)
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.save(RunState(step=3, consumed_samples=24), first.model, first.optimizer)
+    latest = checkpoints.latest()
+    assert latest is not None
+    checkpoints.load(latest, second.model, second.optimizer)
+    assert second.optimizer.loss_scale == first.optimizer.loss_scale == HIGH / 2
+    assert second.optimizer.skipped_steps == 2
+    assert second.optimizer.lr == first.optimizer.lr
+    for learner in (first, second):
+        set_scale(learner, 2.0**10)
+    for step in (3, 4):
+        assert second.train_step(step) == first.train_step(step)
+    assert all(torch.equal(a, b) for a, b in zip(weights(first), weights(second), strict=True))
+
+
+def test_a_reward_of_a_validation_set_is_traced() -> None:
+    data = poisoned.dataset()
+    rewards = torch.zeros(len(data), 2, 1)
+    check_validation(data, rewards)
+    rewards[2, 1] = math.nan
+    with pytest.raises(TrainingError, match=rf"got a reward .* finite, from {data.origins[2]}$"):
+        check_validation(data, rewards)
