@@ -16,6 +16,7 @@ from nemo_aligner.losses import bradley_terry, masked_mse
 MAX_SOURCES = 50
 _QUANTILES = (5, 25, 50, 75, 95)
 _BINS = 15
+_PAIRS_PER_BIN = 10
 _LOWER_IS_BETTER = ("loss", "ties", "brier", "ece")
 
 
@@ -79,14 +80,15 @@ def calibration_metrics(margins: Tensor) -> dict[str, float]:
 
     Returns:
         ``ece``, the expected calibration error of ``sigmoid(|margin|)`` as the confidence of the
-        verdict, over 15 bins of equal numbers of pairs (Nguyen and O'Connor 2015, "Posterior
-        calibration and exploratory analysis for natural language processing models", sec. 3);
-        ``brier``, the mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); ``temperature``, see
+        verdict, over 15 bins of equal numbers of pairs, or as many as get 10 pairs each (Nguyen and
+        O'Connor 2015, "Posterior calibration and exploratory analysis for natural language
+        processing models", sec. 3); ``brier``, the mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); ``temperature``, see
         ``fit_temperature``.
     """
     confidence, order = torch.sigmoid(margins.abs()).sort(stable=True)
     right = _right(margins)[order]
-    bins = zip(confidence.tensor_split(_BINS), right.tensor_split(_BINS), strict=True)
+    number = min(_BINS, max(1, len(margins) // _PAIRS_PER_BIN))
+    bins = zip(confidence.tensor_split(number), right.tensor_split(number), strict=True)
     gaps = [abs(float((sure - true).sum())) for sure, true in bins]
     return {
         "ece": sum(gaps) / max(1, len(margins)),

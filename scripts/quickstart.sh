@@ -250,7 +250,9 @@ with path.open(newline="") as lines:
     rows = list(csv.DictReader(lines))
 after = json.loads(Path(sys.argv[2]).read_text())
 name = "accuracy" if "accuracy" in after["metrics"] else "pearson_mean"
-key = next(key for key in rows[0] if key.count("/") == 1 and key.endswith(f"/{name}"))
+# "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
+sets = (key for key in rows[0] if key.startswith("validation-") and key.count("/") == 1)
+key = next(key for key in sets if key.endswith(f"/{name}"))
 before = [row[key] for row in rows if row[key]]
 kept = after["counts"]["kept"]
 print(f"held-out {name}, {kept} records: {float(before[0]):.3f} before training, ", end="")

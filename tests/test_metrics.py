@@ -80,13 +80,21 @@ def test_brier_and_ece_by_hand() -> None:
     found = calibration_metrics(MARGINS)
     p = 1 / (1 + np.exp(-MARGINS.numpy()))
     assert found["brier"] == pytest.approx(np.mean((1 - p) ** 2))
-    # Fewer pairs than bins: every pair is a bin of its own.
+    # Too few pairs for two bins.
     sure = np.maximum(p, 1 - p)
     right = np.array([1, 1, 1, 0, 1, 0.5, 0, 1])
-    assert found["ece"] == pytest.approx(np.mean(np.abs(sure - right)))
+    assert found["ece"] == pytest.approx(abs(np.mean(sure) - np.mean(right)))
 
 
-def test_ece_has_bins_of_equal_numbers() -> None:
+def test_ece_is_over_bins_of_equal_numbers() -> None:
+    """Of 20 pairs ten are sure and right half the time, ten unsure and always right."""
+    margins = torch.tensor([5.0, -5.0] * 5 + [0.1] * 10, dtype=torch.float64)
+    high, low = torch.sigmoid(torch.tensor([5.0, 0.1], dtype=torch.float64)).tolist()
+    wanted = (abs(high - 0.5) + abs(low - 1.0)) / 2
+    assert calibration_metrics(margins)["ece"] == pytest.approx(wanted)
+
+
+def test_verdicts_that_are_right_as_often_as_they_claim() -> None:
     """Verdicts that are right as often as they claim have none; ones that always err have all."""
     sure = 0.75
     margin = math.log(sure / (1 - sure))
