@@ -82,8 +82,8 @@ def calibration_metrics(margins: Tensor) -> dict[str, float]:
         ``ece``, the expected calibration error of ``sigmoid(|margin|)`` as the confidence of the
         verdict, over 15 bins of equal numbers of pairs, or as many as get 10 pairs each (Nguyen and
         O'Connor 2015, "Posterior calibration and exploratory analysis for natural language
-        processing models", sec. 3); ``brier``, the mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); ``temperature``, see
-        ``fit_temperature``.
+        processing models", sec. 3); ``brier``, the mean of
+        ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); ``temperature``, see ``fit_temperature``.
     """
     confidence, order = torch.sigmoid(margins.abs()).sort(stable=True)
     right = _right(margins)[order]
