@@ -27,7 +27,6 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from nemo_aligner.config.schema import Precision, Recompute
-from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention import PackedAttention
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -47,7 +46,7 @@ def transformer_config(
     Raises:
         ConfigError: heads, query groups or layers do not divide by the layout.
     """
-    _check_divisible(shape, layout)
+    shape.check_fits(layout.tp, layout.pp)
     dtype = DTYPES[precision]
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -91,25 +90,6 @@ def transformer_config(
 
 def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
-
-
-def _check_divisible(shape: ModelShape, layout: ParallelLayout) -> None:
-    for name, count in (
-        ("attention heads", shape.num_attention_heads),
-        ("query groups", shape.num_query_groups),
-        ("ffn channels", shape.ffn_hidden_size),
-    ):
-        if count % layout.tp != 0:
-            raise ConfigError(
-                f"model.tensor_model_parallel_size: got {layout.tp}, "
-                f"wanted a divisor of the model's {count} {name} (convert_hf_to_nemo.py "
-                f"--tensor-parallel {layout.tp} adds query groups of zeros)"
-            )
-    if shape.num_layers % layout.pp != 0:
-        raise ConfigError(
-            f"model.pipeline_model_parallel_size: got {layout.pp}, "
-            f"wanted a divisor of the model's {shape.num_layers} layers"
-        )
 
 
 def _recompute_options(recompute: Recompute) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, ConfigError
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 _SUPPORTED = {
@@ -86,6 +86,33 @@ class ModelShape:
             seq_len_interpolation_factor=config.get("seq_len_interpolation_factor"),
             rope_scaling=_read_rope_scaling(config),
         )
+
+    def check_fits(self, tp: int, pp: int) -> None:
+        """Refuse a layout that cannot split the model evenly.
+
+        Raises:
+            ConfigError: it names the setting, and what it should divide.
+        """
+        key = "model.tensor_model_parallel_size"
+        if self.ffn_hidden_size % tp != 0:
+            raise ConfigError(
+                f"{key}: got {tp}, wanted a divisor of the model's {self.ffn_hidden_size} ffn "
+                "channels"
+            )
+        for name, count in (
+            ("attention heads", self.num_attention_heads),
+            ("query groups", self.num_query_groups),
+        ):
+            if count % tp != 0:
+                raise ConfigError(
+                    f"{key}: got {tp}, wanted a divisor of the model's {count} {name} "
+                    f"(convert_hf_to_nemo.py --tensor-parallel {tp} adds query groups of zeros)"
+                )
+        if self.num_layers % pp != 0:
+            raise ConfigError(
+                f"model.pipeline_model_parallel_size: got {pp}, "
+                f"wanted a divisor of the model's {self.num_layers} layers"
+            )
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding table when it is split over ``tp`` ranks."""

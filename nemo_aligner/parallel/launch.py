@@ -66,6 +66,11 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
             dist.destroy_process_group()
 
 
+def is_launched() -> bool:
+    """Whether torchrun or srun started this process as one of several."""
+    return _find_place(os.environ).master is not None
+
+
 def _find_place(env: Mapping[str, str]) -> _Place:
     if "RANK" in env and "WORLD_SIZE" in env:
         return _place_from_torchrun(env)

@@ -1,0 +1,156 @@
+"""The rewards of some texts at every layout of this world of processes; for check_invariance.py."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from nemo_aligner.config.schema import Precision
+    from nemo_aligner.evaluation.invariance import Sizes
+    from nemo_aligner.parallel.layout import ParallelLayout
+
+# Layout -> variant -> rewards [N, A].
+Rewards = dict[str, dict[str, "np.ndarray"]]
+
+
+def score_everywhere(
+    checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
+) -> tuple[Rewards, np.ndarray, list[str]]:
+    """Every rank calls it, once.
+
+    Returns:
+        The rewards; those in fp32 at the first layout, each text alone; why other layouts do not
+        fit.
+    """
+    from torch.distributed import get_world_size
+
+    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.config.schema import Precision
+    from nemo_aligner.errors import ConfigError
+    from nemo_aligner.evaluation.invariance import fitting_layouts
+    from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.parallel.launch import launch
+
+    with launch(), open_nemo(checkpoint) as folder:
+        layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
+        layouts = [sizes for sizes in layouts if sizes.tp * sizes.pp >= min_model_parallel]
+        if not layouts:
+            raise ConfigError(
+                f"no layout of {get_world_size()} processes fits: " + "; ".join(reasons)
+            )
+        found = {str(sizes): _at_layout(folder.root, texts, precision, sizes) for sizes in layouts}
+        if precision is Precision.fp32:
+            reference = found[str(layouts[0])]["alone"]
+        else:
+            reference = _alone(folder.root, texts, Precision.fp32, layouts[0])
+    return found, reference, reasons
+
+
+def _at_layout(
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: Sizes
+) -> dict[str, np.ndarray]:
+    from nemo_aligner.config.schema import Recompute
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    found = _scored(checkpoint, texts, precision, layout)
+    for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
+        _free()
+        found[name] = _trained_on(checkpoint, texts, precision, layout, recompute)
+    destroy_layout()
+    _free()
+    return found
+
+
+def _alone(checkpoint: Path, texts: list[Any], precision: Precision, sizes: Sizes) -> np.ndarray:
+    import numpy as np
+
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+    from nemo_aligner.serving.scorer import load_scorer
+
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    budget = 2**30
+    scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=budget)
+    rewards = np.concatenate([scorer.score([text]) for text in texts])
+    destroy_layout()
+    return rewards
+
+
+def _scored(
+    checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
+) -> dict[str, np.ndarray]:
+    import numpy as np
+
+    from nemo_aligner.checkpoint.reward_model import load_reward_model
+    from nemo_aligner.serving.scorer import RewardScorer
+
+    model = load_reward_model(checkpoint, layout, precision)
+    small = model.contract.seq_length
+
+    def score(chosen: Sequence[Any], budget: int) -> np.ndarray:
+        scorer = RewardScorer(model.model, model.contract, model.tokenizer, layout, budget)
+        return scorer.score(chosen)
+
+    found = {
+        "alone": np.concatenate([score([text], small) for text in texts]),
+        "all together": score(texts, max(8192, 4 * small)),
+    }
+    for seed in (1, 2):
+        order = np.random.RandomState(seed).permutation(len(texts))
+        shuffled = score([texts[place] for place in order], small)
+        found[f"small packs, order {seed}"] = shuffled[np.argsort(order)]
+    return found
+
+
+def _trained_on(
+    checkpoint: Path,
+    texts: list[Any],
+    precision: Precision,
+    layout: ParallelLayout,
+    recompute: Any,
+) -> np.ndarray:
+    """The rewards of a training step's forward pass."""
+    import torch
+
+    from nemo_aligner.checkpoint.reward_model import load_pretrained, read_text_rules
+    from nemo_aligner.data.packing import pack_sequences
+    from nemo_aligner.models.reward_model import wrap_for_training
+    from nemo_aligner.models.step import forward_backward, gather_rewards
+
+    tokenizer, contract = read_text_rules(checkpoint)
+    assert contract is not None, "its rewards were scored before"
+    places = torch.arange(layout.dp_rank, len(texts), layout.dp)
+    sequences = [contract.encode(tokenizer, texts[place]).token_ids for place in places]
+    packs = pack_sequences(sequences, contract.seq_length)
+    pretrained = load_pretrained(
+        checkpoint,
+        layout,
+        num_attributes=len(contract.attributes),
+        precision=precision,
+        recompute=recompute,
+    )
+    ddp = wrap_for_training(pretrained.model)
+    ddp.train()
+    rewards = forward_backward(ddp, packs, layout, _sum_and_count)[:, 0]
+    mine = places[torch.cat([pack.record_ids for pack in packs])]
+    everyone = gather_rewards(rewards, mine, len(texts), layout)
+    return (everyone + torch.tensor(contract.label_means)).numpy()
+
+
+def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
+    import torch
+
+    return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
+
+
+def _free() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
