@@ -108,27 +108,16 @@ class RewardLearner:
         places = torch.cat([nothing, *(batch.record_ids for batch in batches)])
         rewards = gather_rewards(per_record, places, len(dataset), layout)
         check_validation(dataset, rewards)
-        return {**describe_rewards(self.objective, dataset, rewards), **self._spread(rewards)}
-
-    def _spread(self, rewards: Tensor) -> dict[str, float]:
-        """Mean and deviation of every attribute, offsets included, for the scoring contract."""
-        flat = rewards.flatten(0, 1).double() + torch.tensor(
-            self.data.contract.label_means, dtype=torch.float64
-        )
-        means, deviations = flat.mean(0).tolist(), flat.std(0, correction=0).tolist()
-        spread: dict[str, float] = {}
-        for name, mean, deviation in zip(self.objective.attributes, means, deviations, strict=True):
-            spread |= {f"reward_mean/{name}": mean, f"reward_std/{name}": deviation}
-        return spread
+        return describe_rewards(self.objective, dataset, rewards)
 
 
 def describe_rewards(
     objective: Objective, dataset: TokenizedDataset, rewards: Tensor
 ) -> dict[str, float]:
-    """The objective's report on a whole data set, and on each of its sources.
+    """The objective's report on a whole data set and on each of its sources; the rewards' spread.
 
     Args:
-        rewards: ``[N, sequences, A]`` of every record once.
+        rewards: ``[N, sequences, A]`` of every record once, as the head gives them.
     """
 
     def report(records: Sequence[int]) -> dict[str, float]:
@@ -136,7 +125,23 @@ def describe_rewards(
         labels = dataset.centred_labels(records)
         return objective.report(rewards[places], labels, dataset.reply_lengths[places])
 
-    return {**report(range(len(dataset))), **by_source(dataset.sources, report)}
+    return {
+        **report(range(len(dataset))),
+        **by_source(dataset.sources, report),
+        **_spread(objective, dataset, rewards),
+    }
+
+
+def _spread(objective: Objective, dataset: TokenizedDataset, rewards: Tensor) -> dict[str, float]:
+    """Mean and deviation of every attribute, offsets included, for the scoring contract."""
+    flat = rewards.flatten(0, 1).double()
+    if dataset.label_means:
+        flat = flat + torch.tensor(dataset.label_means, dtype=torch.float64)
+    means, deviations = flat.mean(0).tolist(), flat.std(0, correction=0).tolist()
+    spread: dict[str, float] = {}
+    for name, mean, deviation in zip(objective.attributes, means, deviations, strict=True):
+        spread |= {f"reward_mean/{name}": mean, f"reward_std/{name}": deviation}
+    return spread
 
 
 def validation_metric_names(

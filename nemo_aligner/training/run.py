@@ -14,7 +14,7 @@ from nemo_aligner.checkpoint.reward_model import PretrainedModel, save_reward_mo
 from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.config.load import config_to_dict, save_config
 from nemo_aligner.config.schema import ExpManagerConfig, MonitorMode, TrainConfig
-from nemo_aligner.data.contract import ScoringContract
+from nemo_aligner.data.contract import ScoringContract, describe_differences
 from nemo_aligner.data.datasets import TokenizedDataset
 from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.metrics import lower_is_better
@@ -26,6 +26,7 @@ from nemo_aligner.training.loggers import check_loggers
 from nemo_aligner.training.trainer import Outcome
 
 EXPORT_NAME = "megatron_gpt.nemo"
+_CONTRACT = "scoring contract"
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -128,7 +129,9 @@ def resume(
 def _restore(
     checkpoints: RunCheckpoints, latest: Saved, fresh: RunState, learner: RewardLearner
 ) -> None:
-    check_same_run(latest, fresh.fingerprint)
+    before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
+    differences = describe_differences(before.differences(now))
+    check_same_run(latest, {**fresh.fingerprint, _CONTRACT: differences or before.hash})
     checkpoints.load(latest, learner.model, learner.optimizer)
     say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
     for change in changed_settings(latest.state.config, fresh.config):
@@ -222,7 +225,7 @@ def fingerprint(
         "trainer.precision": config.trainer.precision.value,
         "training records": len(train),
         "training data": _digest(train),
-        "scoring contract": contract.hash,
+        _CONTRACT: contract.hash,
     }
 
 

@@ -77,6 +77,11 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
     ]
     first = common(base, tmp_path / "first", ratings, ratings)
     tiny.run_script(EXAMPLE, *first, *kind, "model.data.template=plain")
+    plain = [*kind, "model.data.template=plain", "model.data.seq_length=96"]
+    resumed = tiny.run_script(EXAMPLE, *first, *plain, check=False)
+    assert resumed.returncode == 1
+    assert "scoring contract: the checkpoint has" in resumed.stderr
+    assert "model.data.seq_length: 128 -> 96" in resumed.stderr
     start = tmp_path / "first" / "checkpoints" / "megatron_gpt.nemo"
     settings = [*common(start, tmp_path / "second", others, others), *kind]
     done = tiny.run_script(EXAMPLE, *settings, "model.data.seq_length=96", check=False)
