@@ -187,6 +187,7 @@ def export(
     if best is not None:
         why = f"the best {checkpoints.monitor}, {best.state.metrics[str(checkpoints.monitor)]:.4g}"
     say(f"wrote {path} with the weights of step {chosen.state.step} ({why})")
+    say(f"scoring contract: {contract.hash}")
 
 
 def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContract:
