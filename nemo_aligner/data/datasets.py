@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch import shared_tokens
 from nemo_aligner.config.schema import ModelConfig, Overlong
 from nemo_aligner.data.contract import Encoded, OverlongError, ScoringContract
 from nemo_aligner.data.file_report import FileReport, first_prompts
@@ -196,9 +197,17 @@ def _tokenize_file(
         reply_lengths=_reply_lengths(records, file.kind, contract, tokenizer),
         sources=Counter(record.source for record in records),
         labels=_labels(records),
+        shared=_shared([encoded for _, encoded in kept], file.kind),
         prompts=first_prompts(records),
     )
     return _FilePart(kept, report)
+
+
+def _shared(kept: list[list[Encoded]], kind: str) -> Tensor | None:
+    if kind != "comparison":
+        return None
+    shared = [shared_tokens(*(text.token_ids for text in encoded)) for encoded in kept]
+    return torch.tensor(shared, dtype=torch.int64)
 
 
 def _reply_lengths(

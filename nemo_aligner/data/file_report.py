@@ -29,6 +29,7 @@ class FileReport:
         reply_lengths: ``[N, sequences_per_record]`` int64 length of every reply.
         sources: records of every source; "" for those that name none.
         labels: ``[N, A]`` float32 of ratings, NaN where missing; None for comparisons.
+        shared: tokens that both sides of each pair begin with, ``[N]`` int64; None of ratings.
         prompts: prompt -> the first record with it, by the hash of ``records.prompt_key``.
         unit: what lengths count, tokens unless there is no tokenizer.
         shared_prompts: prompts that stand in the training files, too; None of a training file.
@@ -43,6 +44,7 @@ class FileReport:
     reply_lengths: Tensor
     sources: Mapping[str, int]
     labels: Tensor | None = None
+    shared: Tensor | None = None
     prompts: Mapping[int, Origin] = field(default_factory=dict)
     unit: str = "tokens"
     shared_prompts: int | None = None
@@ -67,6 +69,10 @@ class FileReport:
         if self.shared_prompts is not None:
             yield "prompts also in training", self.shared_prompts
         yield self.unit, int(self.lengths.sum())
+        if self.shared is not None and self.lengths.numel():
+            share = float(self.shared.sum() / self.lengths.sum())
+            alone = int((self.shared == 0).sum())
+            yield "computed once for both", f"{share:.1%}; nothing in {alone} pairs"
         yield f"{self.unit} of a sequence", _quantiles(self.lengths)
         yield f"{self.unit} of a reply", _quantiles(self.reply_lengths)
         if self.kind == "comparison" and counts["kept"]:

@@ -2,18 +2,34 @@
 
 Best fit, longest record first: of the packs with room enough, the one with the least. The result
 depends on nothing but the arguments.
+
+What the two sides of a comparison begin with, or several texts to score, is in a pack once: as
+attention is causal, those tokens have the same states in each. Equal token ids decide, so it holds
+for every template and for raw text.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.batch import Group, PackedBatch, shared_tokens
 from nemo_aligner.data.datasets import TokenizedDataset
 from nemo_aligner.errors import DataError
+
+
+def packed_size(dataset: TokenizedDataset, record: int) -> int:
+    """Tokens of one record in a pack, with what its sides share counted once."""
+    return dataset.num_tokens(record) - _shared_in_record(dataset, record)
+
+
+def _shared_in_record(dataset: TokenizedDataset, record: int) -> int:
+    sequences = dataset.record(record)
+    return shared_tokens(*sequences) if len(sequences) == 2 else 0
 
 
 def pack_records(
@@ -26,7 +42,10 @@ def pack_records(
     Raises:
         DataError: a record alone is larger than the budget.
     """
-    sizes = [dataset.num_tokens(record) for record in record_ids]
+    shared = [_shared_in_record(dataset, record) for record in record_ids]
+    sizes = [
+        dataset.num_tokens(record) - saved for record, saved in zip(record_ids, shared, strict=True)
+    ]
     for record, size in zip(record_ids, sizes, strict=True):
         if size > micro_batch_tokens:
             raise DataError(
@@ -42,6 +61,7 @@ def pack_records(
                 records,
                 dataset.sequences_per_record,
                 dataset.centred_labels(records),
+                [Group(dataset.sequences_per_record, shared[member]) for member in members],
             )
         )
     return packs
@@ -55,17 +75,62 @@ def pack_sequences(
     Raises:
         DataError: a sequence alone is larger than the budget, or empty.
     """
-    sizes = [len(sequence) for sequence in sequences]
-    for index, size in enumerate(sizes):
-        if not 0 < size <= micro_batch_tokens:
+    for index, sequence in enumerate(sequences):
+        if not 0 < len(sequence) <= micro_batch_tokens:
             raise DataError(
-                f"sequence {index}: got {size} tokens, wanted 1 to model.micro_batch_tokens "
-                f"({micro_batch_tokens})"
+                f"sequence {index}: got {len(sequence)} tokens, wanted 1 to "
+                f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
-    return [
-        PackedBatch.pack([sequences[member] for member in members], members, 1)
-        for members in _assign(sizes, micro_batch_tokens)
-    ]
+    families = _find_families(sequences, micro_batch_tokens)
+    packs = []
+    for chosen in _assign([family.size for family in families], micro_batch_tokens):
+        members = [member for place in chosen for member in families[place].members]
+        groups = [Group(len(families[place].members), families[place].shared) for place in chosen]
+        packs.append(
+            PackedBatch.pack([sequences[member] for member in members], members, 1, None, groups)
+        )
+    return packs
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Sequences that share a beginning of ``shared`` tokens, and their tokens in a pack."""
+
+    members: list[int]
+    shared: int
+    size: int
+
+
+def _find_families(sequences: Sequence[Sequence[int] | Tensor], budget: int) -> list[_Family]:
+    """All sequences, those with much in common together; no family is larger than ``budget``.
+
+    In the order of their tokens, neighbours have the most in common. One joins the family before it
+    if that saves tokens.
+    """
+    # Big-endian, so that bytes are in the order of the tokens.
+    keys = [np.asarray(sequence).astype(">i4").tobytes() for sequence in sequences]
+    families: list[_Family] = []
+    for index in sorted(range(len(sequences)), key=lambda index: keys[index]):
+        joined = _join(families[-1], index, sequences) if families else None
+        if joined is not None and joined.size <= budget:
+            families[-1] = joined
+        else:
+            families.append(_Family([index], 0, len(sequences[index])))
+    return families
+
+
+def _join(
+    family: _Family, index: int, sequences: Sequence[Sequence[int] | Tensor]
+) -> _Family | None:
+    """The family with one more member, or None if that saves nothing."""
+    size, own = len(family.members), sequences[index]
+    shared = shared_tokens(sequences[family.members[0]], own)
+    if size > 1:
+        shared = min(shared, family.shared)
+    if size * shared <= (size - 1) * family.shared:
+        return None
+    total = family.size + (size - 1) * family.shared + len(own) - size * shared
+    return _Family([*family.members, index], shared, total)
 
 
 def _assign(sizes: Sequence[int], budget: int) -> list[list[int]]:

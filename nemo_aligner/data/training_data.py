@@ -11,6 +11,7 @@ from nemo_aligner.config.schema import ModelConfig
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.datasets import TokenizedDataset, build_dataset
 from nemo_aligner.data.file_report import check_overlap
+from nemo_aligner.data.packing import packed_size
 from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import ConfigError, DataError
 
@@ -98,10 +99,11 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
-    longest = max(range(len(dataset)), key=dataset.num_tokens)
-    if dataset.num_tokens(longest) > micro_batch_tokens:
+    sizes = [packed_size(dataset, record) for record in range(len(dataset))]
+    longest = max(range(len(dataset)), key=sizes.__getitem__)
+    if sizes[longest] > micro_batch_tokens:
         raise ConfigError(
             f"model.micro_batch_tokens: got {micro_batch_tokens}, wanted at least "
-            f"{dataset.num_tokens(longest)}, the tokens of {dataset.origins[longest]} "
+            f"{sizes[longest]}, the tokens of {dataset.origins[longest]} "
             f"({dataset.sequences_per_record} sequences)"
         )

@@ -75,12 +75,13 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[Sizes], li
 def choose_bar(precision: str, num_layers: int, reference: np.ndarray) -> Bar:
     """What ``precision`` may cost against an fp32 reference ``[N, A]``.
 
-    In fp32 1e-5, and no verdict may turn. Else every layer rounds the residual stream twice: as
-    rounding errors of one size add up like a random walk, the bar is 4 standard deviations of it,
-    ``4 * epsilon * sqrt(2 * num_layers)``, in units of the rewards' own spread.
+    In fp32 1e-5, times the largest |reward| where that is above 1, and no verdict may turn. Else
+    every layer rounds the residual stream twice: as rounding errors of one size add up like a
+    random walk, the bar is 4 standard deviations of it, ``4 * epsilon * sqrt(2 * num_layers)``, in
+    units of the rewards' own spread.
     """
     if precision == "fp32":
-        return Bar(FP32_BAR, 0.0)
+        return Bar(FP32_BAR * max(1.0, float(np.abs(reference).max())), 0.0)
     spread = float(reference.std(axis=0).max())
     reward = 4 * _EPSILON[precision] * math.sqrt(2 * num_layers) * spread
     return Bar(reward, 2 * reward)

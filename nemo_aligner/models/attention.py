@@ -19,31 +19,70 @@ from nemo_aligner.batch import PackedBatch
 
 @dataclass(frozen=True)
 class PackedSegments:
-    """The bounds of a pack's sequences, where megatron-core carries ``PackedSeqParams``.
+    """The segments of a pack, where megatron-core carries ``PackedSeqParams``.
 
     ``qkv_format`` is not ``thd``: rotary frequencies come one per token, already at the right
     position, so megatron-core need not cut the pack apart to apply them.
+
+    Attributes:
+        lengths: tokens of every segment.
+        prefixes: the segment that a segment begins with, -1 for none.
+        cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
+        kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, beginnings included.
+        kv_index: ``[K]`` int64 token of every key; None where the keys are the tokens.
     """
 
-    cu_seqlens: Tensor
     lengths: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    cu_seqlens: Tensor
+    kv_cu_seqlens: Tensor
+    kv_index: Tensor | None
     qkv_format: str = "packed"
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device | str) -> PackedSegments:
         bounds = batch.cu_seqlens.cpu()
         lengths = tuple((bounds[1:] - bounds[:-1]).tolist())
-        return cls(batch.cu_seqlens.to(device, torch.int32), lengths)
+        prefixes = tuple(batch.prefixes.tolist())
+        cu_seqlens = batch.cu_seqlens.to(device, torch.int32)
+        if max(prefixes) < 0:
+            return cls(lengths, prefixes, cu_seqlens, cu_seqlens, None)
+        starts = bounds.tolist()
+        keys = [
+            torch.arange(starts[segment], starts[segment] + lengths[segment])
+            for own, prefix in enumerate(prefixes)
+            for segment in (prefix, own)
+            if segment >= 0
+        ]
+        sizes = [
+            length + (lengths[prefix] if prefix >= 0 else 0)
+            for length, prefix in zip(lengths, prefixes, strict=True)
+        ]
+        return cls(
+            lengths,
+            prefixes,
+            cu_seqlens,
+            torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32),
+            torch.cat(keys).to(device),
+        )
 
     @property
     def max_length(self) -> int:
+        """The longest segment's queries."""
         return max(self.lengths)
+
+    @property
+    def max_kv_length(self) -> int:
+        """The longest segment's keys."""
+        beginnings = (self.lengths[prefix] if prefix >= 0 else 0 for prefix in self.prefixes)
+        return max(map(sum, zip(self.lengths, beginnings, strict=True)))
 
 
 class PackedAttention(MegatronModule):
     """Core attention of ``query [T, 1, heads, c]`` on ``key`` and ``value [T, 1, groups, c]``.
 
-    Each sequence attends causally to itself alone. The output is ``[T, 1, heads * c]``.
+    Each segment attends causally to itself, and to all of the segment that it begins with. The
+    output is ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -75,25 +114,30 @@ class PackedAttention(MegatronModule):
 def _attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float | None
 ) -> Tensor:
-    """``[T, heads, channels]`` -> the same, by one SDPA call per sequence."""
+    """``[T, heads, channels]`` -> the same, by one SDPA call per segment."""
     grouped = query.size(1) != key.size(1)
-    pieces = [
-        F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=grouped,
+    queries, keys, values = (
+        [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(segments.lengths)]
+        for packed in (query, key, value)
+    )
+    pieces = []
+    for own, prefix in enumerate(segments.prefixes):
+        q, k, v = queries[own], keys[own], values[own]
+        mask = None
+        if prefix >= 0:
+            k, v = torch.cat([keys[prefix], k], dim=2), torch.cat([values[prefix], v], dim=2)
+            mask = _sees_until_itself(q.size(2), k.size(2), q.device)
+        pieces.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
         )
-        for q, k, v in zip(
-            query.split(segments.lengths),
-            key.split(segments.lengths),
-            value.split(segments.lengths),
-            strict=True,
-        )
-    ]
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _sees_until_itself(queries: int, keys: int, device: torch.device) -> Tensor:
+    """``[queries, keys]`` bool: each query's own place is counted from the end of the keys."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _fits_varlen_kernel(query: Tensor) -> bool:
@@ -129,9 +173,18 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
             arguments["scale"] = scale
         elif scale is not None:
             query = query * (scale * query.size(-1) ** 0.5)
-        bounds, longest = segments.cu_seqlens, segments.max_length
+        if segments.kv_index is not None:
+            # The kernel's causal mask counts from the end of the keys, as it has to be here.
+            key, value = key[segments.kv_index], value[segments.kv_index]
         return varlen_attn(  # type: ignore[return-value]
-            query, key, value, bounds, bounds, longest, longest, **arguments
+            query,
+            key,
+            value,
+            segments.cu_seqlens,
+            segments.kv_cu_seqlens,
+            segments.max_length,
+            segments.max_kv_length,
+            **arguments,
         )
 
     return attend

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
+from nemo_aligner.batch import PackedBatch
 from nemo_aligner.data.datasets import TokenizedDataset
-from nemo_aligner.data.packing import pack_records, pack_sequences
+from nemo_aligner.data.packing import pack_records, pack_sequences, packed_size
 from nemo_aligner.data.records import Origin
 from nemo_aligner.errors import DataError
 
@@ -29,6 +32,19 @@ def dataset(lengths: list[int], kind: str = "comparison") -> TokenizedDataset:
     )
 
 
+def laid_out(pack: PackedBatch) -> list[list[int]]:
+    """The pack's sequences, each with the beginning that it shares."""
+    bounds = pack.cu_seqlens.tolist()
+    segments = [pack.tokens[start:end].tolist() for start, end in pairwise(bounds)]
+    owners = {end - 1: place for place, end in enumerate(bounds[1:])}
+    found = []
+    for last in pack.last_token.tolist():
+        own = owners[last]
+        prefix = int(pack.prefixes[own])
+        found.append((segments[prefix] if prefix >= 0 else []) + segments[own])
+    return found
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_record_is_packed_once_and_whole(seed: int) -> None:
     rng = random.Random(seed)
@@ -41,8 +57,7 @@ def test_every_record_is_packed_once_and_whole(seed: int) -> None:
         assert pack.num_sequences == 2 * pack.num_records
         for place, record in enumerate(pack.record_ids.tolist()):
             for side in (0, 1):
-                start, end = pack.cu_seqlens[2 * place + side : 2 * place + side + 2].tolist()
-                assert pack.tokens[start:end].tolist() == list(data.record(record)[side])
+                assert laid_out(pack)[2 * place + side] == list(data.record(record)[side])
     assert len(packs) <= sum(data.num_tokens(i) for i in wanted) / 120 / 0.9 + 1
     again = pack_records(data, wanted, 120)
     assert [pack.record_ids.tolist() for pack in again] == [p.record_ids.tolist() for p in packs]
@@ -62,8 +77,49 @@ def test_a_record_beyond_the_budget_is_named() -> None:
         pack_records(dataset([1, 2, 5, 6]), [0, 1], 10)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_both_sides_of_a_pair_share_what_they_begin_with(seed: int) -> None:
+    rng = random.Random(seed)
+    data = dataset([1, 1] * 30)
+    sequences = []
+    for _ in range(30):
+        prompt = [rng.randrange(50) for _ in range(rng.choice([0, 3, 20, 60]))]
+        sequences += [[*prompt, *rng.choices(range(50), k=rng.randint(1, 9))] for _ in range(2)]
+    data = replace(data, sequences=sequences)
+    packs = pack_records(data, range(30), 100)
+    for pack in packs:
+        assert pack.num_tokens <= 100
+        wanted = [s for record in pack.record_ids.tolist() for s in data.record(record)]
+        assert laid_out(pack) == wanted
+    assert sum(pack.num_tokens for pack in packs) == sum(packed_size(data, r) for r in range(30))
+    assert sum(map(len, sequences)) > 1.3 * sum(pack.num_tokens for pack in packs)
+
+
+def test_replies_to_one_prompt_share_it_however_they_come() -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(90) for _ in range(size)] for size in (40, 40, 25)]
+    prompts.append([*prompts[0][:20], *prompts[1][20:]])
+    sequences = [[*prompt, 100 + n, n] for prompt in prompts for n in range(6)]
+    sequences += [[1], [2, 3], sequences[0], prompts[1]]
+    rng.shuffle(sequences)
+    packs = pack_sequences(sequences, 1000)
+    assert len(packs) == 1
+    assert laid_out(packs[0]) == [sequences[place] for place in packs[0].record_ids.tolist()]
+    assert sorted(packs[0].record_ids.tolist()) == list(range(len(sequences)))
+    # Four prompts, two tokens a reply, and what is alone.
+    assert packs[0].num_tokens <= 40 + 40 + 25 + 40 + 24 * 2 + 3 + 2 + 40
+    small = pack_sequences(sequences, 50)
+    assert max(pack.num_tokens for pack in small) <= 50
+    found = {
+        place: tokens
+        for pack in small
+        for place, tokens in zip(pack.record_ids.tolist(), laid_out(pack), strict=True)
+    }
+    assert [found[place] for place in range(len(sequences))] == sequences
+
+
 def test_sequences_know_their_place() -> None:
-    sequences = [[7] * length for length in (4, 9, 1, 6, 5)]
+    sequences = [[length] * length for length in (4, 9, 1, 6, 5)]
     packs = pack_sequences(sequences, 10)
     assert sorted(i for pack in packs for i in pack.record_ids.tolist()) == [0, 1, 2, 3, 4]
     assert [pack.num_tokens for pack in packs] == [10, 10, 5]

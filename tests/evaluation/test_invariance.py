@@ -62,7 +62,8 @@ def test_a_verdict_that_turns_is_noticed_however_small_its_margin() -> None:
 
 
 def test_the_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
-    assert choose_bar("fp32", 30, REFERENCE) == EXACT
+    assert choose_bar("fp32", 30, REFERENCE / 2) == EXACT
+    assert choose_bar("fp32", 30, REFERENCE).reward == pytest.approx(2e-5)
     bar = choose_bar("bf16", 30, REFERENCE)
     spread = REFERENCE[:, 0].std()
     assert bar.reward == pytest.approx(4 * 2**-8 * 60**0.5 * spread)

@@ -13,9 +13,10 @@ from tests import tiny
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("groups", [2, 8])
-def test_varlen_kernel_equals_sdpa_forward_and_backward(groups: int) -> None:
-    from nemo_aligner.batch import PackedBatch
+def test_varlen_kernel_equals_sdpa_forward_and_backward(groups: int, shared: bool) -> None:
+    from nemo_aligner.batch import Group, PackedBatch
     from nemo_aligner.models.attention import (
         PackedSegments,
         _attend_one_by_one,
@@ -25,12 +26,14 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(groups: int) -> None:
     kernel = _varlen_kernel()
     if kernel is None:
         pytest.skip("this torch has no varlen attention (2.10 and later have it)")
-    batch = PackedBatch.pack([[1] * length for length in (3, 200, 77)], range(3), 1)
+    sequences = [[1] * length for length in (3, 200, 77, 90)]
+    shares = [Group(2, 0), Group(2, 40)] if shared else None
+    batch = PackedBatch.pack(sequences, range(4), 1, groups=shares)
     segments = PackedSegments.of(batch, "cuda")
     torch.manual_seed(0)
     results = []
     inputs = [
-        torch.randn(280, heads, 64, device="cuda", dtype=torch.bfloat16)
+        torch.randn(batch.num_tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
         for heads in (8, groups, groups)
     ]
     for attend in (kernel, _attend_one_by_one):

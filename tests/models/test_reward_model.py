@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.batch import Group, PackedBatch
 from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -94,8 +94,42 @@ def test_no_output_layer_is_left_in_the_model(base: Path, layout: ParallelLayout
     assert model.rm_head.weight.dtype == torch.float32
 
 
+SHARING = [[*range(3, 43), *range(60, 60 + length)] for length in (5, 1, 12)]
+GROUPS = [Group(1, 0), Group(3, 40)]
+
+
+def test_a_beginning_computed_once_changes_no_reward(base: Path, layout: ParallelLayout) -> None:
+    from nemo_aligner.models.step import infer
+
+    model = load(base, layout).model
+    sequences = [SEQUENCES[3], *SHARING]
+    once = PackedBatch.pack(sequences, range(4), 1, groups=GROUPS)
+    assert once.num_tokens == 17 + 40 + 5 + 1 + 12
+    wanted = infer(model, [PackedBatch.pack(sequences, range(4), 1)], layout)
+    for batch in (once, once.padded_to_multiple(8)):
+        torch.testing.assert_close(infer(model, [batch], layout), wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_a_beginning_computed_once_changes_no_gradient(
+    base: Path, layout: ParallelLayout, recompute: Recompute
+) -> None:
+    sequences = [SEQUENCES[3], *SHARING]
+    once = PackedBatch.pack(sequences, range(4), 1, groups=GROUPS)
+    apart = PackedBatch.pack(sequences, range(4), 1)
+    got = gradients(base, layout, 0, recompute, once)
+    wanted = gradients(base, layout, 0, recompute, apart)
+    for name, gradient in got.items():
+        scale = float(wanted[name].abs().max())
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-5 * scale, rtol=1e-4)
+
+
 def gradients(
-    base: Path, layout: ParallelLayout, frozen: int, recompute: Recompute
+    base: Path,
+    layout: ParallelLayout,
+    frozen: int,
+    recompute: Recompute,
+    batch: PackedBatch | None = None,
 ) -> dict[str, torch.Tensor]:
     from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
     from nemo_aligner.models.step import forward_backward
@@ -110,7 +144,8 @@ def gradients(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return rewards.square().sum(), torch.tensor(rewards.size(0))
 
-    forward_backward(wrapped, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout, loss)
+    batch = batch or PackedBatch.pack(SEQUENCES, range(4), 1)
+    forward_backward(wrapped, [batch], layout, loss)
     return {
         name: parameter.main_grad.clone()
         for name, parameter in model.named_parameters()
