@@ -1,0 +1,105 @@
+"""What the benchmarks share: the same weights in both forms, processes, and a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def prepare_model(source: Path, folder: Path) -> tuple[Path, Path]:
+    """``source`` (GGUF, or a Hugging Face folder) as a Hugging Face folder and as a ``.nemo``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hf, nemo = source, folder / "base.nemo"
+    if source.suffix == ".gguf":
+        hf = folder / "hf"
+        if not (hf / "config.json").is_file():
+            _unpack_gguf(source, hf)
+    if not nemo.is_file():
+        from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+
+        convert_hf_to_nemo(hf, nemo)
+    return hf, nemo
+
+
+def _unpack_gguf(source: Path, hf: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
+    # Its weights are plain numbers by now, but it would not save what was once quantized.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(hf)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(hf)
+
+
+def run_worker(python: str, script: str, job: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """Run ``script`` with the job on stdin in a process of its own; its last line is JSON."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        [python, str(ROOT / "benchmarks" / script)],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{script} ended with {done.returncode}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of ``theirs / ours``, run by run: above 1 ours took less."""
+    return median(t / o for o, t in zip(ours, theirs, strict=True))
+
+
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Columns as wide as their content; numbers on the right."""
+    names = list(rows[0])
+    cells = [names, *([_shown(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    lines = []
+    for line in cells:
+        first, *rest = (
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = next(
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    return f"{model}, {os.cpu_count()} cores"

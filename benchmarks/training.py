@@ -1,0 +1,168 @@
+"""Training against TRL's RewardTrainer: the same weights, pairs, batches and loss, turn by turn.
+
+    python -m venv trl && trl/bin/pip install torch==2.13.0 trl
+    python benchmarks/training.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl \\
+        --trl-python trl/bin/python
+
+Both train all weights in fp32 on the CPU, in bf16 on a GPU. TRL gets the very token ids; for each
+of ``--trl-batch`` it is run as many times as ours, in turn, and the speed-up is the median of the
+ratios. Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts
+``6 * parameters`` per real token, against the rate of a large matrix product measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import machine, median_of_ratios, prepare_model, render, run_worker, write_json
+
+LR = 1e-5
+
+
+def main() -> None:
+    arguments = _parse()
+    import torch
+
+    work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
+    hf, nemo = prepare_model(arguments.model, work)
+    head = work / "head.npy"
+    hidden = _hidden_size(hf)
+    np.save(head, np.random.RandomState(0).normal(0, 0.02, (1, hidden)).astype(np.float32))
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    shared = {
+        "steps": arguments.steps,
+        "global_batch_size": arguments.global_batch,
+        "head": str(head),
+        "ids": str(work / "ids.json"),
+    }
+    ours = {**shared, "settings": _settings(arguments, nemo, precision)}
+    theirs = {**shared, "hf": str(hf), "lr": LR}
+    peak_rate = _matmul_rate()
+    rows: list[dict[str, Any]] = []
+    for batch_size in arguments.trl_batch:
+        found = _compare(arguments, ours, {**theirs, "batch_size": batch_size})
+        rows += _rows(found, batch_size, arguments, _parameters(hf), peak_rate)
+        print(f"\n{render(rows)}", flush=True)
+    about = {"machine": machine(), "model": str(arguments.model), "precision": precision}
+    print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
+    write_json(arguments.output, {**about, "rows": rows})
+
+
+def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list[str]:
+    return [
+        f"pretrained_checkpoint.restore_from_path={nemo}",
+        f"model.data.data_prefix.train=[{arguments.data}]",
+        f"model.global_batch_size={arguments.global_batch}",
+        f"model.micro_batch_tokens={arguments.micro_batch_tokens}",
+        f"model.data.seq_length={arguments.seq_length}",
+        f"model.optim.lr={LR}",
+        "model.optim.sched.name=constant",
+        "model.optim.sched.warmup_steps=0",
+        f"trainer.precision={precision}",
+    ]
+
+
+def _compare(
+    arguments: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+    for turn in range(arguments.turns):
+        print(f"turn {turn + 1} of {arguments.turns}: ours", end="", flush=True)
+        found["ours"].append(run_worker(sys.executable, "train_ours.py", ours, arguments.threads))
+        print(", TRL", flush=True)
+        found["trl"].append(
+            run_worker(arguments.trl_python, "train_trl.py", theirs, arguments.threads)
+        )
+    losses = [found[name][0]["losses"][0] for name in ("ours", "trl")]
+    print(f"loss of the first batch: ours {losses[0]:.6f}, TRL {losses[1]:.6f}")
+    # TRL rounds what it logs.
+    if abs(losses[0] - losses[1]) > 1e-3 * max(losses):
+        sys.exit("the losses differ: these are not the same computations")
+    return found
+
+
+def _rows(
+    found: dict[str, list[dict[str, Any]]],
+    batch_size: int,
+    arguments: argparse.Namespace,
+    parameters: int,
+    peak_rate: float,
+) -> list[dict[str, Any]]:
+    seconds = {name: [sum(run["seconds"]) for run in runs] for name, runs in found.items()}
+    pairs = arguments.steps * arguments.global_batch
+    tokens = found["ours"][0]["tokens"]
+    ratio = median_of_ratios(seconds["ours"], seconds["trl"])
+    labels = {"ours": "nemo_aligner", "trl": f"TRL, batch {batch_size}"}
+    return [
+        {
+            "trainer": labels[name],
+            "pairs/s": pairs / median(seconds[name]),
+            "real tokens/s": tokens / median(seconds[name]),
+            "MFU": 6 * parameters * tokens / median(seconds[name]) / peak_rate,
+            "peak GiB": max(run["peak_gib"] for run in found[name]),
+            "ours is faster by": ratio if name == "trl" else "",
+        }
+        for name in ("ours", "trl")
+    ]
+
+
+def _matmul_rate() -> float:
+    """FLOP/s of a large matrix product in the precision that is trained in."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    size = 8192 if gpu else 2048
+    dtype, device = (torch.bfloat16, "cuda") if gpu else (torch.float32, "cpu")
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        (a @ b).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _hidden_size(hf: Path) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(hf).hidden_size)
+
+
+def _parameters(hf: Path) -> int:
+    from safetensors import safe_open
+
+    total = 0
+    for path in hf.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            total += sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+    return total
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
+    parser.add_argument("--data", type=Path, required=True, help="pairs")
+    parser.add_argument("--trl-python", required=True, help="of an environment that has TRL")
+    parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 1], help="pairs")
+    parser.add_argument("--steps", type=int, default=2, help="a run (default 2)")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each (default 2)")
+    parser.add_argument("--global-batch", type=int, default=8, help="pairs a step (default 8)")
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument("--output", type=Path, metavar="JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The benchmarks run, on a tiny model, and compare the same computations."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a Hugging Face checkpoint in ``hf/`` and ``pairs.jsonl``."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    tiny.write_hf_checkpoint(folder / "hf", max_position_embeddings=2048)
+    tiny.write_pairs(folder / "pairs.jsonl", 12)
+    return folder
+
+
+def run(script: str, folder: Path, *arguments: str) -> list[dict]:
+    """The rows of the benchmark's table."""
+    output = folder / "rows.json"
+    done = tiny.run_script(
+        script,
+        f"--model={folder / 'hf'}",
+        f"--data={folder / 'pairs.jsonl'}",
+        f"--work={folder / 'work'}",
+        f"--output={output}",
+        *arguments,
+    )
+    assert "machine: " in done.stdout
+    return json.loads(output.read_text())["rows"]
+
+
+def test_scoring_gives_the_rewards_of_transformers(folder: Path) -> None:
+    rows = run("benchmarks/scoring.py", folder, "--pairs=6", "--turns=1", "--threads=1")
+    assert [row["scorer"] for row in rows] == ["nemo_aligner", "transformers"] * 3
+    assert all(row["rewards/s"] > 0 for row in rows)
+    assert all(row["largest |difference|"] < 1e-5 for row in rows[1::2])
+
+
+def test_training_has_the_loss_of_trl(folder: Path) -> None:
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed here")
+    rows = run(
+        "benchmarks/training.py",
+        folder,
+        f"--trl-python={sys.executable}",
+        "--trl-batch=2",
+        "--global-batch=4",
+        "--turns=1",
+        "--threads=1",
+    )
+    assert [row["trainer"] for row in rows] == ["nemo_aligner", "TRL, batch 2"]
