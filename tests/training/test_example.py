@@ -178,5 +178,5 @@ def test_fp16_trains_resumes_and_scores(base: Path, tmp_path: Path) -> None:
     )
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["metrics"]["accuracy"] == pytest.approx(
-        column(tmp_path / "2", "validation/accuracy")[-1]
+        column(tmp_path / "2", "validation-pairs/accuracy")[-1]
     )
