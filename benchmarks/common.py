@@ -35,7 +35,7 @@ def _unpack_gguf(source: Path, hf: Path) -> None:
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
     # Its weights are plain numbers by now, but it would not save what was once quantized.
-    model.hf_quantizer = None
+    del model.hf_quantizer
     del model.config.quantization_config
     model.save_pretrained(hf)
     AutoTokenizer.from_pretrained(**where).save_pretrained(hf)
