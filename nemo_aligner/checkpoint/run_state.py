@@ -16,13 +16,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from nemo_aligner.checkpoint.background import in_background
 from nemo_aligner.checkpoint.nemo import sync_to_disk
 from nemo_aligner.checkpoint.weights import PendingSave, copy_tensors, load_weights, start_saving
 from nemo_aligner.config.schema import MonitorMode
@@ -106,7 +109,15 @@ class RunCheckpoints:
         self._mode = mode
         self._save_top_k = save_top_k
         self._pending: tuple[Saved, PendingSave] | None = None
+        self._deletion: Future[None] | None = None
         self._host: dict[int, Tensor] = {}
+
+    def reserve(self, model: ShardedModel) -> None:
+        """Take the host memory that a save copies the weights to, as much as they have.
+
+        New memory can take ten times as long to write to, so the first save would hold training up.
+        """
+        copy_tensors(_sharded(model), self._host)
 
     def clean(self) -> None:
         """Delete what a killed save or removal left behind; call it before the first save."""
@@ -140,7 +151,8 @@ class RunCheckpoints:
     def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Start a checkpoint: when it returns, all tensors are copied, and training may go on.
 
-        The copies are in host memory and kept for the next save: as much as the checkpoint has.
+        The copies are in host memory, as much as this rank's part of the checkpoint has, and the
+        next save reuses it.
         A save that is still pending is published first.
 
         Raises:
@@ -149,13 +161,13 @@ class RunCheckpoints:
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
-            on_main(lambda: _make_empty(_partial(path)))
+            on_main(lambda: _make_empty(_unnamed(path)))
         weights = _sharded(model)
         # It is looked up by the model's own tensors, so these are copied after.
         optimizer_state = optimizer.sharded_state_dict(weights)
         copy_tensors(weights, self._host)
         pending = start_saving(
-            {"model": weights, "optimizer": optimizer_state}, _partial(path) / _STATE
+            {"model": weights, "optimizer": optimizer_state}, _unnamed(path) / _STATE
         )
         self._pending = Saved(path, state), pending
 
@@ -182,9 +194,16 @@ class RunCheckpoints:
         return saved
 
     def _prune(self) -> None:
+        """Delete the checkpoints that are not kept: their names now, their files in the background.
+
+        Errors of the last such deletion are raised here.
+        """
+        if self._deletion is not None:
+            self._deletion.result()
         saved = _list_saved(self.folder)
         kept = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
-        _remove([item.path for item in saved if item.path not in kept])
+        doomed = [_take_name(item.path) for item in saved if item.path not in kept]
+        self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Put weights and optimizer back as they were saved, whatever the layout was.
@@ -295,31 +314,35 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _partial(path: Path) -> Path:
+def _unnamed(path: Path) -> Path:
     """Where a checkpoint is written before it has its name."""
     return path.with_name(path.name + ".partial")
 
 
 def _publish(saved: Saved) -> None:
     """Give a finished folder its name, once all of it is on the disk."""
-    path, partial = saved.path, _partial(saved.path)
+    path, unnamed = saved.path, _unnamed(saved.path)
     content = {"version": _VERSION, **asdict(saved.state)}
-    (partial / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    (unnamed / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
     # The ranks have synced the tensors, so this is a matter of the small files.
-    for folder, _, names in os.walk(partial):
+    for folder, _, names in os.walk(unnamed):
         for name in names:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
     if path.exists():
-        _remove([path])
-    partial.rename(path)
+        _delete([_take_name(path)])
+    unnamed.rename(path)
     sync_to_disk(path.parent)
 
 
-def _remove(paths: list[Path]) -> None:
-    """Delete checkpoints; each loses its name first, so that half a one is never taken for one."""
-    for path in paths:
-        doomed = path.with_name(path.name + ".removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+def _take_name(path: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that half a one is never taken for one."""
+    doomed = path.with_name(path.name + ".removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    return doomed
+
+
+def _delete(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)

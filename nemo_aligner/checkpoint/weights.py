@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from nemo_aligner.checkpoint.background import in_background
 from nemo_aligner.checkpoint.safe_metadata import read_metadata, stored_tensors
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import gather_objects, on_main
@@ -71,9 +72,7 @@ class PendingSave:
             )
             tensors = mcore_to_pyt_state_dict(grouped)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._written = executor.submit(self._write, self._planner.finish_plan(plan))
-        executor.shutdown(wait=False)
+        self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
     @property
     def is_written(self) -> bool:
