@@ -152,8 +152,7 @@ class RunCheckpoints:
         """Start a checkpoint: when it returns, all tensors are copied, and training may go on.
 
         The copies are in host memory, as much as this rank's part of the checkpoint has, and the
-        next save reuses it.
-        A save that is still pending is published first.
+        next save reuses it. A save that is still pending is published first.
 
         Raises:
             CheckpointError: on every rank, if this one or the one before cannot be written.
