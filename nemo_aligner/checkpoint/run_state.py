@@ -113,7 +113,7 @@ class RunCheckpoints:
         self._host: dict[int, Tensor] = {}
 
     def reserve(self, model: ShardedModel) -> None:
-        """Take the host memory that a save copies the weights to, as much as they have.
+        """Take the host memory that a save copies the weights to; call it before the first save.
 
         New memory can take ten times as long to write to, so the first save would hold training up.
         """

@@ -184,7 +184,7 @@ def test_two_ranks_stopped_killed_and_moved(
     assert "stopped by SIGTERM after step 3" in done.stdout
     done = train(settings, "trainer.max_time=00:00:00:00", processes=2)
     assert "stopped by the time limit (trainer.max_time=00:00:00:00) after step 4" in done.stdout
-    for where in (f"{RUN_STATE}:RunCheckpoints.save", f"{TORCH}:_write_item"):
+    for where in (f"{RUN_STATE}:RunCheckpoints.save", f"{TORCH}:FileSystemWriter.write_data"):
         done = interrupt(settings, "SIGKILL", (where, "", "1"), rank=1, processes=2)
         assert done.returncode != 0
     assert not list((tmp_path / "checkpoints").glob("step_00000006"))
