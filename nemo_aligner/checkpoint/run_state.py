@@ -112,12 +112,19 @@ class RunCheckpoints:
         self._deletion: Future[None] | None = None
         self._host: dict[int, Tensor] = {}
 
-    def reserve(self, model: ShardedModel) -> None:
-        """Take the host memory that a save copies the weights to; call it before the first save.
+    def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Take the host memory that a save copies to; call it before the first save.
 
         New memory can take ten times as long to write to, so the first save would hold training up.
         """
-        copy_tensors(_sharded(model), self._host)
+        self._copy(model, optimizer)
+
+    def _copy(self, model: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, Any]:
+        weights = _sharded(model)
+        # It is looked up by the model's own tensors, so these are copied after.
+        state = optimizer.sharded_state_dict(weights)
+        copy_tensors(weights, self._host)
+        return {"model": weights, "optimizer": state}
 
     def clean(self) -> None:
         """Delete what a killed save or removal left behind; call it before the first save."""
@@ -161,13 +168,7 @@ class RunCheckpoints:
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
             on_main(lambda: _make_empty(_unnamed(path)))
-        weights = _sharded(model)
-        # It is looked up by the model's own tensors, so these are copied after.
-        optimizer_state = optimizer.sharded_state_dict(weights)
-        copy_tensors(weights, self._host)
-        pending = start_saving(
-            {"model": weights, "optimizer": optimizer_state}, _unnamed(path) / _STATE
-        )
+        pending = start_saving(self._copy(model, optimizer), _unnamed(path) / _STATE)
         self._pending = Saved(path, state), pending
 
     @property

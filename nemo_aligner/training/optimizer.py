@@ -190,7 +190,7 @@ def build_optimizer(
         if not distrib_optimizer.HAVE_APEX_OR_TE:
             _mend_torch_adamw(part)
         part.get_parameter_state_dp_zero = partial(
-            _gather_state, part, part.get_parameter_state_dp_zero, _host_memory(part)
+            _gather_state, part, part.get_parameter_state_dp_zero, []
         )
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
@@ -257,8 +257,7 @@ def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
     memory = []
     for buffer in optimizer.buffers:
         numel = buffer.numel if group.rank() == 0 else buffer.numel // group.size()
-        # Written to now: with new memory the first save could take ten times as long.
-        memory.append({key: torch.empty(numel, dtype=torch.float32).zero_() for key in _STATE})
+        memory.append({key: torch.empty(numel, dtype=torch.float32) for key in _STATE})
     return memory
 
 
@@ -275,6 +274,8 @@ def _gather_state(
     """
     if empty_data:
         return gather(empty_data=True, **options)
+    if not memory:
+        memory += _host_memory(optimizer)
     group = optimizer.data_parallel_group_gloo
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for index, (of_dtype, flat) in enumerate(zip(optimizer.gbuf_ranges, memory, strict=True)):

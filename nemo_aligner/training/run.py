@@ -126,7 +126,7 @@ def resume(
         _restore(checkpoints, latest, fresh, learner)
     folder = Path(config.exp_manager.explicit_log_dir)
     on_main(lambda: _write_config(config, folder))
-    checkpoints.reserve(learner.model)
+    checkpoints.reserve(learner.model, learner.optimizer)
     if latest is None:
         return fresh
     return replace(fresh, step=latest.state.step, consumed_samples=latest.state.consumed_samples)
