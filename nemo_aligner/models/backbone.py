@@ -59,12 +59,6 @@ def transformer_config(
             layers than are to be recomputed.
     """
     shape.check_fits(layout.tp, layout.pp)
-    layers_of_stage = shape.num_layers // layout.pp
-    if recompute_layers is not None and recompute_layers > layers_of_stage:
-        raise ConfigError(
-            f"model.activations_checkpoint_num_layers: got {recompute_layers}, wanted at most "
-            f"{layers_of_stage}, the layers of a pipeline stage"
-        )
     dtype = DTYPES[precision]
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -104,7 +98,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_recompute_options(recompute, recompute_layers or layers_of_stage),
+        **_recompute_options(recompute, recompute_layers, shape.num_layers // layout.pp),
     )
 
 
@@ -120,12 +114,19 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def _recompute_options(recompute: Recompute, num_layers: int) -> dict[str, Any]:
+def _recompute_options(
+    recompute: Recompute, num_layers: int | None, layers_of_stage: int
+) -> dict[str, Any]:
+    if num_layers is not None and num_layers > layers_of_stage:
+        raise ConfigError(
+            f"model.activations_checkpoint_num_layers: got {num_layers}, wanted at most "
+            f"{layers_of_stage}, the layers of a pipeline stage"
+        )
     if recompute is Recompute.full:
         return {
             "recompute_granularity": "full",
             "recompute_method": "block",
-            "recompute_num_layers": num_layers,
+            "recompute_num_layers": num_layers or layers_of_stage,
         }
     if recompute is Recompute.selective:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
