@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,25 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what the machine has")
+
+
+def choose_device(name: str | None) -> str:
+    """Make this process, and those it starts, compute on ``name``; None is what the machine has.
+
+    Called before torch looks for a GPU: "cpu" hides them all.
+    """
+    if name == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if name is not None and name != found:
+        sys.exit(f"--device: got {name}, wanted cpu: torch finds no GPU here")
+    return found
 
 
 def prepare_model(source: Path, folder: Path) -> tuple[Path, Path]:
