@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: a varlen kernel on GPUs, else SDPA one by one."""
+"""Causal attention over packed sequences: a varlen kernel on GPUs, flash attention on CPUs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
+from nemo_aligner.models import cpu_attention
+from nemo_aligner.models.pointwise import rotate
 
 
 @dataclass(frozen=True)
 class PackedSegments:
     """The segments of a pack, where megatron-core carries ``PackedSeqParams``.
 
-    ``qkv_format`` is not ``thd``: rotary frequencies come one per token, already at the right
-    position, so megatron-core need not cut the pack apart to apply them.
+    ``qkv_format`` is not ``thd``, for which megatron-core would cut the pack apart to rotate it:
+    the rotation comes along, one row per token, and is applied here.
 
     Attributes:
+        cos: ``[T, 1, 1, r]`` in the model's dtype, for the token's place in its sequence.
+        sin: the same of the sines.
         lengths: tokens of every segment.
         prefixes: the segment that a segment begins with, -1 for none.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
@@ -32,6 +36,8 @@ class PackedSegments:
         kv_index: ``[K]`` int64 token of every key; None where the keys are the tokens.
     """
 
+    cos: Tensor
+    sin: Tensor
     lengths: tuple[int, ...]
     prefixes: tuple[int, ...]
     cu_seqlens: Tensor
@@ -40,13 +46,15 @@ class PackedSegments:
     qkv_format: str = "packed"
 
     @classmethod
-    def of(cls, batch: PackedBatch, device: torch.device | str) -> PackedSegments:
+    def of(cls, batch: PackedBatch, cos: Tensor, sin: Tensor) -> PackedSegments:
+        """On the device of ``cos``."""
+        device = cos.device
         bounds = batch.cu_seqlens.cpu()
         lengths = tuple((bounds[1:] - bounds[:-1]).tolist())
         prefixes = tuple(batch.prefixes.tolist())
         cu_seqlens = batch.cu_seqlens.to(device, torch.int32)
         if max(prefixes) < 0:
-            return cls(lengths, prefixes, cu_seqlens, cu_seqlens, None)
+            return cls(cos, sin, lengths, prefixes, cu_seqlens, cu_seqlens, None)
         starts = bounds.tolist()
         keys = [
             torch.arange(starts[segment], starts[segment] + lengths[segment])
@@ -59,6 +67,8 @@ class PackedSegments:
             for length, prefix in zip(lengths, prefixes, strict=True)
         ]
         return cls(
+            cos,
+            sin,
             lengths,
             prefixes,
             cu_seqlens,
@@ -81,8 +91,8 @@ class PackedSegments:
 class PackedAttention(MegatronModule):
     """Core attention of ``query [T, 1, heads, c]`` on ``key`` and ``value [T, 1, groups, c]``.
 
-    Each segment attends causally to itself, and to all of the segment that it begins with. The
-    output is ``[T, 1, heads * c]``.
+    Query and key are rotated to their positions; then each segment attends causally to itself, and
+    to all of the segment that it begins with. The output is ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -102,19 +112,33 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         if packed_seq_params is None:
             raise ValueError("attention needs the bounds of the packed sequences")
-        packed = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        kernel = _varlen_kernel() if _fits_varlen_kernel(query) else None
-        if kernel is not None:
-            out = kernel(*packed, packed_seq_params, self.scale)
-        else:
-            out = _attend_one_by_one(*packed, packed_seq_params, self.scale)
-        return out.reshape(query.size(0), 1, -1)
+        segments = packed_seq_params
+        query = rotate(query, segments.cos, segments.sin).squeeze(1)
+        key = rotate(key, segments.cos, segments.sin).squeeze(1)
+        attend = _attention_for(query)
+        return attend(query, key, value.squeeze(1), segments, self.scale).flatten(1).unsqueeze(1)
+
+
+_Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, float | None], Tensor]
+
+
+def _attention_for(query: Tensor) -> _Attend:
+    if query.is_cpu:
+        return _attend_on_cpu
+    kernel = _varlen_kernel() if _fits_varlen_kernel(query) else None
+    return kernel or _attend_one_by_one
+
+
+def _attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float | None
+) -> Tensor:
+    return cpu_attention.attend(query, key, value, segments.lengths, segments.prefixes, scale)
 
 
 def _attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float | None
 ) -> Tensor:
-    """``[T, heads, channels]`` -> the same, by one SDPA call per segment."""
+    """By one SDPA call per segment, where no kernel takes them all."""
     grouped = query.size(1) != key.size(1)
     queries, keys, values = (
         [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(segments.lengths)]
@@ -147,7 +171,7 @@ def _fits_varlen_kernel(query: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _varlen_kernel() -> Callable[..., Tensor] | None:
+def _varlen_kernel() -> _Attend | None:
     """torch's variable-length flash attention (torch >= 2.10), behind one signature."""
     try:
         from torch.nn.attention.varlen import varlen_attn

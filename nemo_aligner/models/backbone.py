@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.models.attention import PackedAttention
+from nemo_aligner.models.pointwise import gated_silu, rms_norm
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 
@@ -59,6 +61,8 @@ def transformer_config(
         layernorm_epsilon=shape.layernorm_epsilon,
         activation_func=F.silu,
         gated_linear_unit=True,
+        # Only the name is TransformerEngine's: it has the MLP call what the layer spec says.
+        use_te_activation_func=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -78,7 +82,7 @@ def transformer_config(
         # marks by which the gradient norm tells sharded weights from replicated ones.)
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=can_accumulate_weight_gradients(),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -86,6 +90,14 @@ def transformer_config(
         persist_layer_norm=False,
         **_recompute_options(recompute),
     )
+
+
+def can_accumulate_weight_gradients() -> bool:
+    """Whether weight gradients are summed in Megatron's buffer as they are made, in one kernel.
+
+    A model is then trained only inside Megatron's data parallel wrapper, which has the buffer.
+    """
+    return use_transformer_engine() or layers._grad_accum_fusion_available
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:
@@ -116,6 +128,10 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         device = torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self._eps)
 
 
 @dataclass(frozen=True)
@@ -185,11 +201,15 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         pre_mlp_layernorm=parts.norm,
         mlp=ModuleSpec(
             module=MLP,
-            submodules=MLPSubmodules(linear_fc1=parts.norm_linear, linear_fc2=parts.row_linear),
+            submodules=MLPSubmodules(
+                linear_fc1=parts.norm_linear,
+                linear_fc2=parts.row_linear,
+                activation_func=gated_silu,
+            ),
         ),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=parts.key_map,
     )
     spec = ModuleSpec(module=TransformerLayer, submodules=layer)
-    layers = [spec] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.block_norm)
+    specs = [spec] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.block_norm)

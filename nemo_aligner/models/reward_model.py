@@ -98,21 +98,23 @@ class GPTRewardModel(GPTModel):
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self._rotary_frequencies(batch.position_ids),
-            packed_seq_params=PackedSegments.of(batch, batch.tokens.device),
+            # The attention rotates; megatron-core's way takes many more passes over memory.
+            rotary_pos_emb=None,
+            packed_seq_params=PackedSegments.of(batch, *self._rotation(batch.position_ids)),
         )
         if not self.post_process:
             return hidden
         return self.rm_head(self._last_token_states(hidden, batch.last_token))
 
-    def _rotary_frequencies(self, position_ids: Tensor) -> Tensor:
-        """Angles ``[T, 1, 1, rotary channels]`` for tokens at ``position_ids [T]``."""
+    def _rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[T, 1, 1, rotary channels / 2]`` at ``position_ids [T]``."""
         rope = self.rotary_pos_emb
         positions = position_ids.float()
         if rope.seq_len_interpolation_factor is not None:
             positions = positions / rope.seq_len_interpolation_factor
-        angles = torch.outer(positions, rope.inv_freq.to(positions.device))
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        angles = torch.outer(positions, rope.inv_freq.to(positions.device))[:, None, None]
+        dtype = self.config.params_dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _last_token_states(self, hidden: Tensor, last_token: Tensor) -> Tensor:
         """``hidden [T or T/tp, 1, h]`` -> ``[S, h]``; each rank adds the rows that it holds."""

@@ -8,6 +8,7 @@ Nothing of megatron-core is copied, and its files and line numbers stay as they 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import logging
 import sys
@@ -114,7 +115,55 @@ def _disable_jit(jit: Any) -> None:
     jit.disable_jit_fuser()  # TorchInductor would need a C++ compiler and seconds per start
 
 
+class _WeightGradients:
+    """What megatron-core takes from Apex's CUDA extension: the product is summed as it is made."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
+        if total_input.dtype is main_grad.dtype:
+            main_grad.addmm_(grad_output.t(), total_input)
+        else:
+            main_grad.add_(grad_output.t() @ total_input)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def _accumulate_weight_gradients(layers: Any) -> None:
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
+
+
+def _leave_lone_buffers(buffers: Any) -> None:
+    """Among one rank a buffer is gathered and reduced as it is; gloo would copy it and back."""
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
+
+
+def _unless_alone(collective: Any) -> Any:
+    def run(output: Any, source: Any, *args: Any, group: Any, **kwargs: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == source.data_ptr():
+            return None
+        return collective(output, source, *args, group=group, **kwargs)
+
+    return run
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed for what comes next, where it is glibc's.
+
+    Else every large tensor is new memory from the system, which takes longer to get, page by page,
+    than most operations take to fill it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4  # as malloc.h numbers them
+        mallopt(trim_threshold, -1)
+        mallopt(mmap_max, 0)
+
+
 _AFTER_IMPORT = {
+    "megatron.core.distributed.param_and_grad_buffer": _leave_lone_buffers,
     "megatron.core.jit": _disable_jit,
+    "megatron.core.tensor_parallel.layers": _accumulate_weight_gradients,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
 }

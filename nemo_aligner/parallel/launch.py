@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.parallel.cpu import keep_freed_memory
 
 _DEFAULT_PORT = 29400
 
@@ -57,6 +58,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     device = _select_device(place, use_cuda)
     if not use_cuda:
         _share_cores(place.local_world_size)
+        keep_freed_memory()
     backend = "nccl" if use_cuda else "gloo"
     _init_process_group(place, backend, timedelta(seconds=timeout_seconds))
     try:

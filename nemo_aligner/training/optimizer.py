@@ -215,9 +215,10 @@ def _mend_torch_adamw(optimizer: Any) -> None:
     each of which then advances it.
     """
     for group in optimizer.optimizer.param_groups:
+        group["fused"] = True  # one pass over the state instead of a dozen
         for parameter in group["params"]:
             optimizer.optimizer.state[parameter].update(
-                step=torch.tensor(0.0),
+                step=torch.tensor(0.0, device=parameter.device),
                 exp_avg=torch.zeros_like(parameter),
                 exp_avg_sq=torch.zeros_like(parameter),
             )
