@@ -10,6 +10,7 @@ import resource
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nemo_aligner.config.schema import OptimConfig, Precision, Recompute
 from nemo_aligner.models.reward_model import (
@@ -37,10 +40,10 @@ def main() -> None:
     with launch() as world:
         layout = initialize_layout(job["tp"], job["pp"], job["sequence_parallel"], _SEED)
         shape = ModelShape.from_config(job["model"])
+        before = _resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)
-        start = _resident()
         measured = _measure_memory(learner)
-        measured["resident growth"] = _resident() - start
+        measured["resident"] = _most_resident_bytes() - before
         parts = _time_steps(learner, job["steps"])
         if job["save"]:
             parts["checkpoint"] = _time_checkpoint(learner)
@@ -132,8 +135,8 @@ def _measure_memory(learner: RewardLearner) -> dict[str, float]:
     largest = max(packs, key=lambda batch: batch.num_tokens)
     return {
         **standing,
-        "saved per pack": float(saved.largest),
-        "growth in a step": float(growth),
+        "saved": float(saved.largest),
+        "step": float(growth),
         "total": sum(standing.values()) + growth,
         "tokens of a pack": float(largest.num_tokens),
     }
@@ -203,20 +206,58 @@ def _peak_growth(step: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - before
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _LiveBytes() as live:
         step()
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
+    return live.peak
 
 
-def _resident() -> int:
-    """The most bytes that this process has held."""
+class _LiveBytes(TorchDispatchMode):
+    """The bytes of all tensors made inside the block that are still there; for the CPU.
+
+    What an operation allocates and frees inside itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, Any] = {}
+        self._level = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        # What an operation takes and nobody has seen was there before: it may give it back.
+        self._note((arguments, options), is_new=False)
+        result = function(*arguments, **(options or {}))
+        self._note(result, is_new=True)
+        return result
+
+    def _note(self, tensors: Any, is_new: bool) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._watch(storage, storage.nbytes() if is_new else 0)
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+
+        def gone(reference: object) -> None:
+            del self._known[key]
+            self._level -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self._level += size
+        self.peak = max(self.peak, self._level)
+
+
+def _resident_bytes() -> int:
+    """What this process holds of the machine's memory."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+def _most_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -228,11 +269,15 @@ class _Stopwatch:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(_PARTS, 0.0)
+        self._is_inside = False
 
     def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
-            start = _now()
+            if self._is_inside:  # a recomputed layer has a backward pass inside the backward pass
+                return function(*arguments, **options)
+            start, self._is_inside = _now(), True
             result = function(*arguments, **options)
+            self._is_inside = False
             self.seconds[part] += _now() - start
             return result
 
