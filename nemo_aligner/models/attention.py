@@ -34,6 +34,7 @@ class PackedSegments:
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
         kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, beginnings included.
         kv_index: ``[K]`` int64 token of every key; None where the keys are the tokens.
+        last_token: ``[R]`` int64 rows that the head reads.
     """
 
     cos: Tensor
@@ -43,10 +44,11 @@ class PackedSegments:
     cu_seqlens: Tensor
     kv_cu_seqlens: Tensor
     kv_index: Tensor | None
+    last_token: Tensor
     qkv_format: str = "packed"
 
     @classmethod
-    def of(cls, batch: PackedBatch, cos: Tensor, sin: Tensor) -> PackedSegments:
+    def of(cls, batch: PackedBatch, cos: Tensor, sin: Tensor, last_token: Tensor) -> PackedSegments:
         """On the device of ``cos``."""
         device = cos.device
         bounds = batch.cu_seqlens.cpu()
@@ -54,7 +56,8 @@ class PackedSegments:
         prefixes = tuple(batch.prefixes.tolist())
         cu_seqlens = batch.cu_seqlens.to(device, torch.int32)
         if max(prefixes) < 0:
-            return cls(cos, sin, lengths, prefixes, cu_seqlens, cu_seqlens, None)
+            bounds_of_both = cu_seqlens, cu_seqlens
+            return cls(cos, sin, lengths, prefixes, *bounds_of_both, None, last_token)
         starts = bounds.tolist()
         keys = [
             torch.arange(starts[segment], starts[segment] + lengths[segment])
@@ -74,6 +77,7 @@ class PackedSegments:
             cu_seqlens,
             torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32),
             torch.cat(keys).to(device),
+            last_token,
         )
 
     @property

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.models.attention import PackedAttention
+from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.pointwise import gated_silu, rms_norm
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -180,17 +181,29 @@ def use_transformer_engine() -> bool:
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, is_last_stage: bool) -> TransformerBlockSubmodules:
     """The decoder block of this rank's pipeline stage."""
     parts = _transformer_engine_parts() if use_transformer_engine() else _torch_parts()
+    specs = [_layer(parts, TransformerLayer, PackedAttention)] * get_num_layers_to_build(config)
+    if is_last_stage:
+        specs[-1] = _layer(parts, LastLayer, LastTokenAttention)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.block_norm)
+
+
+def _layer(parts: _Parts, layer: type, core_attention: type) -> ModuleSpec:
     attention = SelfAttentionSubmodules(
         linear_qkv=parts.norm_linear,
-        core_attention=PackedAttention,
+        core_attention=core_attention,
         linear_proj=parts.row_linear,
         q_layernorm=IdentityOp,
         k_layernorm=IdentityOp,
     )
-    layer = TransformerLayerSubmodules(
+    mlp = MLPSubmodules(
+        linear_fc1=parts.norm_linear,
+        linear_fc2=parts.row_linear,
+        activation_func=gated_silu,
+    )
+    submodules = TransformerLayerSubmodules(
         input_layernorm=parts.norm,
         self_attention=ModuleSpec(
             module=SelfAttention,
@@ -199,17 +212,8 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=parts.norm,
-        mlp=ModuleSpec(
-            module=MLP,
-            submodules=MLPSubmodules(
-                linear_fc1=parts.norm_linear,
-                linear_fc2=parts.row_linear,
-                activation_func=gated_silu,
-            ),
-        ),
+        mlp=ModuleSpec(module=MLP, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=parts.key_map,
     )
-    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
-    specs = [spec] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.block_norm)
+    return ModuleSpec(module=layer, submodules=submodules)

@@ -52,7 +52,7 @@ class GPTRewardModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            layer_spec(config),
+            layer_spec(config, layout.is_last_stage),
             vocab_size=shape.padded_vocab_size(layout.tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layout.is_first_stage,
@@ -100,11 +100,18 @@ class GPTRewardModel(GPTModel):
             attention_mask=None,
             # The attention rotates; megatron-core's way takes many more passes over memory.
             rotary_pos_emb=None,
-            packed_seq_params=PackedSegments.of(batch, *self._rotation(batch.position_ids)),
+            packed_seq_params=PackedSegments.of(
+                batch, *self._rotation(batch.position_ids), self._rows_of_head(batch.last_token)
+            ),
         )
         if not self.post_process:
             return hidden
-        return self.rm_head(self._last_token_states(hidden, batch.last_token))
+        if self.config.sequence_parallel:
+            # The head is whole on every rank, and its gradient the same: nothing to reduce.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return self.rm_head(hidden[: batch.num_sequences, 0])
 
     def _rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[T, 1, 1, rotary channels / 2]`` at ``position_ids [T]``."""
@@ -116,17 +123,11 @@ class GPTRewardModel(GPTModel):
         dtype = self.config.params_dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _last_token_states(self, hidden: Tensor, last_token: Tensor) -> Tensor:
-        """``hidden [T or T/tp, 1, h]`` -> ``[S, h]``; each rank adds the rows that it holds."""
+    def _rows_of_head(self, last_token: Tensor) -> Tensor:
+        """``last_token``, under sequence parallelism filled up to split evenly over the ranks."""
         if not self.config.sequence_parallel:
-            return hidden[last_token, 0]
-        local = last_token - self.pg_collection.tp.rank() * hidden.size(0)
-        mine = (local >= 0) & (local < hidden.size(0))
-        # Filled, not multiplied by 0: another record's NaN would stay a NaN.
-        rows = hidden[local.clamp(0, hidden.size(0) - 1), 0].masked_fill(~mine.unsqueeze(1), 0.0)
-        return tensor_parallel.reduce_from_tensor_model_parallel_region(
-            rows, group=self.pg_collection.tp
-        )
+            return last_token
+        return F.pad(last_token, (0, -last_token.numel() % self.pg_collection.tp.size()))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
