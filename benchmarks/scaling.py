@@ -130,7 +130,8 @@ def _layouts(base: dict[str, Any], most: int) -> Jobs:
 
 
 def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str, Any]]:
-    from nemo_aligner.models.cost import fullest_stage, step_flops
+    from nemo_aligner.models.cost import step_flops
+    from nemo_aligner.models.memory_cost import fullest_stage
     from nemo_aligner.models.shape import ModelShape
 
     rows = []

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_aligner.errors import AlignerError, ConfigError
 
 if TYPE_CHECKING:
-    from nemo_aligner.models.cost import Memory, Plan, StepTime
+    from nemo_aligner.models.cost import Plan, StepTime
+    from nemo_aligner.models.memory_cost import Memory
     from nemo_aligner.models.shape import ModelShape
 
 GIB = 2**30
@@ -136,7 +137,8 @@ class _Job:
         return candidate.memory.total <= self.usable
 
     def _candidate(self, plan: Plan) -> Candidate:
-        from nemo_aligner.models.cost import fullest_stage, step_time
+        from nemo_aligner.models.cost import step_time
+        from nemo_aligner.models.memory_cost import fullest_stage
 
         for recompute in self.recompute:
             tried = replace(plan, recompute=recompute)

@@ -1,11 +1,10 @@
-"""What a training step costs, by arithmetic alone: FLOPs, bytes in memory, bytes sent.
+"""What a training step costs, by arithmetic alone: FLOPs, bytes that are sent, time.
 
-Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's data parallel
-wrapper, distributed optimizer and 1F1B schedule. The terms are those of Narayanan et al. 2021,
-"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", and Korthikanti
-et al. 2022, "Reducing Activation Recomputation in Large Transformer Models". h, f, q and kv are the
-widths of a hidden state, of the MLP, of all queries and of all keys; t, p and d the sizes of tensor,
-pipeline and data parallelism.
+Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
+optimizer; ``memory_cost.py`` has the bytes in memory. The terms are those of Narayanan et al. 2021,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". h, f, q and kv
+are the widths of a hidden state, of the MLP, of all queries and of all keys; t, p and d the sizes
+of tensor, pipeline and data parallelism; m the packs of a data parallel rank in a step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.models.shape import ModelShape
 
 ELEMENT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
-_FP32 = 4
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,6 @@ class Plan:
     def __str__(self) -> str:
         sequence = "+SP" if self.sequence_parallel else ""
         return f"TP={self.tp}{sequence} PP={self.pp} DP={self.dp}"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank.
-
-    ``activations`` are what the backward pass needs of all packs in flight; ``transient`` is the
-    most that is there beside all else for a moment.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    transient: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
 
 @dataclass(frozen=True)
@@ -135,7 +115,7 @@ def attended_keys(length: int, shared: int = 0, sequences: int = 2) -> float:
     return (beginning + sequences * rest) / (shared + sequences * own)
 
 
-def _widths(shape: ModelShape) -> tuple[int, int, int, int]:
+def widths(shape: ModelShape) -> tuple[int, int, int, int]:
     """h, f, q and kv."""
     return (
         shape.hidden_size,
@@ -145,13 +125,13 @@ def _widths(shape: ModelShape) -> tuple[int, int, int, int]:
     )
 
 
-def _stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
+def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
     """The layers of a stage, counted from 0."""
     each = shape.num_layers // plan.pp
     return range(stage * each, (stage + 1) * each)
 
 
-def _has_backward(plan: Plan, stage: int, layer: int) -> bool:
+def has_backward(plan: Plan, stage: int, layer: int) -> bool:
     """Whether gradients flow through a layer.
 
     Frozen ones have none on the first stage; later stages receive states that ask for a gradient.
@@ -162,101 +142,33 @@ def _has_backward(plan: Plan, stage: int, layer: int) -> bool:
 def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = False) -> int:
     """Parameters of one rank of a stage.
 
-    Counted from the modules: linear layers and the embedding's rows are split over t, norms are on
-    every rank; the first stage has the embedding, the last one the final norm and the head.
+    Linear layers and the embedding's rows are split over t, norms are on every rank; the first
+    stage has the embedding, the last one the final norm and the head.
     """
     frozen = plan.freeze_layers if trainable else 0
-    h, f, q, kv = _widths(shape)
+    h, f, q, kv = widths(shape)
     layer = (h * (2 * q + 2 * kv) + 3 * h * f) // plan.tp + 2 * h
-    count = layer * sum(index >= frozen for index in _stage_layers(shape, plan, stage))
+    count = layer * sum(index >= frozen for index in stage_layers(shape, plan, stage))
     if stage == 0 and not frozen:
-        count += shape.padded_vocab_size(plan.tp) // plan.tp * h
+        count += embedding_size(shape, plan)
     if stage == plan.pp - 1:
-        count += h + _head(shape, plan)
+        count += h + head_size(shape, plan)
     return count
 
 
-def _head(shape: ModelShape, plan: Plan) -> int:
+def embedding_size(shape: ModelShape, plan: Plan) -> int:
+    """Parameters of a rank's rows of the embedding."""
+    return shape.padded_vocab_size(plan.tp) // plan.tp * shape.hidden_size
+
+
+def head_size(shape: ModelShape, plan: Plan) -> int:
+    """Parameters of the reward head."""
     return plan.num_attributes * shape.hidden_size
-
-
-def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
-    """Bytes of one rank of a stage at the fullest moment of a step.
-
-    Weights are in the precision of training (the head in fp32). Megatron's wrapper keeps gradients
-    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits Adam's two
-    fp32 moments over d, and an fp32 copy of weights that are not.
-    """
-    size = ELEMENT_BYTES[plan.precision]
-    head = _head(shape, plan) if stage == plan.pp - 1 else 0
-    trained = parameters(shape, plan, stage, trainable=True)
-    copies = trained - head if size < _FP32 else 0
-    return Memory(
-        weights=size * (parameters(shape, plan, stage) - head) + _FP32 * head,
-        gradients=_FP32 * trained,
-        optimizer=_FP32 * (2 * trained + copies) / plan.dp,
-        activations=_packs_in_flight(plan, stage) * pack_activations(shape, plan, stage),
-        transient=transient(shape, plan, stage),
-    )
-
-
-def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
-    """The memory of the stage that needs the most."""
-    return max((memory(shape, plan, stage) for stage in range(plan.pp)), key=lambda m: m.total)
-
-
-def _packs_in_flight(plan: Plan, stage: int) -> int:
-    """1F1B (Narayanan et al. 2021, section 2.2): stage s of p has run p - s packs forward when the
-    first of them comes back."""
-    return min(plan.packs.count, plan.pp - stage)
-
-
-def _token_layer_bytes(shape: ModelShape, plan: Plan, *, last: bool) -> float:
-    """What a layer keeps of a token for its backward pass, nothing recomputed in full.
-
-    Counted from the modules (compare Korthikanti et al. 2022, equations 1 to 4, for GPT): the
-    input of each norm and its output, 2h each; rotated queries, keys and values, q + 2 kv; the
-    attention's output, q; the gated MLP's two products, 2 f, and what it makes of them, f. In fp32
-    one number of each norm, and the log-sum-exp of every head, which selective recomputation finds
-    anew. Sequence parallelism splits what norms read and write over t, too. Of the last model layer
-    only the head's rows are computed past attention.
-    """
-    h, f, q, kv = _widths(shape)
-    size = ELEMENT_BYTES[plan.precision]
-    split = plan.tp if plan.sequence_parallel else 1
-    norms = 1 if last else 2
-    heads = 0 if plan.recompute is Recompute.selective else shape.num_attention_heads
-    inner = 2 * q + 2 * kv + (0 if last else 3 * f)
-    return norms * (2 * h * size + _FP32) / split + (inner * size + heads * _FP32) / plan.tp
-
-
-def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Bytes that a stage's rank keeps of one pack between its forward and its backward pass.
-
-    With full recomputation that is each layer's input. A stage that is not the last one keeps its
-    output, too, until it has been sent and its gradient is back.
-    """
-    last_layer = shape.num_layers - 1
-    split = plan.tp if plan.sequence_parallel else 1
-    state = shape.hidden_size * ELEMENT_BYTES[plan.precision] / split
-    kept = [
-        state
-        if plan.recompute is Recompute.full
-        else _token_layer_bytes(shape, plan, last=layer == last_layer)
-        for layer in _stage_layers(shape, plan, stage)
-        if _has_backward(plan, stage, layer)
-    ]
-    sent = state if stage < plan.pp - 1 else 0.0
-    return plan.packs.tokens * (sum(kept) + sent)
-
-
-def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
-    return 0.0
 
 
 def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, float]:
     """Of one pack's forward pass: linear layers, and attention's two products."""
-    h, f, q, kv = _widths(shape)
+    h, f, q, kv = widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
     linear = 2.0 * packs.tokens * h * (q + 2 * kv) + 2.0 * rows * (q * h + 3 * h * f)
@@ -273,10 +185,10 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
     attention. Norms, rotation and softmax are left out.
     """
     forward = backward = recomputed = 0.0
-    for layer in _stage_layers(shape, plan, stage):
+    for layer in stage_layers(shape, plan, stage):
         linear, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
         forward += linear + attention
-        if not _has_backward(plan, stage, layer):
+        if not has_backward(plan, stage, layer):
             continue
         # A frozen layer passes the gradient on, and makes none for its weights.
         backward += linear * (2 if layer >= plan.freeze_layers else 1) + 2 * attention
@@ -307,20 +219,20 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     states = plan.packs.tokens * shape.hidden_size * size
     ring = (plan.tp - 1) / plan.tp * states
     reductions = 1.0 if stage == 0 else 0.0  # the embedding's rows
-    for layer in _stage_layers(shape, plan, stage):
+    for layer in stage_layers(shape, plan, stage):
         # The head's rows of the last layer are too few to count.
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
-        if _has_backward(plan, stage, layer):
+        if has_backward(plan, stage, layer):
             again = 0.5 * 2 if plan.sequence_parallel else 0
             reductions += forward * (2 if plan.recompute is Recompute.full else 1) + again
+    trained = parameters(shape, plan, stage, trainable=True)
     neighbours = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1
-    trained = parameters(shape, plan, stage, trainable=True)
     return Traffic(
         tensor=plan.packs.count * reductions * 2 * ring,
         pipeline=plan.packs.count * neighbours * states / split,
-        data=(plan.dp - 1) / plan.dp * trained * (_FP32 + size),
+        data=(plan.dp - 1) / plan.dp * trained * (FP32_BYTES + size),
     )
 
 
