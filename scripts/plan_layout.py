@@ -96,22 +96,25 @@ class _Job:
 
     def _check(self) -> None:
         options = self._options
+        last = self.shape.num_layers - 1
+        above_zero = "a number above 0"
+        checks = [
+            ("tflops", options.tflops > 0, above_zero),
+            ("mfu", 0 < options.mfu <= 1, "more than 0, at most 1"),
+            ("intra_node", options.intra_node > 0, above_zero),
+            ("inter_node", options.inter_node > 0, above_zero),
+            ("reserve", options.reserve >= 0, "0 or more"),
+            ("gpu_memory", self.usable > 0, f"more than the {options.reserve:g} GiB of --reserve"),
+            ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
+        ]
+        for name, is_good, wanted in checks:
+            if not is_good:
+                got = getattr(options, name)
+                raise ConfigError(f"--{name.replace('_', '-')}: got {got:g}, wanted {wanted}")
         if self.budget < self.pair:
             raise ConfigError(
                 f"--micro-batch-tokens: got {self.budget}, wanted at least {self.pair}, a pair of "
                 f"two sequences of {self.length} tokens"
-            )
-        if not 0 < options.mfu <= 1:
-            raise ConfigError(f"--mfu: got {options.mfu:g}, wanted more than 0, at most 1")
-        if self.usable <= 0:
-            raise ConfigError(
-                f"--gpu-memory: got {options.gpu_memory:g}, wanted more than the "
-                f"{options.reserve:g} GiB of --reserve"
-            )
-        if self.freeze_layers >= self.shape.num_layers:
-            raise ConfigError(
-                f"--freeze-layers: got {self.freeze_layers}, "
-                f"wanted less than {self.shape.num_layers}"
             )
 
     def heading(self, name: str) -> str:
