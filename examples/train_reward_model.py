@@ -53,7 +53,7 @@ def train(config: TrainConfig) -> None:
         say(data.table())
         learner, pretrained, total_steps = build_learner(config, data, layout)
         checkpoints = run.open_checkpoints(config.exp_manager, learner)
-        run.describe(config, pretrained, layout, total_steps, checkpoints)
+        run.describe(config, pretrained, layout, total_steps, checkpoints, learner)
         start = run.resume(checkpoints, config, pretrained.config, learner)
         loggers = build_loggers(config.exp_manager, start.config, start.step)
         trainer = SupervisedTrainer(

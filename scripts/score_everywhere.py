@@ -120,7 +120,7 @@ def _trained_on(
     from nemo_aligner.checkpoint.reward_model import load_pretrained, read_text_rules
     from nemo_aligner.data.packing import pack_sequences
     from nemo_aligner.models.reward_model import wrap_for_training
-    from nemo_aligner.models.step import forward_backward, gather_rewards
+    from nemo_aligner.models.step import forward_backward, gather_rewards, record_ids_of
 
     tokenizer, contract = read_text_rules(checkpoint)
     assert contract is not None, "its rewards were scored before"
@@ -136,9 +136,9 @@ def _trained_on(
     )
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
-    rewards = forward_backward(ddp, packs, layout, _sum_and_count)[:, 0]
-    mine = places[torch.cat([pack.record_ids for pack in packs])]
-    everyone = gather_rewards(rewards, mine, len(texts), layout)
+    rewards = forward_backward(ddp, packs, layout, _sum_and_count)
+    shape = (len(texts), 1, len(contract.attributes))
+    everyone = gather_rewards(rewards, places[record_ids_of(packs)], shape, layout)[:, 0]
     return (everyone + torch.tensor(contract.label_means)).numpy()
 
 

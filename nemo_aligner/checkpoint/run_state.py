@@ -3,6 +3,9 @@
 One folder per checkpoint, ``step_00000100/``: ``state/`` is a distributed checkpoint of weights and
 optimizer that any layout can read, ``run_state.json`` everything else. A folder is written under
 another name, synced to the disk, and then renamed: it is there whole, or not at all.
+
+Writing goes on in the background: ``save`` copies the tensors and returns, ``publish`` gives the
+folder its name when all ranks are done.
 """
 
 from __future__ import annotations
@@ -12,16 +15,22 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from nemo_aligner.checkpoint.background import in_background
 from nemo_aligner.checkpoint.nemo import sync_to_disk
-from nemo_aligner.checkpoint.weights import load_weights, save_weights
+from nemo_aligner.checkpoint.weights import PendingSave, copy_tensors, load_weights, start_saving
 from nemo_aligner.config.schema import MonitorMode
 from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.collectives import barrier, on_main
+from nemo_aligner.parallel.collectives import on_main
 
 _VERSION = 1
 _PREFIX = "model."
@@ -45,7 +54,10 @@ class ShardedModel(Protocol):
 
 
 class ShardedOptimizer(Protocol):
-    """An optimizer that saves its state beside the model's."""
+    """An optimizer that saves its state beside the model's.
+
+    What it gives to be saved is a copy, which stays as it is until it is asked again.
+    """
 
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = ...
@@ -96,13 +108,31 @@ class RunCheckpoints:
         self.monitor = monitor if save_top_k > 0 else None
         self._mode = mode
         self._save_top_k = save_top_k
+        self._pending: tuple[Saved, PendingSave] | None = None
+        self._deletion: Future[None] | None = None
+        self._host: dict[int, Tensor] = {}
+
+    def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Take the host memory that a save copies to; call it before the first save.
+
+        New memory can take ten times as long to write to, so the first save would hold training up.
+        """
+        self._copy(model, optimizer)
+
+    def _copy(self, model: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, Any]:
+        weights = _sharded(model)
+        # It is looked up by the model's own tensors, so these are copied after.
+        state = optimizer.sharded_state_dict(weights)
+        copy_tensors(weights, self._host)
+        return {"model": weights, "optimizer": state}
 
     def clean(self) -> None:
         """Delete what a killed save or removal left behind; call it before the first save."""
         on_main(lambda: _delete_unfinished(self.folder))
 
     def all(self) -> list[Saved]:
-        """Every whole checkpoint, oldest first."""
+        """Every whole checkpoint, oldest first; a pending one is waited for."""
+        self.publish()
         return on_main(lambda: _list_saved(self.folder))
 
     def latest(self) -> Saved | None:
@@ -116,27 +146,64 @@ class RunCheckpoints:
         return ranked[0] if ranked else None
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a checkpoint with these metrics would be kept for them."""
+        """Whether a checkpoint with these metrics would be kept for them, beside a pending one."""
         if self._key(metrics) is None:
             return False
         newcomer = Saved(self.folder, RunState(step=2**62, consumed_samples=0, metrics={**metrics}))
-        return newcomer in self._ranked([*self.all(), newcomer])[: self._save_top_k]
+        saved = [*on_main(lambda: _list_saved(self.folder)), newcomer]
+        if self._pending is not None:
+            saved.append(self._pending[0])
+        return newcomer in self._ranked(saved)[: self._save_top_k]
 
-    def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> Path:
-        """Write a checkpoint, then delete those that are neither the newest nor among the best."""
+    def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Start a checkpoint: when it returns, all tensors are copied, and training may go on.
+
+        The copies are in host memory, as much as this rank's part of the checkpoint has, and the
+        next save reuses it. A save that is still pending is published first.
+
+        Raises:
+            CheckpointError: on every rank, if this one or the one before cannot be written.
+        """
+        self.publish()
         path = self.folder / f"step_{state.step:08d}"
-        partial = path.with_name(path.name + ".partial")
-        on_main(lambda: _make_empty(partial))
-        weights = _sharded(model)
-        save_weights(
-            {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, partial / _STATE
-        )
-        barrier()
-        on_main(lambda: _publish(partial, path, state))
-        saved = self.all()
+        with _as_checkpoint_error(path):
+            on_main(lambda: _make_empty(_unnamed(path)))
+        pending = start_saving(self._copy(model, optimizer), _unnamed(path) / _STATE)
+        self._pending = Saved(path, state), pending
+
+    @property
+    def is_written(self) -> bool:
+        """Whether ``publish`` has nothing to wait for on this rank."""
+        return self._pending is None or self._pending[1].is_written
+
+    def publish(self) -> Saved | None:
+        """Give a pending checkpoint its name, once all ranks have written it; None if none is.
+
+        Those that are then neither the newest nor among the best are deleted.
+
+        Raises:
+            CheckpointError: on every rank, if any could not write it.
+        """
+        if self._pending is None:
+            return None
+        (saved, pending), self._pending = self._pending, None
+        pending.finish()
+        with _as_checkpoint_error(saved.path):
+            on_main(lambda: _publish(saved))
+            on_main(self._prune)
+        return saved
+
+    def _prune(self) -> None:
+        """Delete the checkpoints that are not kept: their names now, their files in the background.
+
+        Errors of the last such deletion are raised here.
+        """
+        if self._deletion is not None:
+            self._deletion.result()
+        saved = _list_saved(self.folder)
         kept = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
-        on_main(lambda: _remove([item.path for item in saved if item.path not in kept]))
-        return path
+        doomed = [_take_name(item.path) for item in saved if item.path not in kept]
+        self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Put weights and optimizer back as they were saved, whatever the layout was.
@@ -207,6 +274,14 @@ def _load_model(model: ShardedModel, state: Mapping[str, Any], path: Path) -> No
         raise CheckpointError(f"{path}: not loaded: {', '.join([*lost, *unexpected])}")
 
 
+@contextmanager
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: not saved: {error}") from error
+
+
 def _delete_unfinished(folder: Path) -> None:
     if folder.is_dir():
         for path in folder.iterdir():
@@ -239,24 +314,35 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _publish(partial: Path, path: Path, state: RunState) -> None:
+def _unnamed(path: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return path.with_name(path.name + ".partial")
+
+
+def _publish(saved: Saved) -> None:
     """Give a finished folder its name, once all of it is on the disk."""
-    content = {"version": _VERSION, **asdict(state)}
-    (partial / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
-    for folder, _, names in os.walk(partial):
+    path, unnamed = saved.path, _unnamed(saved.path)
+    content = {"version": _VERSION, **asdict(saved.state)}
+    (unnamed / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    # The ranks have synced the tensors, so this is a matter of the small files.
+    for folder, _, names in os.walk(unnamed):
         for name in names:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
     if path.exists():
-        _remove([path])
-    partial.rename(path)
+        _delete([_take_name(path)])
+    unnamed.rename(path)
     sync_to_disk(path.parent)
 
 
-def _remove(paths: list[Path]) -> None:
-    """Delete checkpoints; each loses its name first, so that half a one is never taken for one."""
-    for path in paths:
-        doomed = path.with_name(path.name + ".removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+def _take_name(path: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that half a one is never taken for one."""
+    doomed = path.with_name(path.name + ".removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    return doomed
+
+
+def _delete(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)

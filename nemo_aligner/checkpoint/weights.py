@@ -5,68 +5,138 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
+from nemo_aligner.checkpoint.background import in_background
 from nemo_aligner.checkpoint.safe_metadata import read_metadata, stored_tensors
 from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.collectives import barrier, gather_objects
+from nemo_aligner.parallel.collectives import gather_objects, on_main
 
 ShardedStateDict = dict[str, Any]
+_FORMAT = "torch_dist"
 _SHOWN_KEYS = 5
 
 
-class InProcessSave(SaveShardedStrategy):
-    """Writes torch_dist from this very process.
+class PendingSave:
+    """Weights on their way into ``folder``: all ranks plan together, a thread of each writes.
 
-    megatron-core's own strategy starts a manager process and forks writers, which needs a
-    ``__main__`` guard in every script and may hang after gloo's threads have run.
+    megatron-core's own background save starts a manager process and forks writers, which needs a
+    ``__main__`` guard in every script and may hang after gloo's threads have run. Here collectives
+    are made in the foreground alone, so no rank can meet another out of order: the thread writes
+    and syncs this rank's file, and ``finish`` agrees on the outcome and writes the index.
+
+    The tensors must stay as they are until ``is_written``.
     """
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+    def __init__(self, sharded_state_dict: ShardedStateDict, folder: Path) -> None:
+        self._folder = folder
+        self._ranks = _DistWrapper(None, use_dist=True, coordinator_rank=0)
+        # Nothing is copied ahead: that is for tensors on a GPU, and would wait for its kernels.
+        self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._metadata: torch_checkpoint.Metadata | None = None
+        with _as_checkpoint_error(folder):
+            sharded, common = save_preprocess(_without_objects(sharded_state_dict))
+            on_main(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, folder))
+            grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
+                sharded, keep_only_main_replica=True
+            )
+            tensors = mcore_to_pyt_state_dict(grouped)
+            plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
+        self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
     @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    def is_written(self) -> bool:
+        """Whether this rank's file is on the disk, or could not be written."""
+        return self._written.done()
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path | str) -> None:
-        grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(grouped),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+    def finish(self) -> None:
+        """Wait for all ranks' files and write the index; every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, if any could not write; it names the ranks.
+        """
+        with _as_checkpoint_error(self._folder):
+            self._ranks.all_reduce("write", self._written.result, self._write_index)
+
+    def _plan(self, tensors: dict[str, Any]) -> SavePlan:
+        self._planner.set_up_planner(tensors, is_coordinator=self._ranks.is_coordinator)
+        self._writer.set_up_storage_writer(self._ranks.is_coordinator)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def _write(self, plan: SavePlan) -> list[WriteResult]:
+        return self._writer.write_data(plan, self._planner).value()
+
+    def _write_index(self, written: list[list[WriteResult]]) -> None:
+        assert self._metadata is not None
+        self._writer.finish(self._metadata, written)
+        save_config(CheckpointingConfig(_FORMAT, 1), str(self._folder))
 
 
-def save_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> None:
-    """Write the tensors of ``sharded_state_dict`` into ``folder``; every rank calls it.
+def start_saving(sharded_state_dict: ShardedStateDict, folder: Path) -> PendingSave:
+    """Begin to write the tensors of ``sharded_state_dict`` into ``folder``; every rank calls it.
 
     ``folder`` is created and must be seen by all ranks. Opaque objects (TransformerEngine's
     ``_extra_state``) are left out: they are pickles, and a reader must not load them.
+
+    Raises:
+        CheckpointError: on every rank, if it cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    barrier()
-    with _as_checkpoint_error(folder):
-        dist_checkpointing.save(
-            _without_objects(sharded_state_dict), str(folder), sharded_strategy=InProcessSave()
-        )
+    on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+    return PendingSave(sharded_state_dict, folder)
+
+
+def save_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> None:
+    """``start_saving``, and wait until all is written."""
+    start_saving(sharded_state_dict, folder).finish()
+
+
+def copy_tensors(sharded_state_dict: ShardedStateDict, host: dict[int, Tensor]) -> None:
+    """Put a copy in host memory in the place of every tensor that this rank writes.
+
+    ``host`` keeps the copies, as much memory as the tensors have; the next call with it and the
+    same model writes into the same memory, which is a good deal faster than to ask for more.
+    """
+    for place, entry in enumerate(nested_values(sharded_state_dict)):
+        # A factory is a tensor that is split when it is saved.
+        is_tensor = isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+        if is_tensor and is_main_replica(entry.replica_id):
+            if place not in host:
+                host[place] = torch.empty_like(entry.data, device="cpu", requires_grad=False)
+            entry.data = host[place].copy_(entry.data.detach())
 
 
 def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
@@ -90,7 +160,10 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
     """torch gathers every rank's failure into one exception, which is not an ``Exception``."""
     try:
         yield
-    except (torch_checkpoint.CheckpointException, CheckpointingException) as error:
+    except torch_checkpoint.CheckpointException as error:
+        failures = [f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()]
+        raise CheckpointError(f"{folder}: {'; '.join(failures)}") from error
+    except (OSError, CheckpointingException) as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
@@ -124,8 +197,8 @@ def check_format(folder: Path) -> None:
         backend = json.loads(path.read_text()).get("sharded_backend")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: unreadable: {error}") from error
-    if backend != "torch_dist":
-        raise CheckpointError(f"{path}: got the format {backend!r}, wanted 'torch_dist'")
+    if backend != _FORMAT:
+        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {_FORMAT!r}")
     read_metadata(folder)
     common = folder / "common.pt"
     try:

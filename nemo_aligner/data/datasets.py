@@ -54,6 +54,7 @@ class TokenizedDataset:
         reply_lengths: ``[N, sequences_per_record]`` int64 tokens of every reply, before any cut.
         sources: where every record says it is from; "" where it says nothing.
         reports: what became of every file.
+        shared: ``[N]`` int64 tokens that the two sides of a record begin with; 0 for ratings.
         label_means: A numbers that ``pack_records`` subtracts from the labels; empty for none.
     """
 
@@ -65,6 +66,7 @@ class TokenizedDataset:
     reply_lengths: Tensor
     sources: Sequence[str]
     reports: Sequence[FileReport]
+    shared: Tensor
     label_means: tuple[float, ...] = ()
 
     def __len__(self) -> int:
@@ -158,13 +160,21 @@ def tokenize_files(
         reply_lengths=torch.cat([part.report.reply_lengths for part in parts]),
         sources=[record.source for record, _ in kept],
         reports=[part.report for part in parts],
+        shared=torch.cat([part.shared for part in parts]),
     )
+
+
+def shared_by_record(records: Sequence[Sequence[Sequence[int] | Tensor]]) -> Tensor:
+    """``[N]`` int64 tokens that the two sequences of every record begin with; 0 for a lone one."""
+    shared = [shared_tokens(*record) if len(record) == 2 else 0 for record in records]
+    return torch.tensor(shared, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class _FilePart:
     kept: list[tuple[Record, list[Encoded]]]
     report: FileReport
+    shared: Tensor
 
 
 def _tokenize_file(
@@ -187,6 +197,7 @@ def _tokenize_file(
     counts["kept"] = len(kept)
     records = [record for record, _ in kept]
     lengths = [len(text.token_ids) for _, encoded in kept for text in encoded]
+    shared = shared_by_record([[text.token_ids for text in encoded] for _, encoded in kept])
     report = FileReport(
         name=name,
         path=file.path,
@@ -197,17 +208,10 @@ def _tokenize_file(
         reply_lengths=_reply_lengths(records, file.kind, contract, tokenizer),
         sources=Counter(record.source for record in records),
         labels=_labels(records),
-        shared=_shared([encoded for _, encoded in kept], file.kind),
+        shared=shared if file.kind == "comparison" else None,
         prompts=first_prompts(records),
     )
-    return _FilePart(kept, report)
-
-
-def _shared(kept: list[list[Encoded]], kind: str) -> Tensor | None:
-    if kind != "comparison":
-        return None
-    shared = [shared_tokens(*(text.token_ids for text in encoded)) for encoded in kept]
-    return torch.tensor(shared, dtype=torch.int64)
+    return _FilePart(kept, report, shared)
 
 
 def _reply_lengths(

@@ -1,7 +1,8 @@
 """Records into PackedBatches under a token budget; a record is never split.
 
-Best fit, longest record first: of the packs with room enough, the one with the least. The result
-depends on nothing but the arguments.
+As few packs as best fit makes (longest record first: of the packs with room enough, the one with
+the least), then filled anew so that each is the same work. The result depends on nothing but the
+arguments.
 
 What the two sides of a comparison begin with, or several texts to score, is in a pack once: as
 attention is causal, those tokens have the same states in each. Equal token ids decide, so it holds
@@ -13,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from torch import Tensor
@@ -24,36 +26,55 @@ from nemo_aligner.errors import DataError
 
 def packed_size(dataset: TokenizedDataset, record: int) -> int:
     """Tokens of one record in a pack, with what its sides share counted once."""
-    return dataset.num_tokens(record) - _shared_in_record(dataset, record)
+    return dataset.num_tokens(record) - int(dataset.shared[record])
 
 
-def _shared_in_record(dataset: TokenizedDataset, record: int) -> int:
-    sequences = dataset.record(record)
-    return shared_tokens(*sequences) if len(sequences) == 2 else 0
+def record_cost(dataset: TokenizedDataset, record: int, pair_cost: float) -> float:
+    """The work of one record, in tokens through the linear layers.
+
+    ``pair_cost`` is that of attention between one query and one key (``ModelShape.pair_cost``).
+    """
+    lengths = [len(sequence) for sequence in dataset.record(record)]
+    shared = int(dataset.shared[record])
+    # Every token sees itself and all before it; what is shared looks but once.
+    pairs = sum(length * (length + 1) for length in lengths) / 2
+    pairs -= (len(lengths) - 1) * shared * (shared + 1) / 2
+    return packed_size(dataset, record) + pair_cost * pairs
+
+
+def share_out(costs: Sequence[float], shares: int) -> list[list[int]]:
+    """Indices into ``costs``, split so that the shares' sums are near each other.
+
+    Largest first, each to the share that has least (Graham 1969); none is empty where there are
+    costs enough.
+    """
+    return _fill([0] * len(costs), costs, 0, shares) or []
 
 
 def pack_records(
-    dataset: TokenizedDataset, record_ids: Sequence[int], micro_batch_tokens: int
+    dataset: TokenizedDataset,
+    record_ids: Sequence[int],
+    micro_batch_tokens: int,
+    pair_cost: float = 0.0,
 ) -> list[PackedBatch]:
     """Packs of at most ``micro_batch_tokens`` tokens that hold every record of ``record_ids`` once.
 
-    Labels are minus the dataset's ``label_means``. Records keep their order inside a pack.
+    No more packs than best fit needs, with work as even as ``record_cost`` tells. Labels are minus
+    the dataset's ``label_means``. Records keep their order inside a pack.
 
     Raises:
         DataError: a record alone is larger than the budget.
     """
-    shared = [_shared_in_record(dataset, record) for record in record_ids]
-    sizes = [
-        dataset.num_tokens(record) - saved for record, saved in zip(record_ids, shared, strict=True)
-    ]
+    sizes = [packed_size(dataset, record) for record in record_ids]
     for record, size in zip(record_ids, sizes, strict=True):
         if size > micro_batch_tokens:
             raise DataError(
                 f"{dataset.origins[record]}: got a record of {size} tokens, wanted at most "
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
+    costs = [record_cost(dataset, record, pair_cost) for record in record_ids]
     packs = []
-    for members in _assign(sizes, micro_batch_tokens):
+    for members in _assign(sizes, costs, micro_batch_tokens):
         records = [record_ids[member] for member in members]
         packs.append(
             PackedBatch.pack(
@@ -61,7 +82,7 @@ def pack_records(
                 records,
                 dataset.sequences_per_record,
                 dataset.centred_labels(records),
-                [Group(dataset.sequences_per_record, shared[member]) for member in members],
+                [Group(dataset.sequences_per_record, int(dataset.shared[id])) for id in records],
             )
         )
     return packs
@@ -83,7 +104,8 @@ def pack_sequences(
             )
     families = _find_families(sequences, micro_batch_tokens)
     packs = []
-    for chosen in _assign([family.size for family in families], micro_batch_tokens):
+    sizes = [family.size for family in families]
+    for chosen in _assign(sizes, sizes, micro_batch_tokens):
         members = [member for place in chosen for member in families[place].members]
         groups = [Group(len(families[place].members), families[place].shared) for place in chosen]
         packs.append(
@@ -133,8 +155,16 @@ def _join(
     return _Family([*family.members, index], shared, total)
 
 
-def _assign(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices into ``sizes``, grouped so that no group's sum exceeds ``budget``."""
+def _assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
+    """Indices into ``sizes``, grouped so that no group's sum exceeds ``budget``.
+
+    As few groups as best fit makes, and of even cost where that can be had.
+    """
+    packs = _best_fit(sizes, budget)
+    return _fill(sizes, costs, budget, len(packs)) or packs
+
+
+def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -147,3 +177,24 @@ def _assign(sizes: Sequence[int], budget: int) -> list[list[int]]:
         packs[pack].append(index)
         insort(room, (free - sizes[index], pack))
     return [sorted(members) for members in packs]
+
+
+def _fill(
+    sizes: Sequence[int], costs: Sequence[float], budget: int, count: int
+) -> list[list[int]] | None:
+    """``count`` groups, each index where cost is least and room is left; None if there is none."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    spent = [(0.0, group) for group in range(count)]  # a heap
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        full = []
+        while spent and filled[spent[0][1]] + sizes[index] > budget:
+            full.append(heappop(spent))
+        if not spent:
+            return None
+        cost, group = heappop(spent)
+        groups[group].append(index)
+        filled[group] += sizes[index]
+        for entry in (*full, (cost + costs[index], group)):
+            heappush(spent, entry)
+    return [sorted(members) for members in groups]

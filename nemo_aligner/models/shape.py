@@ -121,12 +121,22 @@ class ModelShape:
 
     def num_parameters(self) -> int:
         """Parameters of backbone and embedding table, without any head or vocabulary padding."""
+        layer = self._linear_parameters() + 2 * self.hidden_size
+        return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
+
+    def pair_cost(self) -> float:
+        """FLOPs of attention between a query and a key, over those of a token's linear layers.
+
+        Two multiplications and additions per channel of every head, against one per parameter.
+        """
+        return 2 * self.num_attention_heads * self.kv_channels / self._linear_parameters()
+
+    def _linear_parameters(self) -> int:
+        """Of one layer."""
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (2 * heads + 2 * groups)
-        mlp = 3 * self.hidden_size * self.ffn_hidden_size
-        layer = attention + mlp + 2 * self.hidden_size
-        return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
+        return attention + 3 * self.hidden_size * self.ffn_hidden_size
 
 
 def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:

@@ -23,7 +23,7 @@ def forward_backward(
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
     loss: RewardLoss,
-) -> Tensor:
+) -> Tensor | None:
     """Accumulate the gradients of this data parallel rank's micro-batches of one step.
 
     After the last one Megatron sums gradients over the data parallel ranks and divides them by the
@@ -31,53 +31,57 @@ def forward_backward(
 
     Returns:
         Rewards ``[R, sequences, A]`` float32 of this data parallel rank's records, in the order of
-        ``batches``, on every rank of its tensor and pipeline groups.
+        ``batches``, on the last pipeline stage; None on the others.
     """
     return _run(model, batches, layout, loss)
 
 
 @torch.no_grad()
-def infer(model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout) -> Tensor:
-    """Rewards ``[S, A]`` float32 of this data parallel rank's ``batches``, on the model's device.
+def infer(
+    model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
+) -> Tensor | None:
+    """Rewards ``[R, sequences, A]`` float32 of this data parallel rank's ``batches``.
 
-    They are in the order of ``batches``, on every rank of the tensor and pipeline groups, and raw:
-    the head's output, to which a scoring contract may add offsets. The model is left in evaluation
-    mode.
+    They are in the order of ``batches``, and raw: the head's output, to which a scoring contract
+    may add offsets. None on all pipeline stages but the last, and where there are no ``batches``.
+    The model is left in evaluation mode.
     """
     model.eval()
-    if not batches:
-        return torch.empty(0, _num_attributes(model, layout), device=_device())
-    return _run(model, batches, layout, None).flatten(0, 1)
+    return _run(model, batches, layout, None) if batches else None
+
+
+def record_ids_of(batches: Sequence[PackedBatch]) -> Tensor:
+    """``[R]`` int64, of all ``batches`` one after the other."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return torch.cat([nothing, *(batch.record_ids for batch in batches)])
 
 
 def gather_rewards(
-    rewards: Tensor, positions: Tensor, total: int, layout: ParallelLayout
+    rewards: Tensor | None,
+    positions: Tensor,
+    shape: tuple[int, int, int],
+    layout: ParallelLayout,
 ) -> Tensor:
-    """Put every data parallel rank's rows ``[n, ...]`` at their ``positions [n]`` among ``total``.
+    """Put this data parallel rank's rewards at their ``positions [R]`` among everyone's.
+
+    Args:
+        rewards: as ``forward_backward`` and ``infer`` give them.
+        shape: of the result.
 
     Returns:
-        ``[total, ...]`` float32 on the CPU, the same on every rank.
+        ``shape`` float32 on the CPU, the same on every rank: they cross the ranks once.
     """
-    gathered = rewards.new_zeros((total, *rewards.shape[1:]))
-    gathered[positions.to(rewards.device)] = rewards
-    if layout.dp > 1:
-        dist.all_reduce(gathered, group=layout.dp_group)
-    return gathered.float().cpu()
+    gathered = torch.zeros(shape, device=current_device())
+    if rewards is not None and layout.tp_rank == 0:
+        gathered[positions.to(rewards.device)] = rewards
+    if dist.get_world_size() > 1:
+        dist.all_reduce(gathered)
+    return gathered.cpu()
 
 
-def _device() -> torch.device:
+def current_device() -> torch.device:
+    """The one that this rank computes on."""
     return torch.device(torch.cuda.current_device())
-
-
-def _num_attributes(model: torch.nn.Module, layout: ParallelLayout) -> int:
-    """The head's width, on every pipeline stage."""
-    width = torch.zeros(1, dtype=torch.int64, device=_device())
-    if layout.is_last_stage:
-        reward_model: Any = getattr(model, "module", model)
-        width[0] = reward_model.rm_head.weight.size(0)
-    if layout.pp > 1:
-        dist.broadcast(width, layout.last_stage_rank, group=layout.pp_group)
-    return int(width)
 
 
 def _run(
@@ -85,7 +89,7 @@ def _run(
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
     loss: RewardLoss | None,
-) -> Tensor:
+) -> Tensor | None:
     multiple = layout.tp if layout.sequence_parallel else 1
     padded = [batch.padded_to_multiple(multiple) for batch in batches]
     outputs = get_forward_backward_func()(
@@ -98,14 +102,13 @@ def _run(
         micro_batch_size=1,
         forward_only=loss is None,
     )
-    num_records = sum(batch.num_records for batch in batches)
-    return _share_rewards(model, outputs, num_records, batches[0].sequences_per_record, layout)
+    return torch.cat(outputs) if layout.is_last_stage else None
 
 
 def _forward_step(
     batches: Iterator[PackedBatch], model: torch.nn.Module, loss: RewardLoss | None
 ) -> tuple[Tensor, Callable[..., Any]]:
-    batch = next(batches).to(_device())
+    batch = next(batches).to(current_device())
 
     def finish(output: Tensor, **unused: Any) -> tuple[Tensor, ...]:
         rewards = output.view(batch.num_records, batch.sequences_per_record, -1)
@@ -117,23 +120,3 @@ def _forward_step(
         return total, count.to(torch.int), kept
 
     return model(batch), finish
-
-
-def _share_rewards(
-    model: torch.nn.Module,
-    outputs: list[Tensor],
-    num_records: int,
-    sequences_per_record: int,
-    layout: ParallelLayout,
-) -> Tensor:
-    """The last stage's rewards, on every stage of the pipeline."""
-    if layout.pp == 1:
-        return torch.cat(outputs)
-    attributes = _num_attributes(model, layout)
-    if layout.is_last_stage:
-        rewards = torch.cat(outputs)
-    else:
-        shape = (num_records, sequences_per_record, attributes)
-        rewards = torch.empty(shape, device=_device())
-    dist.broadcast(rewards, layout.last_stage_rank, group=layout.pp_group)
-    return rewards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,9 +42,14 @@ def gather_objects(value: T) -> list[T]:
 
 def agree(flag: bool, device: torch.device | str) -> bool:
     """Whether ``flag`` is set on any rank; the same answer on all of them."""
-    box = torch.tensor([int(flag)], device=device)
+    return agree_on([flag], device)[0]
+
+
+def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
+    """Which of ``flags`` are set on any rank, in one collective."""
+    box = torch.tensor([int(flag) for flag in flags], device=device)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return bool(box.item())
+    return [bool(value) for value in box.tolist()]
 
 
 def on_main(function: Callable[[], T]) -> T:

@@ -19,7 +19,7 @@ from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.data.records import Text
 from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.models.step import gather_rewards, infer
+from nemo_aligner.models.step import gather_rewards, infer, record_ids_of
 from nemo_aligner.parallel.layout import ParallelLayout
 
 
@@ -104,9 +104,8 @@ class RewardScorer:
         packs = pack_sequences(token_lists, self._micro_batch_tokens)
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         rewards = infer(self._model, mine, self._layout)
-        nothing = torch.zeros(0, dtype=torch.int64)
-        positions = torch.cat([nothing, *(pack.record_ids for pack in mine)])
-        everyone = gather_rewards(rewards, positions, len(token_lists), self._layout)
+        shape = (len(token_lists), 1, len(self.attributes))
+        everyone = gather_rewards(rewards, record_ids_of(mine), shape, self._layout)[:, 0]
         return (everyone + self._label_means).numpy()
 
     def _encode_numbered(self, number: int, text: Text) -> list[int]:

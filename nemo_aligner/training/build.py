@@ -12,6 +12,7 @@ from nemo_aligner.data.contract import build_contract, continue_contract
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.objective import build_objective
@@ -38,15 +39,6 @@ def build_learner(
 ) -> tuple[RewardLearner, PretrainedModel, int]:
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
-    loader = TrainLoader(
-        data.train,
-        options.global_batch_size,
-        options.micro_batch_tokens,
-        options.seed,
-        layout.dp_rank,
-        layout.dp,
-    )
-    total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     pretrained = load_pretrained(
         str(config.pretrained_checkpoint.restore_from_path),
         layout,
@@ -55,6 +47,17 @@ def build_learner(
         recompute=options.activations_checkpoint_granularity,
         seed=options.seed,
     )
+    pair_cost = ModelShape.from_config(pretrained.config).pair_cost()
+    loader = TrainLoader(
+        data.train,
+        options.global_batch_size,
+        options.micro_batch_tokens,
+        options.seed,
+        layout.dp_rank,
+        layout.dp,
+        pair_cost,
+    )
+    total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
     model = wrap_for_training(pretrained.model)
     optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)
@@ -66,5 +69,6 @@ def build_learner(
         loader,
         layout,
         options.micro_batch_tokens,
+        pair_cost,
     )
     return learner, pretrained, total_steps

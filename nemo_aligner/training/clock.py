@@ -72,6 +72,10 @@ class Timers:
         """Add the time of the block to ``name``."""
         start = time.perf_counter()
         yield
+        self.add_since(start, name)
+
+    def add_since(self, start: float, name: str) -> None:
+        """Add the time since ``start``, of ``time.perf_counter``, to ``name``."""
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.data.datasets import TokenizedDataset
-from nemo_aligner.data.loader import TrainLoader, validation_batches
+from nemo_aligner.data.loader import Imbalance, TrainLoader, validation_batches
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.metrics import by_source
-from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.models.step import (
+    current_device,
+    forward_backward,
+    gather_rewards,
+    infer,
+    record_ids_of,
+)
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.finite import (
     StepRecords,
@@ -38,15 +44,22 @@ class RewardLearner:
         loader: TrainLoader,
         layout: ParallelLayout,
         micro_batch_tokens: int,
+        pair_cost: float = 0.0,
     ) -> None:
         self._ddp = model
         self._loader = loader
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
+        self._pair_cost = pair_cost
+        self._attributes = len(objective.attributes)
         self.objective = objective
         self.model = model.module
         self.optimizer = optimizer
         self.data = data
+
+    def imbalance(self, steps: range) -> Imbalance:
+        """How evenly the work of ``steps`` falls on ranks and micro-batches."""
+        return self._loader.imbalance(steps)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Train on the batch of ``step``, counted from 0; metrics of the batch before the update.
@@ -63,11 +76,11 @@ class RewardLearner:
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         mine = forward_backward(self._ddp, batches, self._layout, self.objective.loss)
-        places = _places(batches, record_ids, self._layout)
-        rewards = gather_rewards(mine, places, len(record_ids), self._layout)
+        places = _places(batches, record_ids, self._loader.share(step))
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
+        rewards = self._gather(mine, places, len(record_ids), dataset)
         records = StepRecords(
-            step + 1, record_ids, dataset, self._layout, mine.device, loss_scale is not None
+            step + 1, record_ids, dataset, self._layout, current_device(), loss_scale is not None
         )
         check_rewards(records, rewards, self.objective.loss)
         metrics = self.objective.step_metrics(rewards, dataset.centred_labels(record_ids))
@@ -91,6 +104,12 @@ class RewardLearner:
             "skipped_steps": float(self.optimizer.skipped_steps),
         }
 
+    def _gather(
+        self, mine: Tensor | None, places: Tensor, records: int, dataset: TokenizedDataset
+    ) -> Tensor:
+        shape = (records, dataset.sequences_per_record, self._attributes)
+        return gather_rewards(mine, places, shape, self._layout)
+
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set, over each record once, named ``set/metric``."""
         return {
@@ -101,12 +120,11 @@ class RewardLearner:
 
     def _validate_on(self, dataset: TokenizedDataset) -> dict[str, float]:
         layout = self._layout
-        batches = validation_batches(dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp)
+        batches = validation_batches(
+            dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp, self._pair_cost
+        )
         mine = infer(self._ddp, batches, layout)
-        per_record = mine.view(-1, dataset.sequences_per_record, mine.size(-1))
-        nothing = torch.zeros(0, dtype=torch.int64)
-        places = torch.cat([nothing, *(batch.record_ids for batch in batches)])
-        rewards = gather_rewards(per_record, places, len(dataset), layout)
+        rewards = self._gather(mine, record_ids_of(batches), len(dataset), dataset)
         check_validation(dataset, rewards)
         return describe_rewards(self.objective, dataset, rewards)
 
@@ -158,14 +176,14 @@ def validation_metric_names(
 
 
 def _places(
-    batches: Sequence[PackedBatch], record_ids: Sequence[int], layout: ParallelLayout
+    batches: Sequence[PackedBatch], record_ids: Sequence[int], share: Sequence[int]
 ) -> Tensor:
     """The place in the global batch of every record in this rank's ``batches``."""
     # A record may be in a batch twice, at the end of an epoch and in the next.
     free: dict[int, deque[int]] = defaultdict(deque)
-    for place in range(layout.dp_rank, len(record_ids), layout.dp):
+    for place in share:
         free[record_ids[place]].append(place)
-    order = [int(record) for batch in batches for record in batch.record_ids]
+    order = record_ids_of(batches).tolist()
     return torch.tensor([free[record].popleft() for record in order])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ _SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
+# What the optimizer has for each parameter, in fp32.
+_STATE = ("param", "exp_avg", "exp_avg_sq")
 _COUNT = "steps"
 # What a run that goes on takes from its settings and not from its checkpoint.
 _SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
@@ -106,7 +109,12 @@ class Optimizer:
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Megatron's sharded view of the state, for the model's own such view."""
+        """Megatron's sharded view of the state, for the model's own such view.
+
+        What is to be saved is a copy in host memory: on the first rank of a data parallel group
+        12 bytes for each trained parameter that it holds. The next call writes into the same
+        memory: by then, the last copy must have been saved.
+        """
         self._count_steps_without_parameters()
         state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=dict(_SHARDING)
@@ -178,9 +186,12 @@ def build_optimizer(
         ParamKey(predicate=in_fp32): ParamGroupOverride(max_lr=config.lr),
     }
     optimizer = get_megatron_optimizer(settings, [model], groups)
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        for part in optimizer.chained_optimizers:
+    for part in optimizer.chained_optimizers:
+        if not distrib_optimizer.HAVE_APEX_OR_TE:
             _mend_torch_adamw(part)
+        part.get_parameter_state_dp_zero = partial(
+            _gather_state, part, part.get_parameter_state_dp_zero, []
+        )
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps))
@@ -235,3 +246,54 @@ def _copy_with_step(
         state["step"] = state["step"].clone()
         tensors = {**tensors, "step": state["step"]}
     copy(parameter, tensors)
+
+
+def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
+    """Where the state is copied to be saved: for each buffer, flat fp32 tensors.
+
+    The first rank of the data parallel group has all of the state, the others what they send it.
+    """
+    group = optimizer.data_parallel_group_gloo
+    memory = []
+    for buffer in optimizer.buffers:
+        numel = buffer.numel if group.rank() == 0 else buffer.numel // group.size()
+        memory.append({key: torch.empty(numel, dtype=torch.float32) for key in _STATE})
+    return memory
+
+
+def _gather_state(
+    optimizer: Any,
+    gather: Callable[..., dict[Any, Any] | None],
+    memory: list[dict[str, Tensor]],
+    empty_data: bool = False,
+    **options: bool,
+) -> dict[Any, Any] | None:
+    """Megatron's ``get_parameter_state_dp_zero``, which copies four times into new memory.
+
+    Here every tensor is copied once, into ``memory``, and only gathered where there are others.
+    """
+    if empty_data:
+        return gather(empty_data=True, **options)
+    if not memory:
+        memory += _host_memory(optimizer)
+    group = optimizer.data_parallel_group_gloo
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for index, (of_dtype, flat) in enumerate(zip(optimizer.gbuf_ranges, memory, strict=True)):
+        # One bucket, as gradients are not reduced while others are still computed.
+        ((dtype, (ranges,)),) = of_dtype.items()
+        # The first rank gathers, so that its own shard is the first of all.
+        shards = {
+            key: tensor.split(optimizer.buffers[index].numel // group.size())
+            for key, tensor in flat.items()
+        }
+        for parameter, places in ranges["param_map"].items():
+            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+            place = places["gbuf_local"]
+            for key in _STATE:
+                shards[key][0][place.start : place.end].copy_(tensors[key].detach())
+        if group.size() > 1:
+            for all_of_key in shards.values():
+                gathered = list(all_of_key) if group.rank() == 0 else None
+                torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)
+        state[index] = {dtype: flat}
+    return state if group.rank() == 0 else None

@@ -19,13 +19,14 @@ from nemo_aligner.data.datasets import TokenizedDataset
 from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.metrics import lower_is_better
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.collectives import on_main, say
+from nemo_aligner.parallel.collectives import is_main, on_main, say
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.learner import RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
 from nemo_aligner.training.trainer import Outcome
 
 EXPORT_NAME = "megatron_gpt.nemo"
+_STEPS_FOR_BALANCE = 20
 _CONTRACT = "scoring contract"
 
 
@@ -74,6 +75,7 @@ def describe(
     layout: ParallelLayout,
     total_steps: int,
     checkpoints: RunCheckpoints,
+    learner: RewardLearner,
 ) -> None:
     """Say on rank 0 what is about to be trained, and how."""
     options, shape = config.model, ModelShape.from_config(pretrained.config)
@@ -85,6 +87,9 @@ def describe(
     if options.freeze_layers:
         say(f"frozen: the embeddings and {options.freeze_layers} of {shape.num_layers} layers")
     say(f"run: {total_steps} steps of {options.global_batch_size} records")
+    if is_main():
+        steps = min(total_steps, _STEPS_FOR_BALANCE)
+        say(f"balance: {learner.imbalance(range(steps))} (first {steps} steps)")
     if options.optim.sched.warmup_steps >= total_steps:
         say(f"note: the run ends within its warm-up ({options.optim.sched.warmup_steps} steps)")
     say(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
@@ -121,6 +126,7 @@ def resume(
         _restore(checkpoints, latest, fresh, learner)
     folder = Path(config.exp_manager.explicit_log_dir)
     on_main(lambda: _write_config(config, folder))
+    checkpoints.reserve(learner.model, learner.optimizer)
     if latest is None:
         return fresh
     return replace(fresh, step=latest.state.step, consumed_samples=latest.state.consumed_samples)

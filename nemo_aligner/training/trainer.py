@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -10,7 +11,8 @@ import torch
 
 from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
 from nemo_aligner.config.schema import TrainConfig
-from nemo_aligner.parallel.collectives import agree, gather_objects
+from nemo_aligner.errors import TrainingError
+from nemo_aligner.parallel.collectives import agree_on, gather_objects
 from nemo_aligner.training.clock import StopRequest, Timers
 from nemo_aligner.training.loggers import Progress
 
@@ -83,79 +85,108 @@ class SupervisedTrainer:
         self._global_batch_size = config.model.global_batch_size
         self._total_steps = total_steps
         self._start = start
+        self._step = start.step
         self._checkpoints = checkpoints
         self._logger = logger
         self._stop = stop
         self._device = device
         self._timers = Timers()
+        self._saving_since = 0.0
         self._progress = Progress(total_steps, start.step)
 
     def fit(self) -> Outcome:
         """Train, log, validate, save; a run that was stopped goes on from its newest checkpoint."""
-        step, stopping = self._start.step, False
         with self._stop:
-            if step == 0 and self._loop.val_before_training:
-                self._validate(step)
-            while step < self._total_steps and not stopping:
-                self._train(step)
-                step += 1
-                stopping = self._agree_to_stop()
-                metrics: dict[str, float] = {}
-                if self._is_due(self._loop.val_check_interval, step) and not stopping:
-                    metrics = self._validate(step)
-                    stopping = self._agree_to_stop()
-                if stopping or self._save_is_due(step, metrics):
-                    self._save(step, metrics)
+            try:
+                stopping = self._run()
+            except TrainingError:
+                # Every rank raises it, and what was saved before stays saved.
+                self._publish()
+                raise
+            self._publish()
         self._progress.close()
-        stopped = stopping and step < self._total_steps
-        return Outcome(step, self._why_stopped() if stopped else None)
+        stopped = stopping and self._step < self._total_steps
+        return Outcome(self._step, self._why_stopped() if stopped else None)
 
-    def _train(self, step: int) -> None:
+    def _run(self) -> bool:
+        """The loop; whether it was asked to stop."""
+        stopping = False
+        if self._step == 0 and self._loop.val_before_training:
+            self._validate()
+        while self._step < self._total_steps and not stopping:
+            self._train()
+            stopping = self._check_in()
+            metrics: dict[str, float] = {}
+            if self._is_due(self._loop.val_check_interval) and not stopping:
+                metrics = self._validate()
+                stopping = self._check_in()
+            if stopping or self._save_is_due(metrics):
+                self._save(metrics)
+        return stopping
+
+    def _train(self) -> None:
         with self._timers.measure("train_step"):
-            metrics = self._learner.train_step(step)
+            metrics = self._learner.train_step(self._step)
+        self._step += 1
         timing = self._timers.take()
         tokens = metrics.pop("tokens")
         metrics["tokens_per_second"] = tokens / timing["timing/train_step"]
-        metrics["consumed_samples"] = float((step + 1) * self._global_batch_size)
+        metrics["consumed_samples"] = float(self._step * self._global_batch_size)
         named = {f"train/{name}": value for name, value in metrics.items()}
-        self._logger.log({**named, **timing}, step + 1)
+        self._logger.log({**named, **timing}, self._step)
         if metrics.get("skipped"):
             scale = metrics["loss_scale"]
-            self._progress.say(f"step {step + 1}: skipped, fp16 overflowed at loss scale {scale:g}")
-        self._progress.show(step + 1, {name: named[name] for name in _SHOWN if name in named})
+            self._progress.say(
+                f"step {self._step}: skipped, fp16 overflowed at loss scale {scale:g}"
+            )
+        self._progress.show(self._step, {name: named[name] for name in _SHOWN if name in named})
 
-    def _validate(self, step: int) -> dict[str, float]:
+    def _validate(self) -> dict[str, float]:
         with self._timers.measure("validation/total_validation_time"):
             metrics = self._learner.validate()
         if metrics:
-            self._logger.log({**metrics, **self._timers.take()}, step)
-            self._progress.say(_validation_lines(step, metrics))
+            self._logger.log({**metrics, **self._timers.take()}, self._step)
+            self._progress.say(_validation_lines(self._step, metrics))
         return metrics
 
-    def _save(self, step: int, metrics: dict[str, float]) -> None:
+    def _save(self, metrics: dict[str, float]) -> None:
         state = replace(
             self._start,
-            step=step,
-            consumed_samples=step * self._global_batch_size,
+            step=self._step,
+            consumed_samples=self._step * self._global_batch_size,
             metrics=metrics,
         )
+        self._publish()
         with self._timers.measure("save"):
-            path = self._checkpoints.save(state, self._learner.model, self._learner.optimizer)
-        self._logger.log(self._timers.take(), step)
-        self._progress.say(f"step {step}: saved {path}")
+            self._checkpoints.save(state, self._learner.model, self._learner.optimizer)
+        self._saving_since = time.perf_counter()
+        self._logger.log(self._timers.take(), self._step)
 
-    def _is_due(self, interval: int | None, step: int) -> bool:
+    def _publish(self) -> None:
+        """Publish the checkpoint that is being written, if one is, when it is written."""
+        start = time.perf_counter()
+        saved = self._checkpoints.publish()
+        if saved is not None:
+            self._timers.add_since(start, "publish")
+            self._timers.add_since(self._saving_since, "save_in_background")
+            self._logger.log(self._timers.take(), self._step)
+            self._progress.say(f"step {saved.state.step}: saved {saved.path}")
+
+    def _is_due(self, interval: int | None) -> bool:
         """At every multiple of the interval, and at the end; null is the end alone."""
-        return step == self._total_steps or (interval is not None and step % interval == 0)
+        at_end = self._step == self._total_steps
+        return at_end or (interval is not None and self._step % interval == 0)
 
-    def _save_is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
-        return self._is_due(self._loop.save_interval, step) or self._checkpoints.is_among_best(
-            metrics
-        )
+    def _save_is_due(self, metrics: Mapping[str, float]) -> bool:
+        return self._is_due(self._loop.save_interval) or self._checkpoints.is_among_best(metrics)
 
-    def _agree_to_stop(self) -> bool:
-        """Whether any rank was asked to stop; the same answer on all of them."""
-        return agree(self._stop.reason is not None, self._device)
+    def _check_in(self) -> bool:
+        """Whether any rank was asked to stop; publishes what all of them have written."""
+        flags = (self._stop.reason is not None, not self._checkpoints.is_written)
+        stopping, writing = agree_on(flags, self._device)
+        if not writing:
+            self._publish()
+        return stopping
 
     def _why_stopped(self) -> str:
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nemo_aligner.checkpoint import run_state
 from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState, Saved, check_same_run
@@ -37,13 +36,25 @@ class Optimizer:
         raise NotImplementedError
 
 
+class Written:
+    """A save whose writing needs no time, or is told when it ends."""
+
+    is_written = True
+    error: str | None = None
+
+    def __init__(self, state: dict[str, Any], folder: Path) -> None:
+        self.folder = folder
+
+    def finish(self) -> None:
+        if self.error is not None:
+            raise CheckpointError(self.error)
+        self.folder.mkdir()
+        (self.folder / "weights").write_text("")
+
+
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def save_weights(state: dict[str, Any], folder: Path) -> None:
-        folder.mkdir()
-        torch.save({}, folder / "weights")
-
-    monkeypatch.setattr(run_state, "save_weights", save_weights)
+    monkeypatch.setattr(run_state, "start_saving", Written)
     with launch():
         yield
 
@@ -112,15 +123,53 @@ def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
 def test_state_comes_back(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
     state = RunState(3, 24, {"a": 1.5}, {"model.seed": 1}, {"model": {"seed": 1}}, {"hash": "x"})
-    path = checkpoints.save(state, Model(), Optimizer())
-    assert checkpoints.latest() == Saved(path, state)
+    checkpoints.save(state, Model(), Optimizer())
+    assert checkpoints.latest() == Saved(tmp_path / "step_00000003", state)
+
+
+def test_a_pending_one_has_no_name_but_counts(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy")
+    assert checkpoints.publish() is None
+    state = RunState(3, 24, {"validation/accuracy": 0.5})
+    checkpoints.save(state, Model(), Optimizer())
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003.partial"]
+    assert not checkpoints.is_among_best({"validation/accuracy": 0.5})
+    assert checkpoints.is_among_best({"validation/accuracy": 0.6})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003.partial"]
+    assert checkpoints.publish() == Saved(tmp_path / "step_00000003", state)
+    assert checkpoints.publish() is None
+
+
+def test_the_next_save_publishes_the_one_before(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(RunState(step, step * 8), Model(), Optimizer())
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "step_00000002.partial"}
+    best = checkpoints.best()
+    assert best is None
+    assert [saved.state.step for saved in checkpoints.all()] == [2]
+
+
+def test_a_write_that_fails_is_told_once_and_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.save(RunState(1, 8), Model(), Optimizer())
+    checkpoints.publish()
+    monkeypatch.setattr(Written, "error", "disk full")
+    checkpoints.save(RunState(2, 16), Model(), Optimizer())
+    with pytest.raises(CheckpointError, match="disk full"):
+        checkpoints.publish()
+    assert checkpoints.publish() is None
+    assert [saved.state.step for saved in checkpoints.all()] == [1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', '{"version": 1, "step": 3}'])
 def test_a_spoilt_state_is_named(tmp_path: Path, text: str) -> None:
     checkpoints = RunCheckpoints(tmp_path)
-    path = checkpoints.save(RunState(3, 24), Model(), Optimizer())
-    (path / "run_state.json").write_text(text)
+    checkpoints.save(RunState(3, 24), Model(), Optimizer())
+    checkpoints.publish()
+    (tmp_path / "step_00000003" / "run_state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"step_00000003/run_state\.json"):
         checkpoints.latest()
 

@@ -237,3 +237,38 @@ def test_linked_data_is_refused(saved: Path, tmp_path: Path) -> None:
     data.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="is a link"):
         load(saved)
+
+
+def test_a_pending_save_writes_its_copies(tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.nemo import load_weights
+    from nemo_aligner.checkpoint.weights import copy_tensors, start_saving
+
+    state, host = request(), {}
+    live = [entry.data for entry in state.values() if entry.data is not None]
+    copy_tensors(state, host)
+    pending = start_saving(state, tmp_path / "weights")
+    for tensor in live:
+        tensor.zero_()
+    pending.finish()
+    assert pending.is_written
+    check_loaded(load_weights(request(fill=0.0), tmp_path / "weights"))
+    memory = [tensor.data_ptr() for tensor in host.values()]
+    copy_tensors(request(fill=2.0), host)
+    assert [tensor.data_ptr() for tensor in host.values()] == memory
+    assert all(bool((tensor == 2.0).all()) for tensor in host.values())
+
+
+def test_a_failed_write_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from nemo_aligner.checkpoint.weights import start_saving
+
+    def fail(*unused: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    pending = start_saving(request(), tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"weights: rank 0: \[Errno 28\] No space left"):
+        pending.finish()
+    assert pending.is_written
+    assert not (tmp_path / "weights" / "metadata.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from itertools import chain
 
@@ -49,6 +50,23 @@ def test_ranks_share_a_step_without_overlap() -> None:
         ]
         assert all(shares)
         assert Counter(chain(*shares)) == Counter(loader().global_batch(step))
+
+
+def test_the_work_of_a_step_is_even() -> None:
+    rng = random.Random(0)
+    data = dataset([rng.randint(1, 200) for _ in range(400)])
+    even = TrainLoader(data, 64, 1000, 5, 0, 4, pair_cost=0.01).imbalance(range(3))
+    assert 1 <= even.ranks < 1.02
+    assert 1 <= even.micro_batches < 1.1
+    alone = TrainLoader(data, 64, 1000, 5, 0, 1).imbalance(range(3))
+    assert alone.ranks == 1
+
+
+def test_packs_made_ahead_are_those_of_their_step() -> None:
+    ahead, anew = loader(), [loader().micro_batches(step) for step in (3, 4, 5, 9)]
+    for step, wanted in zip((3, 4, 5, 9), anew, strict=True):
+        packs = ahead.micro_batches(step)
+        assert [p.record_ids.tolist() for p in packs] == [p.record_ids.tolist() for p in wanted]
 
 
 def test_total_steps_counts_full_batches() -> None:

@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.data.datasets import TokenizedDataset
-from nemo_aligner.data.packing import pack_records, pack_sequences, packed_size
+from nemo_aligner.data.datasets import TokenizedDataset, shared_by_record
+from nemo_aligner.data.packing import (
+    pack_records,
+    pack_sequences,
+    packed_size,
+    record_cost,
+    share_out,
+)
 from nemo_aligner.data.records import Origin
 from nemo_aligner.errors import DataError
 
@@ -28,6 +34,8 @@ def dataset(lengths: list[int], kind: str = "comparison") -> TokenizedDataset:
         reply_lengths=torch.ones(count, per_record),
         sources=[""] * count,
         reports=[],
+        # Both sides are different numbers.
+        shared=torch.zeros(count, dtype=torch.int64),
         label_means=() if kind == "comparison" else (1.0, 0.5),
     )
 
@@ -85,7 +93,8 @@ def test_both_sides_of_a_pair_share_what_they_begin_with(seed: int) -> None:
     for _ in range(30):
         prompt = [rng.randrange(50) for _ in range(rng.choice([0, 3, 20, 60]))]
         sequences += [[*prompt, *rng.choices(range(50), k=rng.randint(1, 9))] for _ in range(2)]
-    data = replace(data, sequences=sequences)
+    pairs = [sequences[start : start + 2] for start in range(0, 60, 2)]
+    data = replace(data, sequences=sequences, shared=shared_by_record(pairs))
     packs = pack_records(data, range(30), 100)
     for pack in packs:
         assert pack.num_tokens <= 100
@@ -122,8 +131,37 @@ def test_sequences_know_their_place() -> None:
     sequences = [[length] * length for length in (4, 9, 1, 6, 5)]
     packs = pack_sequences(sequences, 10)
     assert sorted(i for pack in packs for i in pack.record_ids.tolist()) == [0, 1, 2, 3, 4]
-    assert [pack.num_tokens for pack in packs] == [10, 10, 5]
+    assert sorted(pack.num_tokens for pack in packs) == [7, 9, 9]
     assert pack_sequences([], 10) == []
     for bad in ([7] * 11, []):
         with pytest.raises(DataError, match="sequence 1: got"):
             pack_sequences([[7], bad], 10)
+
+
+@pytest.mark.parametrize("shared", [0, 10])
+def test_a_records_cost_counts_what_is_computed(shared: int) -> None:
+    data = replace(dataset([30, 20]), shared=torch.tensor([shared]))
+    # One by one: every token that is computed, and every key that it sees.
+    wanted = sum(1 + 0.5 * (place + 1) for place in range(30))
+    wanted += sum(1 + 0.5 * (place + 1) for place in range(shared, 20))
+    assert record_cost(data, 0, 0.5) == pytest.approx(wanted)
+
+
+def test_shares_are_even_and_hold_everything_once() -> None:
+    rng = random.Random(0)
+    costs = [rng.lognormvariate(0, 1) for _ in range(200)]
+    shares = share_out(costs, 7)
+    assert sorted(index for share in shares for index in share) == list(range(200))
+    work = [sum(costs[index] for index in share) for share in shares]
+    assert max(work) / min(work) < 1.02
+    assert all(share_out([1.0] * 7, 7))
+    assert share_out([], 2) == [[], []]
+
+
+def test_packs_are_of_even_work_and_no_more_than_needed() -> None:
+    rng = random.Random(0)
+    data = dataset([rng.randint(1, 50) for _ in range(200)])
+    packs = pack_records(data, range(100), 500)
+    sizes = [pack.num_tokens for pack in packs]
+    assert len(packs) == -(-sum(sizes) // 500)
+    assert max(sizes) - min(sizes) < 0.02 * max(sizes)

@@ -184,3 +184,16 @@ def test_an_embedding_smaller_than_the_vocabulary_is_refused(
         write_nemo(tmp_path / "larger.nemo", config, folder.weights, folder.tokenizer)
     with pytest.raises(CheckpointError, match="wanted at least the vocabulary of 5000"):
         load(tmp_path / "larger.nemo", layout)
+
+
+def test_the_last_layer_computes_only_the_heads_rows(base: Path, layout: ParallelLayout) -> None:
+    from nemo_aligner.models.step import infer
+
+    model = load(base, layout).model
+    seen: list[int] = []
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].size(0)))
+    infer(model, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout)
+    tokens = sum(map(len, SEQUENCES))
+    assert seen == [tokens] * (len(seen) - 1) + [len(SEQUENCES)]
+    assert len(seen) > 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nemo_aligner.config.schema import OptimConfig, Precision, SchedulerConfig
-from nemo_aligner.data.datasets import TokenizedDataset
+from nemo_aligner.data.datasets import TokenizedDataset, shared_by_record
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.training_data import TrainingData
@@ -54,13 +55,15 @@ def dataset(poisoned_places: tuple[int, ...] = ()) -> TokenizedDataset:
         reply_lengths=torch.ones(RECORDS, 2),
         sources=[""] * RECORDS,
         reports=[],
+        shared=torch.zeros(RECORDS, dtype=torch.int64),
     )
     batch = TrainLoader(clean, BATCH, TOKENS_PER_PACK, SEED, 0, 1).global_batch(0)
     for place in poisoned_places:
         # Long, so that under sequence parallelism 4 is at the border of two ranks.
         for side in (0, 1):
             sequences[2 * batch[place] + side] = [POISON] * (15 - side)
-    return clean
+    pairs = [clean.record(record) for record in range(RECORDS)]
+    return replace(clean, shared=shared_by_record(pairs))
 
 
 def lines(data: TokenizedDataset) -> list[str]:

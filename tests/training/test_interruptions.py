@@ -13,21 +13,43 @@ from tests import tiny
 
 STEPS = 6
 RUN_STATE = "nemo_aligner.checkpoint.run_state"
-# Where a run dies, one after the other, and its newest checkpoint afterwards (0: none).
-# Saves are at steps 2, 4 and 6; the metric is ever the same, so the best is step 2.
+TORCH = "torch.distributed.checkpoint.filesystem"
+FORWARD_BACKWARD = "nemo_aligner.training.learner:forward_backward"
+# Where a run dies, one after the other; whether what it saves is written by the next step or never
+# (see interrupted.py); and its newest checkpoint afterwards (0: none). Saves are at steps 2, 4 and
+# 6, a checkpoint has its name one step later; the metric is ever the same, so the best is step 2.
 ACCIDENTS = {
-    "between the weights and their index": (
-        ("torch.distributed.checkpoint.filesystem:FileSystemWriter.finish", "", "1"),
+    "while the weights are written": ((f"{TORCH}:_write_item", "", "9"), "prompt", 0),
+    "in step 4, while step 2 is still being written": ((FORWARD_BACKWARD, "", "4"), "held", 0),
+    "while the save of step 4 waits for that of step 2": (
+        ("nemo_aligner.checkpoint.weights:PendingSave.finish", "", "1"),
+        "held",
         0,
     ),
-    "while syncing, before the name": ((f"{RUN_STATE}:sync_to_disk", "", "3"), 0),
-    "in the backward pass of step 4": (
-        ("nemo_aligner.training.learner:forward_backward", "", "4"),
-        2,
+    "between the weights and their index": (
+        (f"{TORCH}:FileSystemWriter.finish", "", "1"),
+        "prompt",
+        0,
     ),
-    "with its name, before others are removed": ((f"{RUN_STATE}:_remove", "", "1"), 4),
-    "while an older one is deleted": (("shutil:rmtree", "step_00000004.removed", "2"), 6),
-    "while the archive is written": (("os:replace", "megatron_gpt.nemo", "1"), 6),
+    "while syncing, before the name": ((f"{RUN_STATE}:sync_to_disk", "", "3"), "prompt", 0),
+    "in the backward pass of step 4": ((FORWARD_BACKWARD, "", "4"), "prompt", 2),
+    "in step 5, while step 4 is still being written": ((FORWARD_BACKWARD, "", "3"), "held", 2),
+    "with its name, before others are removed": (
+        (f"{RUN_STATE}:RunCheckpoints._prune", "", "1"),
+        "prompt",
+        4,
+    ),
+    "after the last step, which is still being written": (
+        ("nemo_aligner.checkpoint.weights:PendingSave.finish", "", "1"),
+        "held",
+        4,
+    ),
+    "while an older one is deleted": (
+        ("shutil:rmtree", "step_00000004.removed", "2"),
+        "prompt",
+        6,
+    ),
+    "while the archive is written": (("os:replace", "megatron_gpt.nemo", "1"), "prompt", 6),
 }
 
 
@@ -60,13 +82,19 @@ def train(
 
 
 def interrupt(
-    settings: list[str], signal: str, where: tuple[str, str, str], rank: int = 0, processes: int = 1
+    settings: list[str],
+    accident: str,
+    where: tuple[str, str, str],
+    rank: int = 0,
+    processes: int = 1,
+    writes: str = "prompt",
 ) -> subprocess.CompletedProcess[str]:
     return tiny.run_script(
         "tests/training/interrupted.py",
-        signal,
+        accident,
         *where,
         str(rank),
+        writes,
         *settings,
         processes=processes,
         check=False,
@@ -119,8 +147,8 @@ def test_killed_again_and_again(base: Path, data: Path, undisturbed: Path, tmp_p
     settings = arguments(base, data, tmp_path)
     checkpoints = tmp_path / "checkpoints"
     before = 0
-    for moment, (where, saved) in ACCIDENTS.items():
-        done = interrupt(settings, "SIGKILL", where)
+    for moment, (where, writes, saved) in ACCIDENTS.items():
+        done = interrupt(settings, "SIGKILL", where, writes=writes)
         assert done.returncode == -9, (moment, done.stdout, done.stderr)
         assert ("resumed" in done.stdout) == (before > 0), (moment, done.stdout)
         whole = sorted(checkpoints.glob("step_????????"))
@@ -148,7 +176,7 @@ def test_two_ranks_stopped_killed_and_moved(
     done = interrupt(
         settings,
         "SIGTERM",
-        ("nemo_aligner.training.learner:forward_backward", "", "3"),
+        (FORWARD_BACKWARD, "", "3"),
         rank=1,
         processes=2,
     )
@@ -156,10 +184,10 @@ def test_two_ranks_stopped_killed_and_moved(
     assert "stopped by SIGTERM after step 3" in done.stdout
     done = train(settings, "trainer.max_time=00:00:00:00", processes=2)
     assert "stopped by the time limit (trainer.max_time=00:00:00:00) after step 4" in done.stdout
-    done = interrupt(
-        settings, "SIGKILL", (f"{RUN_STATE}:RunCheckpoints.save", "", "1"), rank=1, processes=2
-    )
-    assert done.returncode != 0
+    for where in (f"{RUN_STATE}:RunCheckpoints.save", f"{TORCH}:FileSystemWriter.write_data"):
+        done = interrupt(settings, "SIGKILL", (where, "", "1"), rank=1, processes=2)
+        assert done.returncode != 0
+    assert not list((tmp_path / "checkpoints").glob("step_00000006"))
     # To another layout, which computes the same up to rounding.
     train(settings, "model.tensor_model_parallel_size=2", processes=2)
     got, wanted = metrics(tmp_path), metrics(undisturbed)
@@ -179,3 +207,19 @@ def test_two_ranks_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path) ->
     assert "after step 1" in done.stdout
     train(runs[1], layout, processes=2)
     assert newest(tmp_path / "stopped") == newest(tmp_path / "left_alone")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    settings = arguments(base, data, tmp_path)
+    where = (f"{TORCH}:FileSystemWriter.write_data", "", "2")
+    done = interrupt(settings, "ENOSPC", where, rank=1, processes=2)
+    assert done.returncode != 0
+    assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in done.stderr
+    assert "CheckpointError: " in done.stderr
+    assert 'File "nemo_aligner' not in done.stderr
+    done = train(settings, processes=2)
+    assert "resumed from" in done.stdout
+    assert "step_00000002, after 16 records" in done.stdout

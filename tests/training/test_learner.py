@@ -10,7 +10,6 @@ import torch
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.config.schema import ExpManagerConfig, MonitorMode
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training import learner as learner_module
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.objective import RankingObjective, RegressionObjective
@@ -30,9 +29,8 @@ def pack(record_ids: list[int]) -> PackedBatch:
 
 
 def test_a_record_that_is_twice_in_a_batch_has_two_places() -> None:
-    layout = ParallelLayout(1, 1, 2, False, 0, 0, dp_rank=1)
-    # Rank 1 of 2 has the records at places 1, 3 and 5; its packs have an order of their own.
-    places = learner_module._places([pack([7, 9]), pack([7])], [4, 7, 5, 9, 6, 7], layout)
+    # This rank has the records at places 1, 3 and 5; its packs have an order of their own.
+    places = learner_module._places([pack([7, 9]), pack([7])], [4, 7, 5, 9, 6, 7], [1, 3, 5])
     assert places.tolist() == [1, 3, 5]
 
 

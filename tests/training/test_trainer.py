@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint.run_state import RunState
+from nemo_aligner.checkpoint.run_state import RunState, Saved
 from nemo_aligner.config.schema import RmLoopConfig, TrainConfig
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.parallel.launch import launch
@@ -20,15 +21,20 @@ class Diary:
 
     model = optimizer = None
 
-    def __init__(self, best: tuple[int, ...] = (), stop_at: int | None = None) -> None:
+    def __init__(
+        self, best: tuple[int, ...] = (), stop_at: int | None = None, write_for: int = 0
+    ) -> None:
         self.events: list[str] = []
         self.logged: dict[int, dict[str, float]] = {}
         self.saved: list[RunState] = []
         self.best, self.stop_at, self.step = best, stop_at, 0
         self.now = 0.0
+        self.pending: Saved | None = None
+        self.write_for, self.steps_to_write = write_for, 0
 
     def train_step(self, step: int) -> dict[str, float]:
         self.step = step + 1
+        self.steps_to_write -= 1
         self.now = float(self.step == self.stop_at)
         self.events.append(f"train {step}")
         return {"loss": 0.5, "tokens": 100.0}
@@ -40,10 +46,22 @@ class Diary:
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         return bool(metrics) and self.step in self.best
 
-    def save(self, state: RunState, model: Any, optimizer: Any) -> str:
+    def save(self, state: RunState, model: Any, optimizer: Any) -> None:
+        assert self.pending is None
         self.events.append(f"save {state.step}")
         self.saved.append(state)
-        return "somewhere"
+        self.pending = Saved(Path("somewhere"), state)
+        self.steps_to_write = self.write_for
+
+    @property
+    def is_written(self) -> bool:
+        return self.pending is None or self.steps_to_write <= 0
+
+    def publish(self) -> Saved | None:
+        published, self.pending = self.pending, None
+        if published is not None:
+            self.events.append(f"publish {published.state.step}")
+        return published
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.logged.setdefault(step, {}).update(metrics)
@@ -83,23 +101,27 @@ def test_validates_and_saves_at_intervals_and_at_the_end() -> None:
         "validate 0",
         *("train 0", "train 1", "validate 2"),
         *("train 2", "train 3", "validate 4", "save 4"),
-        *("train 4", "validate 5", "save 5"),
+        *("train 4", "publish 4", "validate 5", "save 5", "publish 5"),
     ]
     assert diary.saved[-1].consumed_samples == 40
     assert diary.saved[-1].metrics == {"validation/accuracy": 0.5}
     assert diary.saved[-1].fingerprint == {"model.seed": 1}
     assert diary.logged[5]["train/consumed_samples"] == 40
     assert diary.logged[5]["train/tokens_per_second"] > 0
-    assert {"timing/train_step", "timing/validation/total_validation_time", "timing/save"} <= set(
-        diary.logged[5]
-    )
+    assert set(diary.logged[5]) >= {
+        "timing/train_step",
+        "timing/validation/total_validation_time",
+        "timing/save",
+        "timing/save_in_background",
+        "timing/publish",
+    }
 
 
 def test_without_intervals_only_at_the_end() -> None:
     diary = Diary()
     fit(diary, 3, val_check_interval=None, save_interval=None)
-    assert diary.events[-3:] == ["train 2", "validate 3", "save 3"]
-    assert len(diary.events) == 5
+    assert diary.events[-3:] == ["validate 3", "save 3", "publish 3"]
+    assert len(diary.events) == 6
 
 
 def test_saves_a_best_one_between_the_intervals() -> None:
@@ -111,14 +133,14 @@ def test_saves_a_best_one_between_the_intervals() -> None:
 def test_goes_on_from_a_step() -> None:
     diary = Diary()
     fit(diary, 4, start=3, val_check_interval=None, save_interval=None, val_before_training=True)
-    assert diary.events == ["train 3", "validate 4", "save 4"]
+    assert diary.events == ["train 3", "validate 4", "save 4", "publish 4"]
 
 
 def test_stops_saves_and_says_why() -> None:
     diary = Diary(stop_at=2)
     reason = fit(diary, 5, val_check_interval=2, save_interval=None)
     assert reason == "the time limit (trainer.max_time=00:00:00:01)"
-    assert diary.events == ["train 0", "train 1", "save 2"]
+    assert diary.events == ["train 0", "train 1", "save 2", "publish 2"]
     assert diary.saved[0].metrics == {}
 
 
@@ -137,6 +159,28 @@ def test_a_broken_step_is_not_saved() -> None:
     with pytest.raises(TrainingError, match="step 3"):
         fit(diary, 5, val_check_interval=1, save_interval=1)
     assert [state.step for state in diary.saved] == [1, 2]
+    assert diary.events[-1] == "publish 2"
+
+
+def test_trains_on_while_a_save_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    diary = Diary(write_for=2)
+    fit(diary, 8, val_check_interval=None, save_interval=3)
+    assert diary.events[2:] == [
+        *("train 2", "save 3", "train 3", "train 4", "publish 3"),
+        *("train 5", "save 6", "train 6", "train 7", "publish 6"),
+        *("validate 8", "save 8", "publish 8"),
+    ]
+    assert "timing/save" in diary.logged[3]
+    assert {"timing/publish", "timing/save_in_background"} <= set(diary.logged[5])
+    assert [line for line in capsys.readouterr().out.splitlines() if "saved" in line] == [
+        f"step {step}: saved somewhere" for step in (3, 6, 8)
+    ]
+
+
+def test_a_save_waits_for_the_one_before() -> None:
+    diary = Diary(write_for=5)
+    fit(diary, 4, val_check_interval=None, save_interval=2)
+    assert diary.events[-4:] == ["validate 4", "publish 2", "save 4", "publish 4"]
 
 
 def test_a_skipped_step_is_told_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,63 @@
+"""Attention over segments against softmax over each whole sequence, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_aligner.models.cpu_attention import attend
+
+# Two families with a beginning each, one segment of one token, and three on their own.
+LENGTHS = [30, 5, 1, 9, 25, 1, 40, 20, 10]
+PREFIXES = [-1, 0, 0, -1, -1, 4, 4, -1, -1]
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    repeats = query.size(1) // key.size(1)
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    outputs = []
+    for own, prefix in enumerate(PREFIXES):
+        tokens = list(range(bounds[own], bounds[own + 1]))
+        before = list(range(bounds[prefix], bounds[prefix + 1])) if prefix >= 0 else []
+        scores = torch.einsum("qhc,khc->hqk", query[tokens], key[before + tokens]) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(before))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hqk,khc->qhc", weights, value[before + tokens]))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6], ids=["one_group", "two_groups", "no_groups"])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_outputs_and_gradients(groups: int, scale: float | None) -> None:
+    torch.manual_seed(0)
+    tokens = sum(LENGTHS)
+    query = torch.randn(tokens, 6, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (
+        torch.randn(tokens, groups, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    found = attend(query, key, value, LENGTHS, PREFIXES, scale)
+    wanted = plain(query, key, value, scale or 8**-0.5)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    grad = torch.randn_like(wanted)
+    inputs = (query, key, value)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, grad),
+        torch.autograd.grad(wanted, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+def test_a_nan_stays_in_its_sequence() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(sum(LENGTHS), 2, 8, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        value[-1] = float("nan")
+    others = sum(LENGTHS[:-1])
+    out = attend(query, key, value, LENGTHS, PREFIXES, None)
+    assert out[:others].isfinite().all()
+    assert out[-1].isnan().all()
+    grads = torch.autograd.grad(out[:others].sum(), (query, key, value))
+    assert all(grad[:others].isfinite().all() for grad in grads)

@@ -1,0 +1,93 @@
+"""The pointwise parts against their formulas, left to autograd, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_aligner.models.pointwise import gated_silu, rms_norm, rotate
+
+Function = Callable[..., Tensor]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def rotation(tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(tokens), torch.rand(pairs)).double()[:, None, None]
+    return angles.cos(), angles.sin()
+
+
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.size(-1)
+    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def plain_gated_silu(x: Tensor) -> Tensor:
+    gate, linear = x.chunk(2, dim=-1)
+    return F.silu(gate) * linear
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def same(ours: Function, plain: Function, *arguments: object, atol: float) -> None:
+    leaves = [item for item in arguments if isinstance(item, Tensor) and item.requires_grad]
+    wanted = plain(*arguments)
+    grad = torch.randn_like(wanted)
+    found = ours(*arguments)
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+    for our_grad, their_grad in zip(
+        torch.autograd.grad(found, leaves, grad),
+        torch.autograd.grad(wanted, leaves, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(our_grad, their_grad, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("channels", [8, 12], ids=["all", "some"])
+def test_rotate(channels: int) -> None:
+    torch.manual_seed(0)
+    same(rotate, plain_rotate, draw(5, 1, 3, channels), *rotation(5, 4), atol=1e-12)
+
+
+def test_rotate_takes_a_view() -> None:
+    torch.manual_seed(0)
+    every = draw(5, 1, 3, 24)
+    same(
+        lambda x, cos, sin: rotate(x[..., 8:16], cos, sin),
+        lambda x, cos, sin: plain_rotate(x[..., 8:16], cos, sin),
+        every,
+        *rotation(5, 4),
+        atol=1e-12,
+    )
+
+
+def test_gated_silu() -> None:
+    torch.manual_seed(0)
+    same(gated_silu, plain_gated_silu, draw(5, 1, 14), atol=1e-12)
+
+
+def test_rms_norm() -> None:
+    torch.manual_seed(0)
+    # It is computed in fp32, whatever comes in.
+    same(rms_norm, plain_rms_norm, draw(5, 1, 16), draw(16), 1e-5, atol=3e-6)
+
+
+def test_bf16_stays_bf16() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 1, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
+    out = rms_norm(x, weight, 1e-5)
+    out.sum().backward()
+    assert out.dtype is x.grad.dtype is weight.grad.dtype is torch.bfloat16  # type: ignore[union-attr]
+    wanted = F.rms_norm(x.float(), (16,), weight.float(), 1e-5)
+    torch.testing.assert_close(out.float(), wanted, atol=0.02, rtol=0.01)
