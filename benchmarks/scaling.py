@@ -5,8 +5,9 @@
 
 Every point is a synthetic model with random weights, on pairs of random tokens, in processes of its
 own: torchrun starts several. Seconds are means over ``--steps`` after one that is not timed, of the
-slowest rank, by part: ``data`` packs, ``reduce`` sums gradients over ranks, ``other`` gathers
-rewards and waits for the neighbours in a pipeline. Memory is that of the fullest rank beside what
+slowest rank, by part: ``data`` waits for packs, ``reduce`` sums gradients over ranks, ``other``
+gathers rewards and waits for the neighbours in a pipeline. A checkpoint holds training up for
+``save`` and is ``written`` that long after it began. Memory is that of the fullest rank beside what
 nemo_aligner/models/cost.py says: all tensors that live at once on the CPU, what the allocator
 handed out on a GPU; ``resident`` is by how much the CPU's process grew, libraries that it loads
 meanwhile included.
@@ -24,7 +25,7 @@ from typing import Any
 from common import add_device_option, choose_device, machine, render, run_ranks, write_json
 
 MIB = 2**20
-PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "checkpoint")
+PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
 SHARED = ("tp", "pp", "dp", "sequence_parallel", "freeze_layers")
 
 
@@ -83,7 +84,7 @@ Jobs = Iterator[tuple[str, dict[str, Any]]]
 def _lengths(base: dict[str, Any]) -> Jobs:
     """The same tokens in a step, in fewer and longer sequences."""
     tokens = base["pairs"] * 2 * base["sequence_length"]
-    for factor in (0.25, 0.5, 1, 2, 4):
+    for factor in (0.5, 1, 2, 4):
         length = int(base["sequence_length"] * factor)
         pairs = tokens // (2 * length)
         if pairs >= 1 and 2 * length <= base["micro_batch_tokens"]:
@@ -98,7 +99,7 @@ def _layers(base: dict[str, Any]) -> Jobs:
 
 
 def _pairs(base: dict[str, Any]) -> Jobs:
-    for factor in (0.5, 1, 2, 4):
+    for factor in (0.5, 2, 4):
         pairs = int(base["pairs"] * factor)
         if pairs >= 1:
             yield str(pairs), {**base, "pairs": pairs}
@@ -145,7 +146,7 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
                 name: label,
                 "tokens": found["tokens"],
                 "flops": step_flops(shape, plan),
-                "ranks": plan.num_ranks,
+                "processes": plan.num_ranks,
                 "seconds": found["seconds"],
                 "measured": found["memory"],
                 "expected": {**vars(expected), "total": expected.total},
@@ -157,14 +158,11 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
 def _plan(job: Mapping[str, Any]) -> Any:
     """The job in the cost model's terms."""
     from nemo_aligner.config.schema import Precision, Recompute
-    from nemo_aligner.models.cost import Packs, Plan, attended_keys
+    from nemo_aligner.models.cost import Plan, even_packs
 
-    length, shared = job["sequence_length"], job["shared"]
-    pair = 2 * length - shared
     mine = -(-job["pairs"] // job["dp"])
-    in_a_pack = min(mine, job["micro_batch_tokens"] // pair)
-    keys = attended_keys(length, shared)
-    packs = Packs(in_a_pack * pair, 2 * in_a_pack, keys, -(-mine // in_a_pack))
+    budget = job["micro_batch_tokens"]
+    packs = even_packs(mine, job["sequence_length"], budget, job["shared"])
     return Plan(
         packs,
         precision=Precision(job["precision"]),
@@ -181,7 +179,7 @@ def _times(rows: list[dict[str, Any]]) -> str:
             {
                 first: row[first],
                 "tokens/s": row["tokens"] / row["seconds"]["step"],
-                "GFLOP/s a rank": row["flops"] / row["ranks"] / row["seconds"]["step"] / 1e9,
+                "GFLOP/s a rank": row["flops"] / row["processes"] / row["seconds"]["step"] / 1e9,
                 "s/step": row["seconds"]["step"],
                 **{part: row["seconds"][part] for part in PARTS},
             }

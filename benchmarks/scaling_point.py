@@ -46,7 +46,7 @@ def main() -> None:
         measured["resident"] = _most_resident_bytes() - before
         parts = _time_steps(learner, job["steps"]) if job["steps"] else {"step": 0.0}
         if job["save"]:
-            parts["checkpoint"] = _time_checkpoint(learner)
+            parts |= _time_checkpoint(learner)
         found = {
             "tokens": sum(batch.num_tokens for batch in learner._loader.micro_batches(0)),
             "seconds": parts,
@@ -98,10 +98,12 @@ def build_synthetic_learner(
     optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 1000)
     train = _random_pairs(job["pairs"], job["sequence_length"], job["shared"], shape.vocab_size)
     budget = job["micro_batch_tokens"]
-    loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp)
+    cost = shape.pair_cost()
+    loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp, cost)
     # The contract is for texts; these are tokens.
     data = TrainingData(train, [], cast(Any, None))
-    return RewardLearner(wrapped, optimizer, RankingObjective(), data, loader, layout, budget)
+    objective = RankingObjective()
+    return RewardLearner(wrapped, optimizer, objective, data, loader, layout, budget, cost)
 
 
 def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
@@ -122,6 +124,7 @@ def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
         reply_lengths=torch.full((count, 2), length - shared),
         sources=[""] * count,
         reports=[],
+        shared=torch.full((count,), shared),
     )
 
 
@@ -319,18 +322,21 @@ def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
     return {"step": step_seconds, **seconds, "other": step_seconds - sum(seconds.values())}
 
 
-def _time_checkpoint(learner: RewardLearner) -> float:
-    """Seconds to save a run's state, in a folder that all ranks see."""
+def _time_checkpoint(learner: RewardLearner) -> dict[str, float]:
+    """Seconds that a save holds training up, and until it is written, in a folder all ranks see."""
     from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
     from nemo_aligner.parallel.collectives import gather_objects
 
     with tempfile.TemporaryDirectory() as own:
         checkpoints = RunCheckpoints(Path(gather_objects(own)[0]))
+        checkpoints.reserve(learner.model, learner.optimizer)
         start = _now()
         checkpoints.save(RunState(1, 1), learner.model, learner.optimizer)
-        seconds = _now() - start
+        held = _now() - start
+        checkpoints.publish()
+        written = _now() - start
         dist.barrier()
-    return seconds
+    return {"save": held, "written": written}
 
 
 if __name__ == "__main__":

@@ -105,17 +105,13 @@ class _Job:
             ("inter_node", options.inter_node > 0, above_zero),
             ("reserve", options.reserve >= 0, "0 or more"),
             ("gpu_memory", self.usable > 0, f"more than the {options.reserve:g} GiB of --reserve"),
+            ("micro_batch_tokens", self.budget >= self.pair, f"{self.pair} (a pair) or more"),
             ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
         ]
         for name, is_good, wanted in checks:
             if not is_good:
                 got = getattr(options, name)
                 raise ConfigError(f"--{name.replace('_', '-')}: got {got:g}, wanted {wanted}")
-        if self.budget < self.pair:
-            raise ConfigError(
-                f"--micro-batch-tokens: got {self.budget}, wanted at least {self.pair}, a pair of "
-                f"two sequences of {self.length} tokens"
-            )
 
     def heading(self, name: str) -> str:
         shape, options = self.shape, self._options
@@ -162,16 +158,9 @@ class _Job:
                 yield self._plan(tp, pp, gpus // (tp * pp), sequence_parallel)
 
     def _plan(self, tp: int, pp: int, dp: int, sequence_parallel: bool) -> Plan:
-        from nemo_aligner.models.cost import Packs, Plan, attended_keys
+        from nemo_aligner.models.cost import Plan, even_packs
 
-        mine = -(-self.batch // dp)
-        in_a_pack = min(mine, self.budget // self.pair)
-        packs = Packs(
-            tokens=in_a_pack * self.pair,
-            sequences=2 * in_a_pack,
-            keys=attended_keys(self.length),
-            count=-(-mine // in_a_pack),
-        )
+        packs = even_packs(-(-self.batch // dp), self.length, self.budget)
         return Plan(
             packs,
             tp=tp,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
 
 ELEMENT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
@@ -102,6 +103,25 @@ class StepTime:
     @property
     def total(self) -> float:
         return self.compute + self.bubble + self.tensor + self.pipeline + self.data
+
+
+def even_packs(pairs: int, length: int, budget: int, shared: int = 0) -> Packs:
+    """The packs of ``pairs`` of two sequences of ``length`` tokens that begin with ``shared`` ones.
+
+    As ``data/packing.py`` makes them: as few as the budget of tokens allows, each of even work.
+
+    Raises:
+        ConfigError: a pair alone is larger than the budget.
+    """
+    size = 2 * length - shared
+    if size > budget:
+        raise ConfigError(
+            f"model.micro_batch_tokens: got {budget}, wanted at least {size}, a pair of two "
+            f"sequences of {length} tokens"
+        )
+    count = -(-pairs // (budget // size))
+    fullest = -(-pairs // count)
+    return Packs(fullest * size, 2 * fullest, attended_keys(length, shared), count)
 
 
 def attended_keys(length: int, shared: int = 0, sequences: int = 2) -> float:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.cost import (
     Machine,
     Packs,
     Plan,
     attended_keys,
+    even_packs,
     pack_flops,
     parameters,
     step_time,
@@ -58,6 +60,15 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
         # A token sees all tokens of its sequence up to itself, wherever they are in the pack.
         keys = float((batch.position_ids + 1).sum()) / batch.num_tokens
         assert attended_keys(30, shared) == pytest.approx(keys)
+
+
+def test_packs_are_those_that_are_made() -> None:
+    """9 pairs of 2 x 30 tokens at 256 are 3 packs of 3, not two of 4 and one of 1."""
+    packs = even_packs(9, 30, 256)
+    assert (packs.count, packs.tokens, packs.sequences) == (3, 180, 6)
+    assert even_packs(9, 30, 256, shared=20).count == 2
+    with pytest.raises(ConfigError, match="got 50, wanted at least 60, a pair"):
+        even_packs(1, 30, 50)
 
 
 @pytest.mark.parametrize("frozen", [0, 2])
@@ -156,7 +167,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(name: str, tmp_path: Path) ->
         "benchmarks/scaling_point.py", json.dumps(job), processes=2 if name in TWO else 1
     )
     measured = json.loads(done.stdout.splitlines()[-1])["memory"]
-    packs = Packs(tokens=512, sequences=8, keys=32.5, count=1 if name == "DP" else 2)
+    packs = even_packs(8 // changes.get("dp", 1), 64, 512)
     settings = {**changes, "recompute": Recompute(job["recompute"])}
     expected = fullest_stage(SHAPE, Plan(packs, precision=FP32, **settings))
     assert measured["weights"] == pytest.approx(expected.weights, rel=0.01)

@@ -106,7 +106,7 @@ def test_several_numbers_of_gpus_have_a_line_each() -> None:
     [
         (["--params=9B"], "--params: got 9B, wanted one of 1B, 3B"),
         (["--config=nowhere.yaml"], "--config: got nowhere.yaml, which is not there"),
-        (["--params=8B", "--micro-batch-tokens=100"], "--micro-batch-tokens: got 100, wanted at"),
+        (["--params=8B", "--micro-batch-tokens=100"], "--micro-batch-tokens: got 100, wanted 2048"),
         (["--params=8B", "--gpu-memory=3"], "--gpu-memory: got 3, wanted more than the 4 GiB"),
         (["--params=8B", "--mfu=1.5"], "--mfu: got 1.5, wanted more than 0, at most 1"),
         (["--params=8B", "--tflops=0"], "--tflops: got 0, wanted a number above 0"),
