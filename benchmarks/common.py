@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,25 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what the machine has")
+
+
+def choose_device(name: str | None) -> str:
+    """Make this process, and those it starts, compute on ``name``; None is what the machine has.
+
+    Called before torch looks for a GPU: "cpu" hides them all.
+    """
+    if name == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if name is not None and name != found:
+        sys.exit(f"--device: got {name}, wanted cpu: torch finds no GPU here")
+    return found
 
 
 def prepare_model(source: Path, folder: Path) -> tuple[Path, Path]:
@@ -43,6 +63,20 @@ def _unpack_gguf(source: Path, hf: Path) -> None:
 
 def run_worker(python: str, script: str, job: Mapping[str, Any], threads: int) -> dict[str, Any]:
     """Run ``script`` with the job on stdin in a process of its own; its last line is JSON."""
+    command = [python, str(ROOT / "benchmarks" / script)]
+    return _last_line(command, threads, json.dumps(job))
+
+
+def run_ranks(script: str, job: Mapping[str, Any], threads: int, ranks: int) -> dict[str, Any]:
+    """Run ``script`` with the job as its argument, by torchrun if there are several ranks."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return _last_line([*command, str(ROOT / "benchmarks" / script), json.dumps(job)], threads)
+
+
+def _last_line(command: Sequence[str], threads: int, text: str = "") -> dict[str, Any]:
+    """Run a command with ``text`` on stdin; the last line that it prints is JSON."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -50,15 +84,10 @@ def run_worker(python: str, script: str, job: Mapping[str, Any], threads: int) -
         "TOKENIZERS_PARALLELISM": "false",
     }
     done = subprocess.run(
-        [python, str(ROOT / "benchmarks" / script)],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
+        command, input=text, capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
-        sys.exit(f"{script} ended with {done.returncode}\n{done.stderr[-4000:]}")
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -21,7 +21,15 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import machine, median_of_ratios, prepare_model, render, write_json
+from common import (
+    add_device_option,
+    choose_device,
+    machine,
+    median_of_ratios,
+    prepare_model,
+    render,
+    write_json,
+)
 
 Score = Callable[[list[list[int]]], np.ndarray]
 SMALLEST_BUDGET = 8192
@@ -38,6 +46,7 @@ class Work:
 
 def main() -> None:
     arguments = _parse()
+    device = choose_device(arguments.device)
     import torch
 
     from nemo_aligner.config.schema import DataConfig, ModelConfig, Overlong, Precision
@@ -47,7 +56,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     hf, nemo = prepare_model(arguments.model, work)
-    gpu = torch.cuda.is_available()
+    gpu = device == "cuda"
     precision = Precision.bf16 if gpu else Precision.fp32
     data = DataConfig(seq_length=2048, overlong=Overlong.truncate_left)
     with launch():
@@ -191,6 +200,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="of transformers (default 8)")
     parser.add_argument("--turns", type=int, default=3, help="runs of each (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    add_device_option(parser)
     parser.add_argument("--work", help="a folder to keep the converted model in")
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()

@@ -21,21 +21,30 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import machine, median_of_ratios, prepare_model, render, run_worker, write_json
+from common import (
+    add_device_option,
+    choose_device,
+    machine,
+    median_of_ratios,
+    prepare_model,
+    render,
+    run_worker,
+    write_json,
+)
 
 LR = 1e-5
 
 
 def main() -> None:
     arguments = _parse()
-    import torch
+    device = choose_device(arguments.device)
 
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     hf, nemo = prepare_model(arguments.model, work)
     head = work / "head.npy"
     hidden = _hidden_size(hf)
     np.save(head, np.random.RandomState(0).normal(0, 0.02, (1, hidden)).astype(np.float32))
-    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    precision = "bf16" if device == "cuda" else "fp32"
     shared = {
         "steps": arguments.steps,
         "global_batch_size": arguments.global_batch,
@@ -159,6 +168,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    add_device_option(parser)
     parser.add_argument("--work", help="a folder to keep the converted model in")
     parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()

@@ -1,0 +1,343 @@
+"""Worker of scaling.py: some training steps of a synthetic model, timed by part, and their memory.
+
+python benchmarks/scaling_point.py JOB      (or under torchrun; JOB is JSON, see scaling.py)
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nemo_aligner.config.schema import OptimConfig, Precision, Recompute
+from nemo_aligner.models.reward_model import (
+    build_reward_model,
+    freeze_lower_layers,
+    wrap_for_training,
+)
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
+from nemo_aligner.training.learner import RewardLearner
+
+_SEED = 1234
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    with launch() as world:
+        layout = initialize_layout(job["tp"], job["pp"], job["sequence_parallel"], _SEED)
+        shape = ModelShape.from_config(job["model"])
+        before = _resident_bytes()
+        learner = build_synthetic_learner(shape, layout, job)
+        measured = _measure_memory(learner)
+        measured["resident"] = _most_resident_bytes() - before
+        parts = _time_steps(learner, job["steps"]) if job["steps"] else {"step": 0.0}
+        if job["save"]:
+            parts |= _time_checkpoint(learner)
+        found = {
+            "tokens": sum(batch.num_tokens for batch in learner._loader.micro_batches(0)),
+            "seconds": parts,
+            "memory": measured,
+        }
+        everyone = [None] * world.world_size
+        dist.all_gather_object(everyone, found)
+        if world.is_main:
+            print(json.dumps(_summary(cast(Any, everyone), layout)))
+
+
+def _summary(ranks: list[dict[str, Any]], layout: ParallelLayout) -> dict[str, Any]:
+    """Times of the slowest rank, memory of the fullest; ``tokens`` of a step over all ranks."""
+    each = len(ranks) // layout.dp
+    fullest = max(ranks, key=lambda rank: rank["memory"]["total"])
+    slowest = max(ranks, key=lambda rank: rank["seconds"]["step"])
+    return {
+        "tokens": sum(rank["tokens"] for rank in ranks) // each,
+        "seconds": slowest["seconds"],
+        "memory": fullest["memory"],
+    }
+
+
+def build_synthetic_learner(
+    shape: ModelShape, layout: ParallelLayout, job: dict[str, Any]
+) -> RewardLearner:
+    """A learner with random weights, on pairs of random tokens."""
+    from nemo_aligner.data.loader import TrainLoader
+    from nemo_aligner.data.training_data import TrainingData
+    from nemo_aligner.training.objective import RankingObjective
+    from nemo_aligner.training.optimizer import build_optimizer
+
+    model = build_reward_model(
+        shape,
+        layout,
+        num_attributes=1,
+        precision=Precision(job["precision"]),
+        recompute=Recompute(job["recompute"]),
+    )
+    torch.manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02)
+    freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
+    wrapped = wrap_for_training(model)
+    optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 1000)
+    train = _random_pairs(job["pairs"], job["sequence_length"], job["shared"], shape.vocab_size)
+    budget = job["micro_batch_tokens"]
+    cost = shape.pair_cost()
+    loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp, cost)
+    # The contract is for texts; these are tokens.
+    data = TrainingData(train, [], cast(Any, None))
+    objective = RankingObjective()
+    return RewardLearner(wrapped, optimizer, objective, data, loader, layout, budget, cost)
+
+
+def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
+    from nemo_aligner.data.datasets import TokenizedDataset
+    from nemo_aligner.data.records import Origin
+
+    generator = torch.Generator().manual_seed(_SEED)
+    sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
+    sequences[:, 1, :shared] = sequences[:, 0, :shared]
+    # So that no more than that is shared.
+    sequences[:, 0, shared], sequences[:, 1, shared] = 1, 2
+    return TokenizedDataset(
+        kind="comparison",
+        name="train",
+        sequences=list(sequences.flatten(0, 1).int()),
+        labels=None,
+        origins=[Origin("random", line + 1) for line in range(count)],
+        reply_lengths=torch.full((count, 2), length - shared),
+        sources=[""] * count,
+        reports=[],
+        shared=torch.full((count,), shared),
+    )
+
+
+def _measure_memory(learner: RewardLearner) -> dict[str, float]:
+    """Bytes of this rank: what lies there between steps, and the most that a step adds."""
+    standing = _standing_bytes(learner)
+    saved = _SavedBytes({t.data_ptr() for t in _storages(learner.model.parameters())})
+    with saved.watch(learner.model):
+        learner.train_step(0)
+    # A step of its own: what a hook has seen lives longer.
+    growth = _peak_growth(lambda: learner.train_step(1))
+    packs = learner._loader.micro_batches(0)
+    largest = max(packs, key=lambda batch: batch.num_tokens)
+    return {
+        **standing,
+        "saved": float(saved.largest),
+        "step": float(growth),
+        "total": sum(standing.values()) + growth,
+        "tokens of a pack": float(largest.num_tokens),
+    }
+
+
+def _storages(tensors: Any) -> list[torch.UntypedStorage]:
+    """The storages of ``tensors``, each once."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return list(found.values())
+
+
+def _bytes(tensors: Any) -> float:
+    return float(sum(storage.nbytes() for storage in _storages(tensors)))
+
+
+def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
+    parameters = list(learner.model.parameters())
+    weights = {storage.data_ptr() for storage in _storages(parameters)}
+    inner = [part.optimizer for part in learner.optimizer._optimizer.chained_optimizers]
+    held = [value for part in inner for state in part.state.values() for value in state.values()]
+    held += [p for part in inner for group in part.param_groups for p in group["params"]]
+    return {
+        "weights": _bytes(parameters),
+        "gradients": _bytes(p.main_grad for p in parameters if p.requires_grad),
+        "optimizer": _bytes(
+            t
+            for t in held
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in weights
+        ),
+    }
+
+
+class _SavedBytes:
+    """What autograd keeps of one forward pass: the storages of all saved tensors, each once."""
+
+    def __init__(self, weights: set[int]) -> None:
+        self._weights = weights
+        self.largest = 0
+
+    @contextmanager
+    def watch(self, model: torch.nn.Module) -> Iterator[None]:
+        forward = model.forward
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            stores: dict[int, torch.UntypedStorage] = {}
+
+            def note(tensor: torch.Tensor) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._weights:
+                    stores[storage.data_ptr()] = storage
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                output = forward(*arguments, **options)
+            self.largest = max(self.largest, sum(store.nbytes() for store in stores.values()))
+            return output
+
+        model.forward = watched  # type: ignore[method-assign]
+        yield
+        del model.forward
+
+
+def _peak_growth(step: Callable[[], object]) -> int:
+    """The most bytes that ``step`` has allocated beside those that were there before it."""
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with _LiveBytes() as live:
+        step()
+    return live.peak
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The bytes of all tensors made inside the block that are still there; for the CPU.
+
+    What an operation allocates and frees inside itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, Any] = {}
+        self._level = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        # What an operation takes and nobody has seen was there before: it may give it back.
+        self._note((arguments, options), is_new=False)
+        result = function(*arguments, **(options or {}))
+        self._note(result, is_new=True)
+        return result
+
+    def _note(self, tensors: Any, is_new: bool) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._watch(storage, storage.nbytes() if is_new else 0)
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+
+        def gone(reference: object) -> None:
+            del self._known[key]
+            self._level -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self._level += size
+        self.peak = max(self.peak, self._level)
+
+
+def _resident_bytes() -> int:
+    """What this process holds of the machine's memory."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+def _most_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
+
+
+class _Stopwatch:
+    """Seconds by part, taken by wrapping what the step calls; a GPU finishes each part first."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(_PARTS, 0.0)
+        self._is_inside = False
+
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            if self._is_inside:  # a recomputed layer has a backward pass inside the backward pass
+                return function(*arguments, **options)
+            start, self._is_inside = _now(), True
+            result = function(*arguments, **options)
+            self._is_inside = False
+            self.seconds[part] += _now() - start
+            return result
+
+        return timed
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
+    """Seconds of a step and of its parts, means over ``steps``; ``other`` is what is left.
+
+    Of the other ranks' time, ``other`` has the wait for the neighbours in a pipeline, and
+    ``reduce`` the wait for the slowest.
+    """
+    watch = _Stopwatch()
+    model, backward = learner.model, torch.autograd.backward
+    learner._loader.micro_batches = watch.wrap("data", learner._loader.micro_batches)  # type: ignore[method-assign]
+    learner.optimizer.step = watch.wrap("optimizer", learner.optimizer.step)  # type: ignore[method-assign]
+    model.forward = watch.wrap("forward", model.forward)
+    model.config.finalize_model_grads_func = watch.wrap(
+        "reduce", model.config.finalize_model_grads_func
+    )
+    torch.autograd.backward = watch.wrap("backward", backward)
+    start = _now()
+    try:
+        for step in range(2, steps + 2):
+            learner.train_step(step)
+    finally:
+        torch.autograd.backward = backward
+    total = _now() - start
+    seconds = {part: spent / steps for part, spent in watch.seconds.items()}
+    step_seconds = total / steps
+    return {"step": step_seconds, **seconds, "other": step_seconds - sum(seconds.values())}
+
+
+def _time_checkpoint(learner: RewardLearner) -> dict[str, float]:
+    """Seconds that a save holds training up, and until it is written, in a folder all ranks see."""
+    from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
+    from nemo_aligner.parallel.collectives import gather_objects
+
+    with tempfile.TemporaryDirectory() as own:
+        checkpoints = RunCheckpoints(Path(gather_objects(own)[0]))
+        checkpoints.reserve(learner.model, learner.optimizer)
+        start = _now()
+        checkpoints.save(RunState(1, 1), learner.model, learner.optimizer)
+        held = _now() - start
+        checkpoints.publish()
+        written = _now() - start
+        dist.barrier()
+    return {"save": held, "written": written}
+
+
+if __name__ == "__main__":
+    main()
