@@ -6,7 +6,7 @@
 
 Both train all weights in fp32 on the CPU, in bf16 on a GPU. TRL gets the very token ids; for each
 of ``--trl-batch`` it is run as many times as ours, in turn, and the speed-up is the median of the
-ratios. Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts
+ratios. The first steps of a run are not timed: they wait for memory, and for kernels to be chosen. Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts
 ``6 * parameters`` per real token, against the rate of a large matrix product measured here.
 """
 
@@ -47,6 +47,7 @@ def main() -> None:
     precision = "bf16" if device == "cuda" else "fp32"
     shared = {
         "steps": arguments.steps,
+        "warm_up": arguments.warm_up,
         "global_batch_size": arguments.global_batch,
         "head": str(head),
         "ids": str(work / "ids.json"),
@@ -163,9 +164,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--trl-python", required=True, help="of an environment that has TRL")
     parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 1], help="pairs")
     parser.add_argument("--steps", type=int, default=2, help="a run (default 2)")
+    parser.add_argument("--warm-up", type=int, default=1, help="untimed steps first (default 1)")
     parser.add_argument("--turns", type=int, default=2, help="runs of each (default 2)")
     parser.add_argument("--global-batch", type=int, default=8, help="pairs a step (default 8)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--micro-batch-tokens", type=int, default=1280)
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
     add_device_option(parser)
