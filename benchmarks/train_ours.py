@@ -27,7 +27,8 @@ def main() -> None:
         layout = initialize_layout()
         data = build_data(config)
         loader = TrainLoader(data.train, size, options.micro_batch_tokens, options.seed, 0, 1)
-        batches = [loader.global_batch(step) for step in range(job["steps"])]
+        warm_up = job["warm_up"]
+        batches = [loader.global_batch(step) for step in range(warm_up + job["steps"])]
         records = [record for batch in batches for record in batch]
         if "ids" in job:
             pairs = [[_ids(side) for side in data.train.record(record)] for record in records]
@@ -38,14 +39,20 @@ def main() -> None:
             head.copy_(torch.from_numpy(np.load(job["head"])))
         learner.optimizer._optimizer.reload_model_params()
         seconds, losses = [], []
-        for step in range(job["steps"]):
+        for step in range(len(batches)):
             start = time.perf_counter()
             losses.append(learner.train_step(step)["loss"])
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-    tokens = sum(data.train.num_tokens(record) for record in records)
-    print(json.dumps({"seconds": seconds, "losses": losses, "tokens": tokens, **_peak()}))
+    timed = [record for batch in batches[warm_up:] for record in batch]
+    found = {
+        "seconds": seconds[warm_up:],
+        "losses": losses,
+        "tokens": sum(data.train.num_tokens(record) for record in timed),
+        **_peak(),
+    }
+    print(json.dumps(found))
 
 
 def _ids(sequence: object) -> list[int]:

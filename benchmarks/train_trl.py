@@ -68,7 +68,7 @@ def main() -> None:
             output_dir=folder,
             per_device_train_batch_size=job["batch_size"],
             gradient_accumulation_steps=job["global_batch_size"] // job["batch_size"],
-            max_steps=job["steps"],
+            max_steps=job["warm_up"] + job["steps"],
             learning_rate=job["lr"],
             lr_scheduler_type="constant",
             train_sampling_strategy="sequential",
@@ -94,7 +94,8 @@ def main() -> None:
         if gpu
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     )
-    print(json.dumps({"seconds": clock.seconds, "losses": clock.losses, "peak_gib": peak}))
+    seconds = clock.seconds[job["warm_up"] :]
+    print(json.dumps({"seconds": seconds, "losses": clock.losses, "peak_gib": peak}))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def load_pretrained(
     num_attributes: int,
     precision: Precision,
     recompute: Recompute = Recompute.none,
+    recompute_layers: int | None = None,
     seed: int = 1234,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to go on from, for training; every rank calls it.
@@ -79,6 +80,7 @@ def load_pretrained(
             num_attributes=num_attributes,
             precision=precision,
             recompute=recompute,
+            recompute_layers=recompute_layers,
             seed=seed,
         )
         has_head = _check_head(folder, num_attributes)

@@ -174,7 +174,11 @@ class RegressionConfig:
 
 @dataclass
 class ModelConfig:
-    """What is trained, how it is laid out over ranks, and on which data."""
+    """What is trained, how it is laid out over ranks, and on which data.
+
+    ``activations_checkpoint_num_layers``: how many layers of every pipeline stage, the first ones,
+    ``activations_checkpoint_granularity: full`` recomputes; null is all of them.
+    """
 
     reward_model_type: RewardModelType = RewardModelType.binary_ranking
     regression: RegressionConfig = field(default_factory=RegressionConfig)
@@ -183,6 +187,7 @@ class ModelConfig:
     context_parallel_size: int = 1
     sequence_parallel: bool = False
     activations_checkpoint_granularity: Recompute = Recompute.none
+    activations_checkpoint_num_layers: int | None = None
     freeze_layers: int = 0
     global_batch_size: int = 64
     micro_batch_tokens: int = 4096
@@ -197,6 +202,7 @@ class ModelConfig:
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
+            "activations_checkpoint_num_layers",
             "global_batch_size",
             "micro_batch_tokens",
         )
@@ -205,6 +211,13 @@ class ModelConfig:
             "model.context_parallel_size",
             self.context_parallel_size,
             "1 (context parallelism is not supported)",
+        )
+        _require(
+            self.activations_checkpoint_num_layers is None
+            or self.activations_checkpoint_granularity is Recompute.full,
+            "model.activations_checkpoint_num_layers",
+            self.activations_checkpoint_num_layers,
+            "null, or model.activations_checkpoint_granularity=full",
         )
         _require(self.freeze_layers >= 0, "model.freeze_layers", self.freeze_layers, "0 or more")
         _require(

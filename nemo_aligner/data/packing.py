@@ -60,7 +60,8 @@ def pack_records(
     """Packs of at most ``micro_batch_tokens`` tokens that hold every record of ``record_ids`` once.
 
     No more packs than best fit needs, with work as even as ``record_cost`` tells. Labels are minus
-    the dataset's ``label_means``. Records keep their order inside a pack.
+    the dataset's ``label_means``. Records keep their order inside a pack. The largest pack is the
+    first: the next ones fit into the memory that it leaves.
 
     Raises:
         DataError: a record alone is larger than the budget.
@@ -85,7 +86,7 @@ def pack_records(
                 [Group(dataset.sequences_per_record, int(dataset.shared[id])) for id in records],
             )
         )
-    return packs
+    return sorted(packs, key=lambda pack: -pack.num_tokens)
 
 
 def pack_sequences(

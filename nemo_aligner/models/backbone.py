@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention import PackedAttention
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.pointwise import gated_silu, rms_norm
@@ -42,12 +43,20 @@ DTYPES = {
 
 
 def transformer_config(
-    shape: ModelShape, layout: ParallelLayout, precision: Precision, recompute: Recompute
+    shape: ModelShape,
+    layout: ParallelLayout,
+    precision: Precision,
+    recompute: Recompute,
+    recompute_layers: int | None = None,
 ) -> TransformerConfig:
     """megatron-core's view of ``shape`` at ``layout``.
 
+    ``recompute_layers`` are how many of a pipeline stage's layers ``Recompute.full`` recomputes,
+    the first ones; None is all.
+
     Raises:
-        ConfigError: heads, query groups or layers do not divide by the layout.
+        ConfigError: heads, query groups or layers do not divide by the layout, or a stage has fewer
+            layers than are to be recomputed.
     """
     shape.check_fits(layout.tp, layout.pp)
     dtype = DTYPES[precision]
@@ -89,7 +98,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_recompute_options(recompute),
+        **_recompute_options(recompute, recompute_layers, shape.num_layers // layout.pp),
     )
 
 
@@ -105,12 +114,19 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def _recompute_options(recompute: Recompute) -> dict[str, Any]:
+def _recompute_options(
+    recompute: Recompute, num_layers: int | None, layers_of_stage: int
+) -> dict[str, Any]:
+    if num_layers is not None and num_layers > layers_of_stage:
+        raise ConfigError(
+            f"model.activations_checkpoint_num_layers: got {num_layers}, wanted at most "
+            f"{layers_of_stage}, the layers of a pipeline stage"
+        )
     if recompute is Recompute.full:
         return {
             "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
+            "recompute_method": "block",
+            "recompute_num_layers": num_layers or layers_of_stage,
         }
     if recompute is Recompute.selective:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}

@@ -143,10 +143,11 @@ def build_reward_model(
     num_attributes: int,
     precision: Precision,
     recompute: Recompute = Recompute.none,
+    recompute_layers: int | None = None,
     seed: int = 1234,
 ) -> GPTRewardModel:
     """This rank's piece of a reward model, its backbone not yet loaded, its head freshly drawn."""
-    config = transformer_config(shape, layout, precision, recompute)
+    config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     return GPTRewardModel(config, shape, layout, num_attributes, seed).to(
         torch.cuda.current_device()
     )

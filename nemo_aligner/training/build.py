@@ -45,6 +45,7 @@ def build_learner(
         num_attributes=options.num_attributes,
         precision=config.trainer.precision,
         recompute=options.activations_checkpoint_granularity,
+        recompute_layers=options.activations_checkpoint_num_layers,
         seed=options.seed,
     )
     pair_cost = ModelShape.from_config(pretrained.config).pair_cost()

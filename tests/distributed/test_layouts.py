@@ -22,6 +22,13 @@ LAYOUTS = {
         ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"],
     ),
     "recompute": (1, ["model.activations_checkpoint_granularity=full"]),
+    "recompute_one_layer": (
+        1,
+        [
+            "model.activations_checkpoint_granularity=full",
+            "model.activations_checkpoint_num_layers=1",
+        ],
+    ),
 }
 
 

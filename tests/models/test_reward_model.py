@@ -35,11 +35,21 @@ def layout() -> Iterator[ParallelLayout]:
         destroy_layout()
 
 
-def load(path: Path, layout: ParallelLayout, recompute: Recompute = Recompute.none):  # type: ignore[no-untyped-def]
+def load(  # type: ignore[no-untyped-def]
+    path: Path,
+    layout: ParallelLayout,
+    recompute: Recompute = Recompute.none,
+    recompute_layers: int | None = None,
+):
     from nemo_aligner.checkpoint.reward_model import load_pretrained
 
     return load_pretrained(
-        path, layout, num_attributes=2, precision=Precision.fp32, recompute=recompute
+        path,
+        layout,
+        num_attributes=2,
+        precision=Precision.fp32,
+        recompute=recompute,
+        recompute_layers=recompute_layers,
     )
 
 
@@ -69,7 +79,7 @@ def test_rewards_are_the_head_on_transformers_last_hidden_state(
         states = [theirs.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in SEQUENCES]
     wanted = torch.stack(states) @ pretrained.model.rm_head.weight.T
     assert rewards.dtype == torch.float32
-    torch.testing.assert_close(rewards, wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(rewards[:, 0], wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +207,33 @@ def test_the_last_layer_computes_only_the_heads_rows(base: Path, layout: Paralle
     tokens = sum(map(len, SEQUENCES))
     assert seen == [tokens] * (len(seen) - 1) + [len(SEQUENCES)]
     assert len(seen) > 1
+
+
+def test_recomputed_layers_keep_nothing_but_their_input(base: Path, layout: ParallelLayout) -> None:
+    """Floats kept for the backward shrink with every layer that is recomputed."""
+    from nemo_aligner.models.reward_model import wrap_for_training
+
+    kept = []
+    for layers in (None, 1, 2):
+        recompute = Recompute.none if layers is None else Recompute.full
+        model = wrap_for_training(load(base, layout, recompute, layers).model)
+        model.train()
+        kept.append(kept_for_backward(model, PackedBatch.pack(SEQUENCES, range(4), 1)))
+    assert kept[0] > kept[1] > kept[2]
+
+    with pytest.raises(ConfigError, match="num_layers: got 9, wanted at most 4"):
+        load(base, layout, Recompute.full, 9)
+
+
+def kept_for_backward(model: torch.nn.Module, batch: PackedBatch) -> int:
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(batch)
+    for parameter in model.parameters():
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
