@@ -84,6 +84,7 @@ def build_synthetic_learner(
         num_attributes=1,
         precision=Precision(job["precision"]),
         recompute=Recompute(job["recompute"]),
+        recompute_layers=job["recompute_layers"],
     )
     torch.manual_seed(_SEED)
     with torch.no_grad():
