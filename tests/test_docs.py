@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,38 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+HELPFUL = sorted(
+    path
+    for folder in ("examples", "scripts", "benchmarks")
+    for path in (ROOT / folder).glob("*.py")
+    if "argparse.ArgumentParser(" in path.read_text() or path.relative_to(ROOT).as_posix() in SCHEMAS
+)
+HELP = """
+import runpy, sys
+path, sys.argv[1:] = sys.argv[1], ["--help"]
+try:
+    runpy.run_path(path, run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("path", HELPFUL, ids=lambda path: path.name)
+def test_help_waits_for_no_torch(path: Path) -> None:
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{path.parent}", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, str(path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "False"
+    assert len(done.stdout.splitlines()) > 2
 
 
 def test_the_architecture_page_names_every_file() -> None:
