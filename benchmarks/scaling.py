@@ -26,7 +26,7 @@ from common import add_device_option, choose_device, machine, render, run_ranks,
 
 MIB = 2**20
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
-SHARED = ("tp", "pp", "dp", "sequence_parallel", "freeze_layers")
+SHARED = ("tp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ def _base_job(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         "sequence_parallel": False,
         "precision": "bf16" if device == "cuda" else "fp32",
         "recompute": arguments.recompute,
+        "recompute_layers": arguments.recompute_layers,
         "freeze_layers": arguments.freeze_layers,
         "sequence_length": arguments.seq_length or size.seq_length,
         "shared": 0,
@@ -260,6 +261,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, help="a step (default 8, or 32)")
     parser.add_argument("--micro-batch-tokens", type=int, help="default 2048, or 8192")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--recompute-layers", type=int, help="of a stage, with full; default all")
     parser.add_argument("--freeze-layers", type=int, default=0)
     parser.add_argument(
         "--tables", nargs="+", choices=["sequence", "layers", "pairs", "ranks"], help="default all"

@@ -42,8 +42,7 @@ def main() -> None:
         shape = ModelShape.from_config(job["model"])
         before = _resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)
-        measured = _measure_memory(learner)
-        measured["resident"] = _most_resident_bytes() - before
+        measured = _measure_memory(learner, before)
         parts = _time_steps(learner, job["steps"]) if job["steps"] else {"step": 0.0}
         if job["save"]:
             parts |= _time_checkpoint(learner)
@@ -85,6 +84,7 @@ def build_synthetic_learner(
         num_attributes=1,
         precision=Precision(job["precision"]),
         recompute=Recompute(job["recompute"]),
+        recompute_layers=job["recompute_layers"],
     )
     torch.manual_seed(_SEED)
     with torch.no_grad():
@@ -128,22 +128,24 @@ def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
     )
 
 
-def _measure_memory(learner: RewardLearner) -> dict[str, float]:
-    """Bytes of this rank: what lies there between steps, and the most that a step adds."""
+def _measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
+    """Bytes of this rank: what lies there between steps, and the most that a step adds.
+
+    The process held ``resident`` bytes before the model was built.
+    """
     standing = _standing_bytes(learner)
+    growth = _peak_growth(lambda: learner.train_step(0))
+    resident = _most_resident_bytes() - resident
     saved = _SavedBytes({t.data_ptr() for t in _storages(learner.model.parameters())})
+    # In a step of its own: what a hook has seen lives longer.
     with saved.watch(learner.model):
-        learner.train_step(0)
-    # A step of its own: what a hook has seen lives longer.
-    growth = _peak_growth(lambda: learner.train_step(1))
-    packs = learner._loader.micro_batches(0)
-    largest = max(packs, key=lambda batch: batch.num_tokens)
+        learner.train_step(1)
     return {
         **standing,
         "saved": float(saved.largest),
         "step": float(growth),
         "total": sum(standing.values()) + growth,
-        "tokens of a pack": float(largest.num_tokens),
+        "resident": float(resident),
     }
 
 

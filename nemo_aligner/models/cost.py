@@ -35,7 +35,11 @@ class Packs:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a step's cost depends on, beside the model's shape."""
+    """All that a step's cost depends on, beside the model's shape.
+
+    ``recompute_layers``: how many layers of a stage, the first ones, ``Recompute.full`` recomputes;
+    None is all.
+    """
 
     packs: Packs
     tp: int = 1
@@ -44,6 +48,7 @@ class Plan:
     sequence_parallel: bool = False
     precision: Precision = Precision.bf16
     recompute: Recompute = Recompute.none
+    recompute_layers: int | None = None
     freeze_layers: int = 0
     num_attributes: int = 1
 
@@ -154,9 +159,18 @@ def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
 def has_backward(plan: Plan, stage: int, layer: int) -> bool:
     """Whether gradients flow through a layer.
 
-    Frozen ones have none on the first stage; later stages receive states that ask for a gradient.
+    Frozen ones have none on the first stage, unless layers are recomputed in full, whose input has
+    to ask for a gradient; as do the states that later stages receive.
     """
-    return layer >= plan.freeze_layers or stage > 0
+    return layer >= plan.freeze_layers or stage > 0 or plan.recompute is Recompute.full
+
+
+def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
+    """Whether a layer keeps nothing but its input."""
+    if plan.recompute is not Recompute.full:
+        return False
+    each = shape.num_layers // plan.pp
+    return layer % each < (each if plan.recompute_layers is None else plan.recompute_layers)
 
 
 def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = False) -> int:
@@ -212,7 +226,7 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
             continue
         # A frozen layer passes the gradient on, and makes none for its weights.
         backward += linear * (2 if layer >= plan.freeze_layers else 1) + 2 * attention
-        if plan.recompute is Recompute.full:
+        if is_recomputed(shape, plan, layer):
             recomputed += linear + attention
         elif plan.recompute is Recompute.selective:
             recomputed += attention
@@ -245,7 +259,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         reductions += forward
         if has_backward(plan, stage, layer):
             again = 0.5 * 2 if plan.sequence_parallel else 0
-            reductions += forward * (2 if plan.recompute is Recompute.full else 1) + again
+            reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + again
     trained = parameters(shape, plan, stage, trainable=True)
     neighbours = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1

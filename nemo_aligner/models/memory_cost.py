@@ -18,6 +18,7 @@ from nemo_aligner.models.cost import (
     embedding_size,
     has_backward,
     head_size,
+    is_recomputed,
     parameters,
     stage_layers,
     widths,
@@ -89,7 +90,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     """What a layer keeps of a token; with full recomputation, its input."""
-    if plan.recompute is Recompute.full:
+    if is_recomputed(shape, plan, layer):
         return _state(shape, plan)
     return _whole_layer_bytes(shape, plan, layer)
 
@@ -125,10 +126,10 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     """The most bytes beside ``activations`` that a stage's rank needs for a moment.
 
-    It is the greatest of a few moments: in the forward pass of frozen layers; in the backward pass
-    in the attention of the model's last layer, in the upmost whole MLP, where that layer is over,
-    and in the embedding, where all of a pack is over. Under sequence parallelism megatron-core
-    keeps a buffer for a pack's states.
+    It is the greatest of some moments: in the forward pass of frozen layers; in the backward pass
+    in the MLP of every layer, or the attention of the model's last one, when the layers above are
+    over; and in the embedding, where all of a pack is over. Under sequence parallelism
+    megatron-core keeps a buffer for a pack's states.
     """
     tokens, size = plan.packs.tokens, ELEMENT_BYTES[plan.precision]
     layers = list(stage_layers(shape, plan, stage))
@@ -139,11 +140,11 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
         # Before anything of this pack is kept: an MLP's three products, and states on their way.
         states = 5 * _state(shape, plan)
         moments.append(tokens * (states + 3 * shape.ffn_hidden_size * size / plan.tp) - kept)
-    if trained and trained[-1] == shape.num_layers - 1:
-        moments.append(_in_last_attention(shape, plan))
-        over = tokens * _layer_bytes(shape, plan, trained.pop())
-    if trained:
-        moments.append(_in_mlp(shape, plan, trained[-1]) - over)
+    for layer in reversed(trained):
+        is_last = layer == shape.num_layers - 1
+        in_layer = _in_last_attention(shape, plan) if is_last else _in_mlp(shape, plan, layer)
+        moments.append(in_layer - over)
+        over += tokens * _layer_bytes(shape, plan, layer)
     if stage == 0 and plan.freeze_layers == 0:
         gradient = embedding_size(shape, plan) * size + tokens * shape.hidden_size * size
         moments.append(gradient - kept)
@@ -165,7 +166,7 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
         needed = tokens * 4 * f
     else:
         needed = max(tokens * (f + h) + f * h, tokens * 3 * f, tokens * (h - f) + 2 * f * h)
-    if plan.recompute is Recompute.full:
+    if is_recomputed(shape, plan, layer):
         # The layer anew, but for its input; and its output.
         tokens_bytes = _whole_layer_bytes(shape, plan, layer)
         return needed * size + tokens * (tokens_bytes + state)
@@ -180,7 +181,7 @@ def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
     _, _, q, kv = widths(shape)
     made = (2 * q + 2 * kv) * ELEMENT_BYTES[plan.precision] / plan.tp
     needed = made + _state(shape, plan)
-    if plan.recompute is Recompute.full:
+    if is_recomputed(shape, plan, shape.num_layers - 1):
         needed += _whole_layer_bytes(shape, plan, shape.num_layers - 1) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
         needed += made

@@ -58,3 +58,23 @@ def test_training_has_the_loss_of_trl(folder: Path) -> None:
         "--threads=1",
     )
     assert [row["trainer"] for row in rows] == ["nemo_aligner", "TRL, batch 2"]
+
+
+def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
+    output = tmp_path / "scaling.json"
+    done = tiny.run_script(
+        "benchmarks/scaling.py",
+        *("--tables", "ranks"),
+        *("--ranks=2", "--layers=2", "--hidden=128", "--seq-length=64", "--pairs=4", "--steps=1"),
+        f"--output={output}",
+    )
+    assert "expected/measured" in done.stdout
+    rows = json.loads(output.read_text())["tables"]["ranks"]
+    assert [row["ranks"] for row in rows] == ["one rank", "DP=2", "TP=2", "TP=2+SP", "PP=2"]
+    for row in rows:
+        seconds = row["seconds"]
+        parts = ("data", "forward", "backward", "reduce", "optimizer", "other")
+        assert sum(seconds[part] for part in parts) == pytest.approx(seconds["step"])
+        assert all(seconds[part] > 0 for part in (*parts, "save", "written"))
+        assert row["tokens"] == 4 * 2 * 64
+        assert row["expected"]["total"] == pytest.approx(row["measured"]["total"], rel=0.1)

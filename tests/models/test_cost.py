@@ -143,7 +143,12 @@ def test_a_pipeline_waits_for_its_first_and_last_packs() -> None:
     assert time.compute == pytest.approx(8 * slowest / 0.5e12)
 
 
-ALONE = {"none": {}, "full": {"recompute": "full"}, "frozen": {"freeze_layers": 2}}
+ALONE = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "two": {"recompute": "full", "recompute_layers": 2},
+    "frozen": {"freeze_layers": 2},
+}
 TWO = {
     "DP": {"dp": 2},
     "TP": {"tp": 2},
@@ -158,7 +163,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(name: str, tmp_path: Path) ->
     changes = {**ALONE, **TWO}[name]
     job = {
         **{"model": CONFIG, "tp": 1, "pp": 1, "dp": 1, "sequence_parallel": False},
-        **{"precision": "fp32", "recompute": "none", "freeze_layers": 0},
+        **{"precision": "fp32", "recompute": "none", "recompute_layers": None, "freeze_layers": 0},
         **{"sequence_length": 64, "shared": 0, "pairs": 8, "micro_batch_tokens": 512},
         **{"steps": 0, "save": False},
         **changes,
