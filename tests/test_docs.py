@@ -72,7 +72,8 @@ HELPFUL = sorted(
     path
     for folder in ("examples", "scripts", "benchmarks")
     for path in (ROOT / folder).glob("*.py")
-    if "argparse.ArgumentParser(" in path.read_text() or path.relative_to(ROOT).as_posix() in SCHEMAS
+    if "argparse.ArgumentParser(" in path.read_text()
+    or path.relative_to(ROOT).as_posix() in SCHEMAS
 )
 HELP = """
 import runpy, sys
