@@ -4,11 +4,11 @@
     python scripts/plan_layout.py --config base.nemo --gpus 64 --gpu-memory 141 --seq-length 4096
 
 Nothing is measured here: nemo_aligner/models/cost.py and memory_cost.py count what a step computes,
-sends and keeps.
-Its memory was held against real steps (docs/performance.md); its speed rests on what --tflops,
---mfu, --intra-node and --inter-node assume. A step has --global-batch-size pairs of two sequences
-of --seq-length tokens that share nothing, which is the most that the settings allow.
-With several numbers of GPUs the best layout of each is shown.
+sends and holds. The memory was held against real steps (docs/performance.md); the speed rests on
+what --tflops, --mfu, --intra-node and --inter-node assume. A step has --global-batch-size pairs of
+two sequences of --seq-length tokens that share nothing, which is the most that the settings allow.
+Where memory is short, layers are recomputed, as few of each pipeline stage as it takes. With more
+than one number of GPUs the best layout of each is shown.
 """
 
 from __future__ import annotations
