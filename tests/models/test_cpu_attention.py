@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from nemo_aligner.models.attention import PackedSegments, _attend_one_by_one
 from nemo_aligner.models.cpu_attention import attend
 
 # Two families with a beginning each, one segment of one token, and three on their own.
@@ -28,9 +31,29 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return torch.cat(outputs)
 
 
+def attend_one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    prefixes: list[int],
+    scale: float | None,
+) -> Tensor:
+    """What a GPU does without a kernel for all segments."""
+    none = torch.zeros(0)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    segments = PackedSegments(
+        none, none, tuple(lengths), tuple(prefixes), bounds, bounds, None, none
+    )
+    return _attend_one_by_one(query, key, value, segments, scale)
+
+
+@pytest.mark.parametrize("attend", [attend, attend_one_by_one], ids=["cpu", "one_by_one"])
 @pytest.mark.parametrize("groups", [1, 2, 6], ids=["one_group", "two_groups", "no_groups"])
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_outputs_and_gradients(groups: int, scale: float | None) -> None:
+def test_outputs_and_gradients(
+    groups: int, scale: float | None, attend: Callable[..., Tensor]
+) -> None:
     torch.manual_seed(0)
     tokens = sum(LENGTHS)
     query = torch.randn(tokens, 6, 8, dtype=torch.float64, requires_grad=True)
