@@ -126,20 +126,20 @@ def _heading(name: str, planner: Planner, options: argparse.Namespace) -> str:
 
 
 def _show_layouts(planner: Planner, gpus: int, top: int) -> None:
-    found = planner.ranked(gpus)
+    candidates = planner.candidates(gpus)
+    found = planner.ranked(candidates)
     if not found:
-        raise ConfigError(_what_would_fit(planner, gpus))
+        raise ConfigError(_what_would_fit(planner, gpus, candidates))
     print(_render([_row(planner, each) for each in found[:top]]))
     shown = f", the fastest {top} of them above" if len(found) > top else ""
-    tried = len(planner.candidates(gpus))
-    print(f"\n{len(found)} of {tried} layouts on {gpus} GPUs fit{shown}. The first one:")
+    print(f"\n{len(found)} of {len(candidates)} layouts on {gpus} GPUs fit{shown}. The first one:")
     print("\n".join(f"  {line}" for line in _settings(found[0].plan)))
 
 
 def _show_best(planner: Planner, numbers: Sequence[int]) -> None:
     rows = []
     for gpus in numbers:
-        found = planner.ranked(gpus)
+        found = planner.ranked(planner.candidates(gpus))
         row = _row(planner, found[0]) if found else {"layout": "none fits"}
         rows.append({"GPUs": str(gpus), **row})
     columns = max(rows, key=len)
@@ -183,9 +183,8 @@ def _recompute(plan: Plan) -> str:
     return f"{plan.recompute_layers} layers"
 
 
-def _what_would_fit(planner: Planner, gpus: int) -> str:
+def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
     """Why no layout is left, and the least that would do."""
-    candidates = planner.candidates(gpus)
     if not candidates:
         return (
             f"--gpus: got {gpus}, wanted a number that the model's heads, query groups and layers "

@@ -49,6 +49,8 @@ class TrainLoader:
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._pair_cost = pair_cost
+        # Of the present step and the one that is packed ahead.
+        self._shares = lru_cache(maxsize=2)(self._share_out)
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packs")
         self._ahead: tuple[int, Future[list[PackedBatch]]] | None = None
 
@@ -109,7 +111,7 @@ class TrainLoader:
     def _packs_of(self, record_ids: Sequence[int]) -> list[PackedBatch]:
         return pack_records(self._dataset, record_ids, self._micro_batch_tokens, self._pair_cost)
 
-    def _shares(self, step: int) -> list[list[int]]:
+    def _share_out(self, step: int) -> list[list[int]]:
         costs = [
             record_cost(self._dataset, record, self._pair_cost)
             for record in self.global_batch(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -45,9 +45,9 @@ class Planner:
         """Every layout on so many GPUs; tensor parallel groups stay inside a node."""
         return [self._candidate(plan) for plan in self._plans(gpus)]
 
-    def ranked(self, gpus: int) -> list[Candidate]:
-        """The candidates that fit, the fastest first; of equals the one that holds less."""
-        fitting = [each for each in self.candidates(gpus) if each.memory.total <= self.usable]
+    def ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that fit, the fastest first; of equals the one that holds less."""
+        fitting = [each for each in candidates if each.memory.total <= self.usable]
         return sorted(fitting, key=lambda each: (each.time.total, each.memory.total))
 
     def least_gpus(self) -> Plan | None:

@@ -29,27 +29,6 @@ class ParallelLayout:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same piece of the model."""
-        from megatron.core import parallel_state
-
-        return parallel_state.get_data_parallel_group()
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup:
-        """The ranks that pass activations to each other."""
-        from megatron.core import parallel_state
-
-        return parallel_state.get_pipeline_model_parallel_group()
-
-    @property
-    def last_stage_rank(self) -> int:
-        """The global rank of the last stage of this rank's pipeline."""
-        from megatron.core import parallel_state
-
-        return parallel_state.get_pipeline_model_parallel_last_rank()
-
     def __str__(self) -> str:
         sequence = "+SP" if self.sequence_parallel else ""
         return f"TP={self.tp}{sequence} PP={self.pp} DP={self.dp}"
