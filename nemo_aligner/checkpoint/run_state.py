@@ -56,7 +56,8 @@ class ShardedModel(Protocol):
 class ShardedOptimizer(Protocol):
     """An optimizer that saves its state beside the model's.
 
-    What it gives to be saved is a copy, which stays as it is until it is asked again.
+    What it gives to be saved is a copy, which stays as it is until it is asked again. Its last
+    update may still be on its way to the model's weights; ``finish_update`` waits for it.
     """
 
     def sharded_state_dict(
@@ -64,6 +65,8 @@ class ShardedOptimizer(Protocol):
     ) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None: ...
+
+    def finish_update(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class RunCheckpoints:
         self._copy(model, optimizer)
 
     def _copy(self, model: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, Any]:
+        optimizer.finish_update()
         weights = _sharded(model)
         # It is looked up by the model's own tensors, so these are copied after.
         state = optimizer.sharded_state_dict(weights)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
@@ -170,7 +170,24 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
             layer.requires_grad_(False)
 
 
-def wrap_for_training(model: GPTRewardModel) -> DistributedDataParallel:
-    """Megatron's data parallel wrapper: fp32 gradients, sharded for the distributed optimizer."""
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(model.config, config, model)
+def wrap_for_training(
+    model: GPTRewardModel, bucket_size: int | None = None
+) -> DistributedDataParallel:
+    """Megatron's data parallel wrapper: fp32 gradients, sharded for the distributed optimizer.
+
+    Among several data parallel ranks the buffers are cut into buckets of about ``bucket_size``
+    parameters (Megatron's choice by default). A bucket's gradients are reduced while those before
+    it are computed, and its updated weights are gathered while those before it are used.
+    """
+    overlaps = parallel_state.get_data_parallel_world_size() > 1
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+        bucket_size=bucket_size,
+    )
+    wrapped = DistributedDataParallel(model.config, config, model)
+    if overlaps:
+        model.config.no_sync_func = wrapped.no_sync
+    return wrapped

@@ -12,7 +12,8 @@ import ctypes
 import importlib.machinery
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -133,19 +134,57 @@ def _accumulate_weight_gradients(layers: Any) -> None:
     layers._grad_accum_fusion_available = True
 
 
-def _leave_lone_buffers(buffers: Any) -> None:
-    """Among one rank a buffer is gathered and reduced as it is; gloo would copy it and back."""
-    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
+class _Works(list):
+    """Collectives that were begun."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
-def _unless_alone(collective: Any) -> Any:
-    def run(output: Any, source: Any, *args: Any, group: Any, **kwargs: Any) -> Any:
-        if group.size() == 1 and output.data_ptr() == source.data_ptr():
-            return None
-        return collective(output, source, *args, group=group, **kwargs)
+class _InPlaceCollectives:
+    """What megatron-core gathers and reduces its buffers with, where gloo would copy them.
 
-    return run
+    Gloo gathers and scatters by way of memory of its own. Broadcasts and an all-reduce work on the
+    buffer itself; that the reduction leaves every rank the sums of all, not of its shard, harms no
+    one. Among one rank there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._works = _Works()
+
+    @contextmanager
+    def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
+        """What is begun inside; it is waited for at the end, unless ``async_ops``."""
+        self._works = works = _Works()
+        yield works
+        if not async_ops:
+            works.wait()
+
+    def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
+        """Fill ``output``, of which ``source`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() == 1:
+            return
+        for rank, shard in enumerate(output.chunk(group.size())):
+            self._works.append(dist.broadcast(shard, group=group, group_src=rank, async_op=True))
+
+    def reduce_scatter(
+        self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
+    ) -> None:
+        """Sum ``source``, of which ``output`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() > 1:
+            self._works.append(dist.all_reduce(source, op=op, group=group, async_op=True))
+
+
+def _work_in_place(buffers: Any) -> None:
+    collectives = _InPlaceCollectives()
+    buffers._coalescing_manager = collectives.together
+    buffers.dist_all_gather_func = collectives.all_gather
+    buffers.dist_reduce_scatter_func = collectives.reduce_scatter
 
 
 def keep_freed_memory() -> None:
@@ -162,7 +201,7 @@ def keep_freed_memory() -> None:
 
 
 _AFTER_IMPORT = {
-    "megatron.core.distributed.param_and_grad_buffer": _leave_lone_buffers,
+    "megatron.core.distributed.param_and_grad_buffer": _work_in_place,
     "megatron.core.jit": _disable_jit,
     "megatron.core.tensor_parallel.layers": _accumulate_weight_gradients,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,

@@ -112,6 +112,8 @@ class RewardLearner:
 
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set, over each record once, named ``set/metric``."""
+        # A rank without records would not come to the weights that the others wait for.
+        self.optimizer.finish_update()
         return {
             f"{dataset.name}/{name}": value
             for dataset in self.data.validation

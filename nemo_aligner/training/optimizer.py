@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,6 +98,16 @@ class Optimizer:
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
 
+    def finish_update(self) -> None:
+        """Wait until every rank has all of the updated weights; every rank calls it.
+
+        A training step needs no such call: it waits for the weights as it comes to them.
+        """
+        for part in self._optimizer.chained_optimizers:
+            for model in part.model_chunks:
+                if model.ddp_config.overlap_param_gather:
+                    _finish_gathering(model)
+
     def _clip(self, norm: float) -> None:
         limit = self._optimizer.config.clip_grad
         for part in self._optimizer.chained_optimizers:
@@ -151,6 +160,12 @@ class Optimizer:
                 state[_COUNT] = {"step": torch.tensor(float(self._scheduler.num_steps))}
 
 
+def _finish_gathering(model: DistributedDataParallel) -> None:
+    for group in model.bucket_groups:
+        if not group.param_gather_dispatched or group.param_gather_handle is not None:
+            group.start_param_sync(force_sync=True)
+
+
 def build_optimizer(
     model: DistributedDataParallel, config: OptimConfig, clip_grad: float, total_steps: int
 ) -> Optimizer:
@@ -189,9 +204,7 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         if not distrib_optimizer.HAVE_APEX_OR_TE:
             _mend_torch_adamw(part)
-        part.get_parameter_state_dp_zero = partial(
-            _gather_state, part, part.get_parameter_state_dp_zero, []
-        )
+        part.get_parameter_state_dp_zero = partial(_gather_state, part, [])
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps))
@@ -262,38 +275,50 @@ def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
 
 
 def _gather_state(
-    optimizer: Any,
-    gather: Callable[..., dict[Any, Any] | None],
-    memory: list[dict[str, Tensor]],
-    empty_data: bool = False,
-    **options: bool,
+    optimizer: Any, memory: list[dict[str, Tensor]], empty_data: bool = False, **options: bool
 ) -> dict[Any, Any] | None:
     """Megatron's ``get_parameter_state_dp_zero``, which copies four times into new memory.
 
     Here every tensor is copied once, into ``memory``, and only gathered where there are others.
+    The tensors are as long as the buffers: Megatron's leave out what pads the buckets, and are then
+    read at places that count it (its issue 504). With ``empty_data`` they are to be loaded into.
     """
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    places = list(zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True))
     if empty_data:
-        return gather(empty_data=True, **options)
+        for index, (of_dtype, buffer) in enumerate(places):
+            (dtype,) = of_dtype
+            state[index] = {dtype: {key: torch.empty(buffer.numel) for key in _STATE}}
+        return state
     if not memory:
         memory += _host_memory(optimizer)
     group = optimizer.data_parallel_group_gloo
-    state: dict[Any, Any] = {"buckets_coalesced": True}
-    for index, (of_dtype, flat) in enumerate(zip(optimizer.gbuf_ranges, memory, strict=True)):
-        # One bucket, as gradients are not reduced while others are still computed.
-        ((dtype, (ranges,)),) = of_dtype.items()
-        # The first rank gathers, so that its own shard is the first of all.
-        shards = {
-            key: tensor.split(optimizer.buffers[index].numel // group.size())
-            for key, tensor in flat.items()
-        }
-        for parameter, places in ranges["param_map"].items():
-            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-            place = places["gbuf_local"]
-            for key in _STATE:
-                shards[key][0][place.start : place.end].copy_(tensors[key].detach())
-        if group.size() > 1:
-            for all_of_key in shards.values():
-                gathered = list(all_of_key) if group.rank() == 0 else None
-                torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)
+    for index, ((of_dtype, buffer), flat) in enumerate(zip(places, memory, strict=True)):
+        ((dtype, ranges),) = of_dtype.items()
+        for bucket, in_bucket in zip(buffer.buckets, ranges, strict=True):
+            _gather_bucket(optimizer, bucket, in_bucket["param_map"], flat)
         state[index] = {dtype: flat}
     return state if group.rank() == 0 else None
+
+
+def _gather_bucket(
+    optimizer: Any, bucket: Any, param_map: dict[Tensor, Any], flat: dict[str, Tensor]
+) -> None:
+    """Copy this rank's shard of a bucket into ``flat``; on the first rank, those of all."""
+    group = optimizer.data_parallel_group_gloo
+    numel = bucket.grad_data.numel()
+    # The first rank gathers, so that its own shard is the first of all.
+    if group.rank() == 0:
+        shards = {k: t[bucket.offset :][:numel].chunk(group.size()) for k, t in flat.items()}
+    else:
+        start, length = bucket.offset // group.size(), numel // group.size()
+        shards = {k: (t[start:][:length],) for k, t in flat.items()}
+    for parameter, places in param_map.items():
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        place = places["gbuf_local"]
+        for key in _STATE:
+            shards[key][0][place.start : place.end].copy_(tensors[key].detach())
+    if group.size() > 1:
+        for all_of_key in shards.values():
+            gathered = list(all_of_key) if group.rank() == 0 else None
+            torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)

@@ -35,6 +35,9 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         raise NotImplementedError
 
+    def finish_update(self) -> None:
+        pass
+
 
 class Written:
     """A save whose writing needs no time, or is told when it ends."""

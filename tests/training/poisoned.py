@@ -77,6 +77,7 @@ def build(
     data: TokenizedDataset,
     precision: Precision = Precision.fp32,
     poison_rewards: bool = False,
+    bucket_size: int | None = None,
 ) -> RewardLearner:
     """A learner; with ``poison_rewards`` the weights of the token POISON are infinite."""
     torch.manual_seed(0)
@@ -85,7 +86,7 @@ def build(
         torch.nn.init.normal_(parameter, std=0.1)
     if poison_rewards and layout.is_first_stage:
         _poison_embedding(model)
-    wrapped = wrap_for_training(model)
+    wrapped = wrap_for_training(model, bucket_size)
     config = OptimConfig(lr=0.01, sched=SchedulerConfig(warmup_steps=2))
     return RewardLearner(
         wrapped,

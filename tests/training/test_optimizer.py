@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer
+from tests import tiny
 
 SHAPE = ModelShape.from_config(
     {
@@ -149,3 +152,21 @@ def test_a_norm_that_is_not_finite_changes_nothing(
     assert optimizer.lr == lr
     after = wrapped.parameters()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buckets_are_reduced_and_gathered_beside_the_computing(
+    tmp_path: Path, precision: str
+) -> None:
+    """Many buckets train, save and resume as one does."""
+    folder = str(tmp_path / "run")
+    done = tiny.run_script("tests/training/buckets.py", precision, folder, processes=2)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["buckets"] > 3
+    assert found["losses"]["many"] == found["losses"]["whole"]
+    # The first step learns which gradients come; then all reductions begin in the backward pass.
+    assert found["reduced"] == [0, *[found["buckets"]] * 3]
+    # Weights are gathered as they are needed, or for a checkpoint.
+    assert found["gathered"] == [0, found["buckets"]]
+    assert found["difference"] == 0
+    assert found["resumed_is_same"]
