@@ -1,7 +1,7 @@
 """Hugging Face's names and settings of a model family, and what Megatron and NeMo call them.
 
-A family is one ``Family`` value: how its ``config.json`` reads as ``model_config.yaml``, and which
-of its tensors make up each Megatron tensor.
+A family is one ``Family`` value: how its ``config.json`` reads as ``model_config.yaml`` and back,
+which of its tensors make up each Megatron tensor, and how that is taken apart again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nemo_aligner.errors import CheckpointError
 
 Config = Mapping[str, Any]
 Join = Callable[[Sequence[Tensor], Config], Tensor]
+Split = Callable[[Tensor, Config], Sequence[Tensor]]
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
@@ -52,13 +53,29 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
 
 
+def remove_zero_groups(name: str, tensor: Tensor, groups: int, kept: int) -> Tensor:
+    """The inverse of ``add_zero_groups``: of ``groups`` query groups the first ``kept``."""
+    axis = {"self_attention.linear_qkv.weight": 0, "self_attention.linear_proj.weight": 1}.get(name)
+    if axis is None:
+        return tensor
+    return tensor.narrow(axis, 0, tensor.size(axis) // groups * kept)
+
+
 def _copy(tensors: Sequence[Tensor], config: Config) -> Tensor:
     (tensor,) = tensors
     return tensor
 
 
+def _whole(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+    return (tensor,)
+
+
 def _stack_rows(tensors: Sequence[Tensor], config: Config) -> Tensor:
     return torch.cat(list(tensors))
+
+
+def _halve_rows(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+    return tensor.chunk(2)
 
 
 def _interleave_qkv(tensors: Sequence[Tensor], config: Config) -> Tensor:
@@ -66,18 +83,28 @@ def _interleave_qkv(tensors: Sequence[Tensor], config: Config) -> Tensor:
     return pack_qkv(query, key, value, config["num_attention_heads"], config["num_query_groups"])
 
 
+def _separate_qkv(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+    return unpack_qkv(tensor, config["num_attention_heads"], config["num_query_groups"])
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor, and the Hugging Face tensors that ``join`` makes it of."""
+    """One Megatron tensor, the Hugging Face tensors that ``join`` makes it of, and the way back.
+
+    Both take the NeMo config as it is without added query groups.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     join: Join = _copy
+    split: Split = _whole
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family: its config, and its tensors.
+
+    ``to_hf`` gives the keys of ``config.json`` that say what the decoder is, ``model_type`` first.
 
     ``model`` are those outside the layers, ``layer`` those inside each, ``untied`` the output layer
     where it is not the embeddings. ``unused`` ends the names of stored tensors without weights.
@@ -85,6 +112,7 @@ class Family:
 
     name: str
     to_nemo: Callable[[Config], dict[str, Any]]
+    to_hf: Callable[[Config], dict[str, Any]]
     model: tuple[Rule, ...]
     layer: tuple[Rule, ...]
     untied: Rule
@@ -182,9 +210,49 @@ def _llama_to_nemo(config: Config) -> dict[str, Any]:
     }
 
 
+def _rope_to_hf(config: Config) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": config["rotary_base"], "rope_type": "default"}
+    if config.get("scale_positional_embedding"):
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.get("scale_factor", 8.0),
+            "low_freq_factor": config.get("low_freq_factor", 1.0),
+            "high_freq_factor": config.get("high_freq_factor", 4.0),
+            "original_max_position_embeddings": config.get("old_context_len", 8192),
+        }
+    # transformers 5 reads the first, 4 the other two.
+    scaling = None if rope["rope_type"] == "default" else rope
+    return {
+        "rope_parameters": rope,
+        "rope_theta": config["rotary_base"],
+        "rope_scaling": scaling,
+    }
+
+
+def _llama_to_hf(config: Config) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": config["num_layers"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["ffn_hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_key_value_heads": config["num_query_groups"],
+        "head_dim": config["kv_channels"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "rms_norm_eps": config["layernorm_epsilon"],
+        **_rope_to_hf(config),
+        "vocab_size": config["vocab_size"],
+        "tie_word_embeddings": bool(config["share_embeddings_and_output_weights"]),
+    }
+
+
 LLAMA = Family(
     name="llama",
     to_nemo=_llama_to_nemo,
+    to_hf=_llama_to_hf,
     model=(
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
@@ -195,10 +263,16 @@ LLAMA = Family(
             "self_attention.linear_qkv.weight",
             ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
             _interleave_qkv,
+            _separate_qkv,
         ),
         Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
         Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-        Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _stack_rows),
+        Rule(
+            "mlp.linear_fc1.weight",
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            _stack_rows,
+            _halve_rows,
+        ),
         Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
     ),
     untied=Rule("output_layer.weight", ("lm_head.weight",)),
@@ -214,3 +288,8 @@ def find_family(model_type: Any) -> Family:
         known = ", ".join(sorted(_FAMILIES))
         raise CheckpointError(f"model_type: got {model_type!r}, wanted one of: {known}")
     return _FAMILIES[model_type]
+
+
+def family_of(config: Config) -> Family:
+    """The family that a NeMo config is of, by what its decoder is made of."""
+    return LLAMA
