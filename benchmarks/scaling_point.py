@@ -136,9 +136,9 @@ def _measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     standing = _standing_bytes(learner)
     growth = _peak_growth(lambda: learner.train_step(0))
     resident = _most_resident_bytes() - resident
-    saved = _SavedBytes(list(learner.model.parameters()))
+    saved = _SavedBytes({t.data_ptr() for t in _storages(learner.model.parameters())})
     # In a step of its own: what a hook has seen lives longer.
-    with saved.watch(learner.model):
+    with saved.watch(learner.model), _without_overlap(learner._ddp.ddp_config):
         learner.train_step(1)
     return {
         **standing,
@@ -147,6 +147,14 @@ def _measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
         "total": sum(standing.values()) + growth,
         "resident": float(resident),
     }
+
+
+@contextmanager
+def _without_overlap(config: Any) -> Iterator[None]:
+    """Hooks on saved tensors hide from Megatron what it noted on a weight to reduce it early."""
+    overlap, config.overlap_grad_reduce = config.overlap_grad_reduce, False
+    yield
+    config.overlap_grad_reduce = overlap
 
 
 def _storages(tensors: Any) -> list[torch.UntypedStorage]:
@@ -179,9 +187,8 @@ def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
 class _SavedBytes:
     """What autograd keeps of one forward pass: the storages of all saved tensors, each once."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._weights = {storage.data_ptr() for storage in _storages(parameters)}
-        self._parameters = {parameter.data_ptr(): parameter for parameter in parameters}
+    def __init__(self, weights: set[int]) -> None:
+        self._weights = weights
         self.largest = 0
 
     @contextmanager
@@ -195,9 +202,7 @@ class _SavedBytes:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._weights:
                     stores[storage.data_ptr()] = storage
-                # A hook is given a copy of a parameter, without what Megatron notes on it.
-                parameter = self._parameters.get(tensor.data_ptr(), tensor)
-                return parameter if parameter.shape == tensor.shape else tensor
+                return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 output = forward(*arguments, **options)
