@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.parallel.pipeline import pipeline_options
 
 RewardLoss = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Rewards ``[R, sequences, A]`` and labels ``[R, A]`` -> (sum of losses, how many were summed)."""
@@ -92,17 +94,27 @@ def _run(
 ) -> Tensor | None:
     multiple = layout.tp if layout.sequence_parallel else 1
     padded = [batch.padded_to_multiple(multiple) for batch in batches]
+    options = _pipeline_options(model, padded, multiple) if layout.pp > 1 else {}
     outputs = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, loss=loss),
         data_iterator=iter(padded),
         model=[model],
         num_microbatches=len(padded),
-        # Lengths travel with the activations; these two only shape what nobody reads.
+        # Every micro-batch has a length of its own; these two only shape what nobody reads.
         seq_length=padded[0].num_tokens,
         micro_batch_size=1,
         forward_only=loss is None,
+        **options,
     )
     return torch.cat(outputs) if layout.is_last_stage else None
+
+
+def _pipeline_options(
+    model: torch.nn.Module, batches: Sequence[PackedBatch], split: int
+) -> dict[str, Any]:
+    config = get_model_config(model)
+    shapes = [(batch.num_tokens // split, 1, config.hidden_size) for batch in batches]
+    return pipeline_options(config, shapes)
 
 
 def _forward_step(
