@@ -75,6 +75,7 @@ def _planner(shape: ModelShape, options: argparse.Namespace) -> Planner:
         intra_node=options.intra_node * 1e9,
         inter_node=options.inter_node * 1e9,
         ranks_per_node=options.gpus_per_node,
+        host=options.host * 1e9,
     )
     return Planner(
         shape,
@@ -86,6 +87,7 @@ def _planner(shape: ModelShape, options: argparse.Namespace) -> Planner:
         precision=Precision(options.precision),
         recompute=None if options.recompute == "auto" else Recompute(options.recompute),
         freeze_layers=options.freeze_layers,
+        cpu_offload=options.cpu_offload,
     )
 
 
@@ -98,6 +100,7 @@ def _check(options: argparse.Namespace, shape: ModelShape, pair: int) -> None:
         ("mfu", 0 < options.mfu <= 1, "more than 0, at most 1"),
         ("intra_node", options.intra_node > 0, above_zero),
         ("inter_node", options.inter_node > 0, above_zero),
+        ("host", options.host > 0, above_zero),
         ("reserve", reserve >= 0, "0 or more"),
         ("gpu_memory", options.gpu_memory > reserve, f"more than the {reserve:g} of --reserve"),
         ("micro_batch_tokens", budget >= pair, f"{pair} (a pair) or more"),
@@ -149,7 +152,7 @@ def _show_best(planner: Planner, numbers: Sequence[int]) -> None:
 def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
-    sent = time.tensor + time.pipeline + time.data
+    sent = time.tensor + time.pipeline + time.data + time.host
     return {
         "layout": str(plan),
         "recompute": _recompute(plan),
@@ -171,6 +174,8 @@ def _settings(plan: Plan) -> list[str]:
         f"model.sequence_parallel={str(plan.sequence_parallel).lower()}",
         f"model.activations_checkpoint_granularity={plan.recompute.value}",
     ]
+    if plan.cpu_offload:
+        settings.append("model.optim.cpu_offload=true")
     if plan.recompute_layers is not None:
         settings.append(f"model.activations_checkpoint_num_layers={plan.recompute_layers}")
     return settings
@@ -289,6 +294,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     batch.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="bf16")
     batch.add_argument("--freeze-layers", type=int, default=0, help="as model.freeze_layers")
+    batch.add_argument("--cpu-offload", action="store_true", help="as model.optim.cpu_offload=true")
     batch.add_argument(
         "--recompute", choices=["auto", "none", "selective", "full"], default="auto",
         help="default auto: as few layers as fit",
@@ -305,6 +311,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     speed.add_argument(
         "--inter-node", type=float, default=50, metavar="GB/S", help="of a GPU (50: 400 Gb/s)"
+    )
+    speed.add_argument(
+        "--host", type=float, default=50, metavar="GB/S", help="to host memory (50: PCIe 5)"
     )
     speed.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N")
     parser.add_argument("--top", type=_positive, default=12, help="layouts to show (default 12)")

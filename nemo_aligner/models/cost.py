@@ -50,6 +50,7 @@ class Plan:
     recompute: Recompute = Recompute.none
     recompute_layers: int | None = None
     freeze_layers: int = 0
+    cpu_offload: bool = False
     num_attributes: int = 1
 
     @property
@@ -86,28 +87,31 @@ class Traffic:
 @dataclass(frozen=True)
 class Machine:
     """``flops`` FLOP/s of one rank, of which matrix products reach ``efficiency``; bytes/s of one
-    rank to others on its node and beyond it."""
+    rank to others on its node, beyond it, and to its host's memory."""
 
     flops: float
     efficiency: float
     intra_node: float
     inter_node: float
     ranks_per_node: int = 8
+    host: float = 50e9
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they are spent on; nothing of it overlaps."""
+    """Seconds of a step, by what they are spent on; what is hidden behind others is left out."""
 
     compute: float
     bubble: float
     tensor: float
     pipeline: float
     data: float
+    host: float
 
     @property
     def total(self) -> float:
-        return self.compute + self.bubble + self.tensor + self.pipeline + self.data
+        waits = self.bubble + self.tensor + self.pipeline + self.data + self.host
+        return self.compute + waits
 
 
 def even_packs(pairs: int, length: int, budget: int, shared: int = 0) -> Packs:
@@ -274,8 +278,9 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     """Seconds of a step on ``machine``: a model of what has to be done, not a measurement.
 
     1F1B leaves a stage idle for ``(p - 1) / m`` of its m packs' time (Narayanan et al. 2021,
-    section 2.2). Communication is not overlapped with anything: megatron-core would have to be
-    asked to.
+    section 2.2). Gradients are reduced during the backward pass of the last pack, and weights
+    gathered during the forward pass of the first; nothing else overlaps. Moments in host memory
+    come to the GPU and go back, 16 bytes for each parameter.
     """
     stages = range(plan.pp)
     slowest = max(pack_flops(shape, plan, stage).total for stage in stages)
@@ -292,4 +297,13 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
     idle = (plan.pp - 1) / plan.packs.count
     compute = per_pack * plan.packs.count
-    return StepTime(compute, idle * (compute + tensor), tensor, pipeline, data)
+    trained = max(parameters(shape, plan, stage, trainable=True) for stage in stages)
+    moments = 4 * FP32_BYTES * trained / plan.dp if plan.cpu_offload else 0.0
+    return StepTime(
+        compute,
+        bubble=idle * (compute + tensor),
+        tensor=tensor,
+        pipeline=pipeline,
+        data=max(0.0, data - per_pack),
+        host=moments / machine.host,
+    )

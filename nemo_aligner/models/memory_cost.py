@@ -50,18 +50,20 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
 
     Weights are in the precision of training, the head in fp32. Megatron's wrapper keeps gradients
     in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits Adam's two
-    fp32 moments over d, and an fp32 copy of weights that are not.
+    fp32 moments over d, and an fp32 copy of weights that are not. With ``cpu_offload`` the moments
+    are on the GPU, in part, only when no activations are.
     """
     size = ELEMENT_BYTES[plan.precision]
     head = head_size(shape, plan) if stage == plan.pp - 1 else 0
     trained = parameters(shape, plan, stage, trainable=True)
     copies = trained - head if size < FP32_BYTES else 0
+    moments = 0 if plan.cpu_offload else 2 * trained
     # 1F1B: stage s of p has run p - s packs forward when the first of them comes back.
     packs = min(plan.packs.count, plan.pp - stage)
     return Memory(
         weights=size * (parameters(shape, plan, stage) - head) + FP32_BYTES * head,
         gradients=FP32_BYTES * trained,
-        optimizer=FP32_BYTES * (2 * trained + copies) / plan.dp,
+        optimizer=FP32_BYTES * (moments + copies) / plan.dp,
         activations=packs * pack_activations(shape, plan, stage),
         transient=transient(shape, plan, stage),
     )

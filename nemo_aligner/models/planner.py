@@ -40,6 +40,7 @@ class Planner:
     precision: Precision = Precision.bf16
     recompute: Recompute | None = None
     freeze_layers: int = 0
+    cpu_offload: bool = False
 
     def candidates(self, gpus: int) -> list[Candidate]:
         """Every layout on so many GPUs; tensor parallel groups stay inside a node."""
@@ -120,4 +121,5 @@ class Planner:
                 sequence_parallel=sequence_parallel,
                 precision=self.precision,
                 freeze_layers=self.freeze_layers,
+                cpu_offload=self.cpu_offload,
             )

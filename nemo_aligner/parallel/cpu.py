@@ -200,6 +200,18 @@ def keep_freed_memory() -> None:
         mallopt(mmap_max, 0)
 
 
+def lacks_bf16() -> bool:
+    """Whether this rank computes on a CPU whose matrix products are not made for bf16.
+
+    Such a CPU needs many times as long for them as in fp32.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
 _AFTER_IMPORT = {
     "megatron.core.distributed.param_and_grad_buffer": _work_in_place,
     "megatron.core.jit": _disable_jit,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor
 
 from nemo_aligner.config.schema import OptimConfig
+from nemo_aligner.training.host_moments import MOMENTS, HostMoments, host_zeros
 
 # The one form of the optimizer's state that any layout can read; of the ranks that hold the same
 # piece of the model, one gathers it in host memory, not each.
@@ -30,7 +32,7 @@ _SHARDING = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 # What the optimizer has for each parameter, in fp32.
-_STATE = ("param", "exp_avg", "exp_avg_sq")
+_STATE = ("param", *MOMENTS)
 _COUNT = "steps"
 # What a run that goes on takes from its settings and not from its checkpoint.
 _SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
@@ -60,9 +62,15 @@ class Optimizer:
     ``skipped_steps`` counts the overflows of fp16 since the beginning of the run.
     """
 
-    def __init__(self, optimizer: Any, scheduler: OptimizerParamScheduler) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        scheduler: OptimizerParamScheduler,
+        offloaded: Sequence[HostMoments] = (),
+    ) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._offloaded = offloaded
         self.skipped_steps = 0
 
     @property
@@ -145,6 +153,8 @@ class Optimizer:
         groups = self._optimizer.param_groups
         settings = [{key: group[key] for key in _SETTINGS} for group in groups]
         self._optimizer.load_state_dict(state)
+        for moments in self._offloaded:
+            moments.to_host()
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(values)
             if distrib_optimizer.HAVE_APEX_OR_TE:
@@ -202,12 +212,15 @@ def build_optimizer(
     }
     optimizer = get_megatron_optimizer(settings, [model], groups)
     for part in optimizer.chained_optimizers:
+        _create_moments(part, on_host=config.cpu_offload)
         if not distrib_optimizer.HAVE_APEX_OR_TE:
             _mend_torch_adamw(part)
         part.get_parameter_state_dp_zero = partial(_gather_state, part, [])
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
-    return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps))
+    parts = optimizer.chained_optimizers if config.cpu_offload else ()
+    offloaded = [HostMoments(part.optimizer) for part in parts]
+    return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps), offloaded)
 
 
 def _build_scheduler(
@@ -231,21 +244,26 @@ def _build_scheduler(
     )
 
 
+def _create_moments(optimizer: Any, on_host: bool) -> None:
+    """Adam makes its state at the first step, but a save and a load ask for it before."""
+    zeros = host_zeros if on_host else torch.zeros_like
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.optimizer.state[parameter]
+            state.update({key: zeros(parameter) for key in MOMENTS})
+
+
 def _mend_torch_adamw(optimizer: Any) -> None:
     """Help megatron-core 0.16 with torch's AdamW, which it uses where Apex and TE are absent.
 
-    AdamW makes its state at the first step, but a save and a load ask for it before. And it counts
-    steps once per parameter: the loader would forget that count, or share one between parameters,
-    each of which then advances it.
+    AdamW counts steps once per parameter: the loader would forget that count, or share one between
+    parameters, each of which then advances it.
     """
     for group in optimizer.optimizer.param_groups:
         group["fused"] = True  # one pass over the state instead of a dozen
         for parameter in group["params"]:
-            optimizer.optimizer.state[parameter].update(
-                step=torch.tensor(0.0, device=parameter.device),
-                exp_avg=torch.zeros_like(parameter),
-                exp_avg_sq=torch.zeros_like(parameter),
-            )
+            state = optimizer.optimizer.state[parameter]
+            state["step"] = torch.tensor(0.0, device=parameter.device)
     copy = optimizer._set_main_param_and_optimizer_states
     optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
 

@@ -13,13 +13,14 @@ import torch
 from nemo_aligner.checkpoint.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.config.load import config_to_dict, save_config
-from nemo_aligner.config.schema import ExpManagerConfig, MonitorMode, TrainConfig
+from nemo_aligner.config.schema import ExpManagerConfig, MonitorMode, Precision, TrainConfig
 from nemo_aligner.data.contract import ScoringContract, describe_differences
 from nemo_aligner.data.datasets import TokenizedDataset
 from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.metrics import lower_is_better
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.collectives import is_main, on_main, say
+from nemo_aligner.parallel.cpu import lacks_bf16
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.learner import RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
@@ -84,6 +85,8 @@ def describe(
         f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
         f"{head}, {config.trainer.precision.value}, {layout}"
     )
+    if config.trainer.precision is not Precision.fp32 and lacks_bf16():
+        say("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")
     if options.freeze_layers:
         say(f"frozen: the embeddings and {options.freeze_layers} of {shape.num_layers} layers")
     say(f"run: {total_steps} steps of {options.global_batch_size} records")

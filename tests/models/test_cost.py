@@ -121,6 +121,16 @@ def test_frozen_layers_have_no_gradients_and_keep_nothing() -> None:
     assert pack_flops(SHAPE, frozen, 0).backward < pack_flops(SHAPE, whole, 0).backward / 3
 
 
+def test_moments_in_host_memory_are_not_the_gpu_s_but_cross_the_bus() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50)
+    here, there = Plan(packs, dp=2), Plan(packs, dp=2, cpu_offload=True)
+    trained = parameters(SHAPE, here, 0)
+    assert memory(SHAPE, here, 0).total - memory(SHAPE, there, 0).total == 8 * trained / 2
+    machine = Machine(flops=1e12, efficiency=0.5, intra_node=1e11, inter_node=1e10, host=2e10)
+    slower = step_time(SHAPE, there, machine).total - step_time(SHAPE, here, machine).total
+    assert slower == pytest.approx(16 * trained / 2 / 2e10)
+
+
 def test_a_step_sends_what_its_layout_asks_for() -> None:
     packs = Packs(tokens=1000, sequences=10, keys=50, count=4)
     states = packs.tokens * SHAPE.hidden_size * 2
@@ -141,6 +151,16 @@ def test_a_pipeline_waits_for_its_first_and_last_packs() -> None:
     assert time.bubble == pytest.approx(3 / 8 * time.compute)
     slowest = max(pack_flops(SHAPE, Plan(packs, pp=4), stage).total for stage in range(4))
     assert time.compute == pytest.approx(8 * slowest / 0.5e12)
+
+
+def test_gradients_and_weights_hide_behind_a_pack() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50, count=2)
+    plan = Plan(packs, dp=2)
+    sent = traffic(SHAPE, plan, 0).data
+    for seconds in (1e-6, 1.0):
+        machine = Machine(flops=1e12, efficiency=0.5, intra_node=sent / seconds, inter_node=1e10)
+        time = step_time(SHAPE, plan, machine)
+        assert time.data == pytest.approx(max(0.0, seconds - time.compute / packs.count))
 
 
 ALONE = {

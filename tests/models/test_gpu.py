@@ -64,3 +64,29 @@ def test_bf16_training_learns(tmp_path: Path) -> None:
     with path.open() as lines:
         losses = [float(row["train/loss"]) for row in csv.DictReader(lines) if row["train/loss"]]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_moments_in_host_memory_train_the_same(tmp_path: Path) -> None:
+    base = tiny.write_base_nemo(tmp_path / "base.nemo")
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 64)
+    losses = []
+    for offload in ("false", "true"):
+        run = tmp_path / offload
+        for steps in (4, 8):  # the second goes on from a checkpoint
+            tiny.run_script(
+                "examples/train_reward_model.py",
+                f"pretrained_checkpoint.restore_from_path={base}",
+                f"model.data.data_prefix.train=[{pairs}]",
+                f"exp_manager.explicit_log_dir={run}",
+                f"model.optim.cpu_offload={offload}",
+                "trainer.precision=bf16",
+                f"trainer.rm.max_steps={steps}",
+                "trainer.rm.max_epochs=10",
+                "model.global_batch_size=16",
+                env={"CUDA_VISIBLE_DEVICES": "0"},
+            )
+        (metrics,) = run.rglob("metrics.csv")
+        with metrics.open() as file:
+            losses.append([row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]])
+    assert len(losses[0]) == 8
+    assert losses[0] == losses[1]

@@ -48,6 +48,7 @@ def build(
     precision: Precision = Precision.fp32,
     freeze: int = 0,
     total_steps: int = 10,
+    cpu_offload: bool = False,
     **sched: Any,
 ) -> tuple[Any, Optimizer]:
     model = build_reward_model(SHAPE, layout, num_attributes=1, precision=precision)
@@ -56,7 +57,7 @@ def build(
         torch.nn.init.normal_(parameter, std=0.1)
     freeze_lower_layers(model, freeze, SHAPE.num_layers)
     wrapped = wrap_for_training(model)
-    config = OptimConfig(lr=0.01, sched=SchedulerConfig(**sched))
+    config = OptimConfig(lr=0.01, cpu_offload=cpu_offload, sched=SchedulerConfig(**sched))
     return wrapped, build_optimizer(wrapped, config, 1.0, total_steps)
 
 
@@ -98,8 +99,10 @@ def test_learning_rates(layout: ParallelLayout) -> None:
 
 
 @pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize("freeze", [0, 1])
-def test_state_comes_back(layout: ParallelLayout, precision: Precision, freeze: int) -> None:
+@pytest.mark.parametrize(("freeze", "offload"), [(0, False), (1, False), (0, True)])
+def test_state_comes_back(
+    layout: ParallelLayout, precision: Precision, freeze: int, offload: bool
+) -> None:
     """From one optimizer to a new one, by way of what a checkpoint would hold."""
 
     def view(wrapped: Any, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
@@ -108,7 +111,8 @@ def test_state_comes_back(layout: ParallelLayout, precision: Precision, freeze: 
         )
         return optimizer.sharded_state_dict(weights, is_loading=is_loading)
 
-    first, second = (build(layout, precision, freeze, warmup_steps=0) for _ in range(2))
+    first = build(layout, precision, freeze, warmup_steps=0)
+    second = build(layout, precision, freeze, cpu_offload=offload, warmup_steps=0)
     for _ in range(2):
         step(*first)
     state = view(*first, is_loading=False)

@@ -1,0 +1,80 @@
+"""Moments in host memory: the same updates, a chunk at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_aligner.training.host_moments import HostMoments, host_zeros
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(size)) for size in (30, 10, 10, 50, 5)]
+
+
+def groups(of: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": of[:3], "weight_decay": 0.1}, {"params": of[3:], "weight_decay": 0.0}]
+
+
+def adamw(of: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(groups(of), lr=0.1)
+    for parameter in of:
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": host_zeros(parameter),
+            "exp_avg_sq": host_zeros(parameter),
+        }
+    return optimizer
+
+
+class CountsByGroup(torch.optim.Optimizer):
+    """Counts steps as Apex's and TransformerEngine's FusedAdam do, and steps by that count."""
+
+    def __init__(self, of: list[torch.nn.Parameter]) -> None:
+        super().__init__(groups(of), {})
+        for parameter in of:
+            self.state[parameter] = {k: host_zeros(parameter) for k in ("exp_avg", "exp_avg_sq")}
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] += parameter.grad
+                parameter.data -= self.state[parameter]["exp_avg"] * group["step"]
+
+
+@pytest.mark.parametrize("kind", [adamw, CountsByGroup])
+@pytest.mark.parametrize(
+    ("chunk_bytes", "chunks"), [(8 * 40, [[30, 10], [10], [50], [5]]), (2**30, None), (1, None)]
+)
+def test_chunks_make_the_same_updates(kind: Any, chunk_bytes: int, chunks: Any) -> None:
+    ours, plain = parameters(), parameters()
+    offloaded, optimizer = kind(ours), kind(plain)
+    inner, seen = offloaded.step, []
+
+    def noting() -> None:
+        held = [p.numel() for group in offloaded.param_groups for p in group["params"]]
+        seen.append(held)
+        inner()
+
+    offloaded.step = noting
+    HostMoments(offloaded, chunk_bytes)
+    for _ in range(3):
+        for mine, theirs in zip(ours, plain, strict=True):
+            mine.grad = torch.randn_like(mine)
+            theirs.grad = mine.grad.clone()
+        offloaded.step()
+        optimizer.step()
+    assert all(map(torch.equal, ours, plain))
+    for mine, theirs in zip(ours, plain, strict=True):
+        for key, value in optimizer.state[theirs].items():
+            assert torch.equal(offloaded.state[mine][key], value)
+    got, wanted = offloaded.param_groups, optimizer.param_groups
+    assert [len(g["params"]) for g in got] == [len(g["params"]) for g in wanted]
+    assert [g.get("step") for g in got] == [g.get("step") for g in wanted]
+    one_step = {2**30: [[30, 10, 10, 50, 5]], 1: [[30], [10], [10], [50], [5]]}
+    assert seen == (chunks or one_step[chunk_bytes]) * 3
