@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,13 +43,11 @@ def test_scoring_gives_the_rewards_of_transformers(folder: Path) -> None:
     assert all(row["largest |difference|"] < 1e-5 for row in rows[1::2])
 
 
-def test_training_has_the_loss_of_trl(folder: Path) -> None:
-    if importlib.util.find_spec("trl") is None:
-        pytest.skip("TRL is not installed here")
+def test_training_has_the_loss_of_trl(folder: Path, trl_python: Path) -> None:
     rows = run(
         "benchmarks/training.py",
         folder,
-        f"--trl-python={sys.executable}",
+        f"--trl-python={trl_python}",
         "--trl-batch=2",
         "--global-batch=4",
         "--turns=1",
