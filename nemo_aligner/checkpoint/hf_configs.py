@@ -329,13 +329,15 @@ def gemma_to_hf(config: Config) -> dict[str, Any]:
 def gemma2_to_hf(config: Config) -> dict[str, Any]:
     """The same of a Gemma 2."""
     shape = ModelShape.from_config(config)
+    scalar = shape.query_pre_attn_scalar or float(shape.kv_channels)
     return _decoder_to_hf(
         config,
         "gemma2",
         hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh",
         attention_bias=False,
-        query_pre_attn_scalar=shape.query_pre_attn_scalar or shape.kv_channels,
+        # transformers takes nothing but an int.
+        query_pre_attn_scalar=int(scalar) if scalar.is_integer() else scalar,
         attn_logit_softcapping=shape.attn_logit_softcapping,
         sliding_window=shape.window_size,
         layer_types=_layer_types(config),

@@ -110,8 +110,9 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     recomputation leaves out the log-sum-exp, but keeps queries twice if they share keys: as the
     projection made them, in one piece with keys and values, and as a copy.
 
-    Ignored: a LayerNorm's second number, and the masks of a window, or of shared beginnings where
-    scores are capped, a byte for each query and key of a sequence.
+    Ignored: a LayerNorm's second number; and where no kernel does a window or a soft-cap, another
+    copy of the output, masks, a byte for each query and key of a sequence, and in ``transient`` the
+    scores of one sequence.
     """
     h, f, q, kv = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
@@ -121,10 +122,12 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     if not is_last:
         inner += ((2 if shape.is_gated else 1) + (not is_frozen)) * f
     heads = shape.num_attention_heads
-    if plan.recompute is Recompute.selective:
+    is_selective = plan.recompute is Recompute.selective
+    if is_selective:
         inner, heads = inner + (q if kv < q else 0), 0
     if shape.qk_layernorm:
-        inner += 2 * q + 2 * kv
+        # Selective recomputation has the projection in one piece as it is.
+        inner += q + kv if is_selective else 2 * q + 2 * kv
         heads += shape.num_attention_heads + shape.num_query_groups
     split = plan.tp if plan.sequence_parallel else 1
     states = norms * ((1 if is_frozen else 2) * h * size + FP32_BYTES) / split
