@@ -6,6 +6,7 @@ the weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from nemo_aligner.models.shape import ModelShape
 
 Config = Mapping[str, Any]
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+# Far more than any model has: a config may ask for a list of them, before a weight is looked at.
+_MOST_LAYERS = 10_000
 
 
 class _Settings:
@@ -23,21 +26,29 @@ class _Settings:
         self.config = config
 
     def number(self, key: str, default: float | None = None) -> Any:
-        value = self.config.get(key)
+        value: Any = self.config.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise CheckpointError(f"{key}: got {value!r}, wanted a number above 0")
         return value
 
-    def count(self, key: str, default: int) -> int:
-        value = self.config.get(key, default)
-        if type(value) is not int or value < 0:
-            raise CheckpointError(f"{key}: got {value!r}, wanted a whole number of 0 or more")
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value: Any = self.config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < least:
+            raise CheckpointError(f"{key}: got {value!r}, wanted a whole number from {least} on")
         return value
 
-    def number_or_none(self, key: str, default: float) -> Any:
-        """As ``number``, but an explicit null is None."""
-        return None if self.config.get(key, default) is None else self.number(key, default)
+    def layers(self) -> int:
+        value = self.count("num_hidden_layers")
+        if value > _MOST_LAYERS:
+            raise CheckpointError(f"num_hidden_layers: got {value}, wanted at most {_MOST_LAYERS}")
+        return value
+
+    def window(self) -> int | None:
+        """``sliding_window``, whose null is none, and whose absence is 4096."""
+        is_null = self.config.get("sliding_window", 4096) is None
+        return None if is_null else self.count("sliding_window", 4096)
 
     def only(self, key: str, *allowed: Any) -> None:
         """Refuse any value but ``allowed``; the first one is the default."""
@@ -57,16 +68,16 @@ def _decoder(config: Config, rotated: float | None = None, **family: Any) -> dic
     read.only("attention_bias", False, None)
     read.only("mlp_bias", False, None)
     read.only("quantization_config", None)
-    heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
-    return {
-        "num_layers": read.number("num_hidden_layers"),
+    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+    nemo = {
+        "num_layers": read.layers(),
         "hidden_size": hidden,
-        "ffn_hidden_size": read.number("intermediate_size"),
+        "ffn_hidden_size": read.count("intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": read.number("num_key_value_heads", heads),
-        "kv_channels": read.number("head_dim", hidden // heads),
-        "encoder_seq_length": read.number("max_position_embeddings"),
-        "max_position_embeddings": read.number("max_position_embeddings"),
+        "num_query_groups": read.count("num_key_value_heads", heads),
+        "kv_channels": read.count("head_dim", hidden // heads),
+        "encoder_seq_length": read.count("max_position_embeddings"),
+        "max_position_embeddings": read.count("max_position_embeddings"),
         "normalization": "rmsnorm",
         "layernorm_epsilon": read.number("rms_norm_eps", 1e-6),
         "activation": "fast-swiglu",
@@ -74,24 +85,28 @@ def _decoder(config: Config, rotated: float | None = None, **family: Any) -> dic
         "qkv_bias": False,
         "qk_layernorm": False,
         **_rope(config, rotated),
-        "vocab_size": read.number("vocab_size"),
+        "vocab_size": read.count("vocab_size"),
         "make_vocab_size_divisible_by": 128,
         "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
         **family,
     }
+    ModelShape.from_config(nemo)  # or it would be refused when it is loaded
+    return nemo
 
 
 def _rope(config: Config, rotated: float | None) -> dict[str, Any]:
     """Rotary settings; transformers 5 writes ``rope_parameters``, older ones several keys."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    scaling = _Settings({"partial_rotary_factor": config.get("partial_rotary_factor"), **rope})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"rope_parameters: got {rope!r}, wanted keys and values")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    older = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    scaling = _Settings({**older, **rope})
     if rotated is None:
         scaling.only("partial_rotary_factor", None, 1.0)
     rotary = {
         "position_embedding_type": "rope",
-        "rotary_base": base,
+        "rotary_base": scaling.number("rope_theta", 10000.0),
         "rotary_percentage": scaling.number("partial_rotary_factor", rotated or 1.0),
         "scale_positional_embedding": kind == "llama3",
     }
@@ -118,7 +133,7 @@ def _window(config: Config, size: int | None, kinds: list[str]) -> dict[str, Any
     if kinds == [_FULL] * count:
         return {}
     if size is not None and kinds == [_SLIDING] * count:
-        return {"window_size": size, "window_pattern": "all"}
+        return _everywhere(size)
     if size is not None and kinds == _alternating(count):
         return {"window_size": size, "window_pattern": "alternate"}
     raise CheckpointError(
@@ -148,9 +163,12 @@ def mistral_to_nemo(config: Config) -> dict[str, Any]:
     read = _Settings(config)
     read.only("hidden_act", "silu", "swish")
     read.only("layer_types", None)
-    size = read.number_or_none("sliding_window", 4096)
-    window = {} if size is None else {"window_size": size, "window_pattern": "all"}
-    return _decoder(config, **window)
+    size = read.window()
+    return _decoder(config, **({} if size is None else _everywhere(size)))
+
+
+def _everywhere(size: int) -> dict[str, Any]:
+    return {"window_size": size, "window_pattern": "all"}
 
 
 def qwen2_to_nemo(config: Config) -> dict[str, Any]:
@@ -160,18 +178,18 @@ def qwen2_to_nemo(config: Config) -> dict[str, Any]:
 
 def qwen3_to_nemo(config: Config) -> dict[str, Any]:
     """Qwen3: Llama with norms of queries and keys."""
-    return _qwen(config, qk_layernorm=True, kv_channels=_Settings(config).number("head_dim", 128))
+    return _qwen(config, qk_layernorm=True, kv_channels=_Settings(config).count("head_dim", 128))
 
 
 def _qwen(config: Config, **family: Any) -> dict[str, Any]:
     read = _Settings(config)
     read.only("hidden_act", "silu", "swish")
-    layers, size = read.number("num_hidden_layers"), None
+    layers, size = read.layers(), None
     kinds = [_FULL] * layers
     if config.get("use_sliding_window"):
-        size = read.number_or_none("sliding_window", 4096)
+        size = read.window()
     if size is not None:
-        without = read.count("max_window_layers", 28)
+        without = read.count("max_window_layers", 28, least=0)
         kinds = [_FULL if layer < without else _SLIDING for layer in range(layers)]
     return _decoder(config, **family, **_window(config, size, kinds))
 
@@ -189,13 +207,15 @@ def gemma2_to_nemo(config: Config) -> dict[str, Any]:
     """Gemma 2: alternating windows, capped scores, and norms of what is added."""
     read = _Settings(config)
     read.only("hidden_activation", "gelu_pytorch_tanh")
-    size = read.number_or_none("sliding_window", 4096)
+    cap, size = config.get("attn_logit_softcapping", 50.0), read.window()
+    if cap is not None:
+        cap = read.number("attn_logit_softcapping", 50.0)
     return _gemma(
         config,
         post_layernorms=True,
-        attn_logit_softcapping=read.number_or_none("attn_logit_softcapping", 50.0),
+        attn_logit_softcapping=cap,
         query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256),
-        **_window(config, size, _alternating(read.number("num_hidden_layers"))),
+        **_window(config, size, _alternating(read.layers())),
     )
 
 
@@ -204,7 +224,7 @@ def _gemma(config: Config, **family: Any) -> dict[str, Any]:
     read.only("use_bidirectional_attention", None, False)
     return _decoder(
         config,
-        kv_channels=read.number("head_dim", 256),
+        kv_channels=read.count("head_dim", 256),
         activation="geglu",
         apply_embedding_scaling=True,
         share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings", True)),

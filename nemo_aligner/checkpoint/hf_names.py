@@ -295,7 +295,7 @@ _FAMILIES = {
 
 def find_family(model_type: Any) -> Family:
     """The family that ``config.json`` calls ``model_type``."""
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         experts = ", a mixture of experts" if model_type in _EXPERTS else ""
         known = ", ".join(_FAMILIES)
         raise CheckpointError(f"model_type: got {model_type!r}{experts}, wanted one of: {known}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,16 @@ _SUPPORTED = {
     "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
     "position_embedding_type": ("rope",),
     "bias": (False,),
+    **dict.fromkeys(
+        (
+            "qkv_bias",
+            "qk_layernorm",
+            "post_layernorms",
+            "apply_embedding_scaling",
+            "layernorm_zero_centered_gamma",
+        ),
+        (False, True, None),
+    ),
     "transformer_block_type": ("pre_ln",),
     "rotary_interleaved": (False, None),
     "window_pattern": ("all", "alternate", None),
@@ -92,23 +103,29 @@ class ModelShape:
             if value not in values:
                 wanted = " or ".join(str(item) for item in values)
                 raise CheckpointError(f"model_config.yaml: {key}: got {value!r}, wanted {wanted}")
-        heads = int(config["num_attention_heads"])
+        heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+        groups = _count(config, "num_query_groups", heads)
+        if heads % groups != 0:
+            raise CheckpointError(
+                f"model_config.yaml: num_query_groups: got {groups}, wanted a divisor of the "
+                f"{heads} attention heads"
+            )
         return cls(
-            num_layers=int(config["num_layers"]),
-            hidden_size=int(config["hidden_size"]),
-            ffn_hidden_size=int(config["ffn_hidden_size"]),
+            num_layers=_count(config, "num_layers"),
+            hidden_size=hidden,
+            ffn_hidden_size=_count(config, "ffn_hidden_size"),
             num_attention_heads=heads,
-            num_query_groups=int(config.get("num_query_groups") or heads),
-            kv_channels=int(config.get("kv_channels") or config["hidden_size"] // heads),
-            vocab_size=int(config["vocab_size"]),
-            make_vocab_size_divisible_by=int(config.get("make_vocab_size_divisible_by") or 128),
-            max_position_embeddings=int(
-                config.get("max_position_embeddings") or config["encoder_seq_length"]
+            num_query_groups=groups,
+            kv_channels=_count(config, "kv_channels", hidden // heads),
+            vocab_size=_count(config, "vocab_size"),
+            make_vocab_size_divisible_by=_count(config, "make_vocab_size_divisible_by", 128),
+            max_position_embeddings=_count(
+                config, "max_position_embeddings", config.get("encoder_seq_length")
             ),
-            layernorm_epsilon=float(config.get("layernorm_epsilon", 1e-5)),
-            rotary_base=float(config.get("rotary_base", 10000.0)),
-            rotary_percentage=float(config.get("rotary_percentage", 1.0)),
-            seq_len_interpolation_factor=config.get("seq_len_interpolation_factor"),
+            layernorm_epsilon=_number(config, "layernorm_epsilon", 1e-5),
+            rotary_base=_number(config, "rotary_base", 10000.0),
+            rotary_percentage=_number(config, "rotary_percentage", 1.0),
+            seq_len_interpolation_factor=_number_or_none(config, "seq_len_interpolation_factor"),
             rope_scaling=_read_rope_scaling(config),
             **_read_layer(config),
         )
@@ -209,8 +226,8 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "apply_embedding_scaling": bool(config.get("apply_embedding_scaling")),
         "window_size": window,
         "window_pattern": "all" if window is None else config.get("window_pattern") or "all",
-        "attn_logit_softcapping": _read_positive(config, "attn_logit_softcapping"),
-        "query_pre_attn_scalar": _read_positive(config, "query_pre_attn_scalar"),
+        "attn_logit_softcapping": _number_or_none(config, "attn_logit_softcapping"),
+        "query_pre_attn_scalar": _number_or_none(config, "query_pre_attn_scalar"),
     }
 
 
@@ -227,13 +244,26 @@ def _read_window(value: Any) -> int | None:
     )
 
 
-def _read_positive(config: Mapping[str, Any], key: str) -> float | None:
+def _count(config: Mapping[str, Any], key: str, default: Any = None) -> int:
     value = config.get(key)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not value > 0:
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {value!r}, wanted a whole number above 0"
+        )
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 < value < math.inf:
         raise CheckpointError(f"model_config.yaml: {key}: got {value!r}, wanted a number above 0")
     return float(value)
+
+
+def _number_or_none(config: Mapping[str, Any], key: str) -> float | None:
+    return None if config.get(key) is None else _number(config, key, math.nan)
 
 
 def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
@@ -241,8 +271,8 @@ def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
         return None
     # The defaults are Llama 3.1's, which NeMo leaves unwritten.
     return RopeScaling(
-        factor=float(config.get("scale_factor", 8.0)),
-        low_freq_factor=float(config.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(config.get("high_freq_factor", 4.0)),
-        old_context_len=int(config.get("old_context_len", 8192)),
+        factor=_number(config, "scale_factor", 8.0),
+        low_freq_factor=_number(config, "low_freq_factor", 1.0),
+        high_freq_factor=_number(config, "high_freq_factor", 4.0),
+        old_context_len=_count(config, "old_context_len", 8192),
     )

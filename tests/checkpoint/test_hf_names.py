@@ -145,12 +145,17 @@ def test_layers_may_alternate_in_any_family_that_names_them() -> None:
         ("qwen3_moe", {}, "got 'qwen3_moe', a mixture of experts"),
         ("smollm3", {}, "got 'smollm3', wanted one of: llama, mistral"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "layer_types: got"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
         ("qwen3", {"attention_bias": True}, "attention_bias: got True"),
         ("qwen3", {"layer_types": ["full_attention"] * 3}, "a window of None and 4 layers"),
         ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types: got"),
         ("mistral", {"sliding_window": 0}, "sliding_window: got 0"),
+        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers: got 1000000000000, wanted at"),
+        ("llama", {"vocab_size": 320.5}, "vocab_size: got 320.5, wanted a whole number from 1 on"),
+        ("llama", {"rope_theta": "x"}, "rope_theta: got 'x'"),
+        ("llama", {"rope_scaling": [1]}, r"rope_parameters: got \[1\]"),
+        ("llama", {"num_key_value_heads": 3}, "num_query_groups: got 3, wanted a divisor of the 4"),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation: got 'relu'"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
@@ -188,6 +193,12 @@ def test_two_rotations_at_once_have_no_name() -> None:
     config = {**nemo_config("llama3"), "seq_len_interpolation_factor": 2.0}
     with pytest.raises(CheckpointError, match=r"seq_len_interpolation_factor=2\.0 and"):
         family_of(config).to_hf(config)
+
+
+@pytest.mark.parametrize("model_type", [None, "mamba", ["llama"], 7])
+def test_unknown_model_types_are_named(model_type: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"model_type: got .*, wanted one of: llama, mistral"):
+        find_family(model_type)
 
 
 def test_groups_that_the_config_does_not_have_are_refused() -> None:

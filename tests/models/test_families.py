@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.checkpoint.hf_names import find_family, hf_layer_name
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -24,6 +24,9 @@ from tests.families import CASES, GROUPS, SEQUENCES, WINDOW
 from tests.models import family_layouts
 
 FP32 = Precision.fp32
+LAYOUT_CASES = (
+    "llama3", "qwen2", "qwen3", "mistral_untied_window", "gemma", "gemma2", "nemotron"
+)  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -250,6 +253,10 @@ def test_bf16_scales_embeddings_as_transformers_does(build: Any, layout: Paralle
         ({"window_pattern": "odd"}, "window_pattern: got 'odd', wanted all or alternate"),
         ({"attn_logit_softcapping": 0}, "attn_logit_softcapping: got 0, wanted a number above 0"),
         ({"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar: got 'x'"),
+        ({"qkv_bias": "yes"}, "qkv_bias: got 'yes', wanted False or True or None"),
+        ({"num_layers": 2.5}, r"num_layers: got 2\.5, wanted a whole number above 0"),
+        ({"rotary_base": float("nan")}, "rotary_base: got nan, wanted a number above 0"),
+        ({"num_query_groups": 4}, "num_query_groups: got 4, wanted a divisor of the 2 attention"),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -266,21 +273,55 @@ def test_what_is_not_built_is_refused(changes: dict[str, Any], complaint: str) -
         ModelShape.from_config({**config, **changes})
 
 
+@every_case
+def test_bf16_is_near(case: str, build: Any, layout: ParallelLayout) -> None:
+    from nemo_aligner.checkpoint.reward_model import load_pretrained
+
+    made = build(case)
+    model = load_pretrained(made.path, layout, num_attributes=2, precision=Precision.bf16).model
+    assert {weight.dtype for weight in model.decoder.parameters()} == {torch.bfloat16}
+    assert_close(our_rewards(model, layout), our_rewards(made.ours, layout), 0.1)
+
+
+@pytest.mark.parametrize("case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3"])
+@pytest.mark.parametrize("recompute", [Recompute.full, Recompute.selective])
+def test_recomputation_changes_no_gradient(
+    case: str, recompute: Recompute, build: Any, layout: ParallelLayout
+) -> None:
+    path = build(case).path
+    plain, again = (family_layouts.step(path, layout, how) for how in (Recompute.none, recompute))
+    assert again == {key: pytest.approx(value, rel=1e-6) for key, value in plain.items()}
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "nemotron"])
+def test_added_query_groups_add_nothing(case: str, build: Any, layout: ParallelLayout) -> None:
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+
+    made = build(case)
+    padded = made.path.with_suffix(".padded.nemo")
+    convert_hf_to_nemo(made.path.with_suffix(".hf"), padded, tensor_parallel=4)
+    alone, with_groups = (family_layouts.step(path, layout) for path in (made.path, padded))
+    assert with_groups == {key: pytest.approx(value, rel=1e-5) for key, value in alone.items()}
+
+
 @pytest.mark.slow
-def test_layouts_train_alike(build: Any, layout: ParallelLayout) -> None:
-    """Rewards, gradient norm, and rewards after a step, of every family, against one process."""
-    paths = [build(case).path for case in CASES]
-    done = tiny.run_script(
-        "tests/models/family_layouts.py", *map(str, paths), processes=2, timeout=600
-    )
+def test_layouts_train_alike(build: Any, layout: ParallelLayout, tmp_path: Path) -> None:
+    """Rewards, gradient norm, and rewards after a step, of every family, against one process.
+
+    What each layout saved after it is the same model.
+    """
+    paths = [build(case).path for case in LAYOUT_CASES]
+    script = "tests/models/family_layouts.py"
+    done = tiny.run_script(script, str(tmp_path), *map(str, paths), processes=2, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     for path in paths:
         alone = family_layouts.step(path, layout)
         assert alone["after"] != pytest.approx(alone["before"], abs=1e-3)
         for name in family_layouts.LAYOUTS:
-            there = found[name][str(path)]
+            there = found[name][path.stem]
             said = f"{path.stem} at {name}"
             assert there["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5), said
-            for when in ("before", "after"):
-                size = max(map(abs, alone[when]))
-                assert there[when] == pytest.approx(alone[when], abs=1e-5 * size), said
+            there["saved"] = family_layouts.rewards_of(path, tmp_path / name / path.stem, layout)
+            for when, wanted in (("before", "before"), ("after", "after"), ("saved", "after")):
+                size = max(map(abs, alone[wanted]))
+                assert there[when] == pytest.approx(alone[wanted], abs=1e-5 * size), (said, when)
