@@ -96,12 +96,13 @@ def _decoder(config: Config, rotated: float | None = None, **family: Any) -> dic
 
 def _rope(config: Config, rotated: float | None) -> dict[str, Any]:
     """Rotary settings; transformers 5 writes ``rope_parameters``, older ones several keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise CheckpointError(f"rope_parameters: got {rope!r}, wanted keys and values")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    older = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    scaling = _Settings({**older, **rope})
+    beside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    inside = {key: value for key, value in rope.items() if value is not None}
+    scaling = _Settings({**beside, **inside})
     if rotated is None:
         scaling.only("partial_rotary_factor", None, 1.0)
     rotary = {
@@ -207,13 +208,11 @@ def gemma2_to_nemo(config: Config) -> dict[str, Any]:
     """Gemma 2: alternating windows, capped scores, and norms of what is added."""
     read = _Settings(config)
     read.only("hidden_activation", "gelu_pytorch_tanh")
-    cap, size = config.get("attn_logit_softcapping", 50.0), read.window()
-    if cap is not None:
-        cap = read.number("attn_logit_softcapping", 50.0)
+    size, is_uncapped = read.window(), config.get("attn_logit_softcapping", 50.0) is None
     return _gemma(
         config,
         post_layernorms=True,
-        attn_logit_softcapping=cap,
+        attn_logit_softcapping=None if is_uncapped else read.number("attn_logit_softcapping", 50.0),
         query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256),
         **_window(config, size, _alternating(read.layers())),
     )

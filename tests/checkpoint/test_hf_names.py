@@ -123,10 +123,14 @@ def test_older_keys_read_the_same() -> None:
     old = {**SIZES, "rope_theta": base, "rope_scaling": llama3}
     new = {**SIZES, "rope_parameters": families.LLAMA3_ROPE}
     assert find_family("llama").to_nemo(old) == find_family("llama").to_nemo(new)
+    half = {"rope_theta": base, "rope_parameters": {**llama3, "rope_theta": None}}
+    assert find_family("llama").to_nemo({**SIZES, **half}) == find_family("llama").to_nemo(new)
     gemma = find_family("gemma")
     older = {**SIZES, "hidden_act": "gelu", "hidden_activation": None}
     assert gemma.to_nemo(older) == gemma.to_nemo(SIZES)
     qwen = find_family("qwen2")
+    uncapped = {**SIZES, "attn_logit_softcapping": None, "sliding_window": 5}
+    assert find_family("gemma2").to_nemo(uncapped)["attn_logit_softcapping"] is None
     kinds = {**SIZES, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4}
     assert qwen.to_nemo(kinds) == qwen.to_nemo(SIZES)
 
