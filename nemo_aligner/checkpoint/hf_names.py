@@ -1,23 +1,34 @@
-"""Hugging Face's names and settings of a model family, and what Megatron and NeMo call them.
+"""Hugging Face's names of a model family's tensors, and what Megatron and NeMo call them.
 
-A family is one ``Family`` value: how its ``config.json`` reads as ``model_config.yaml`` and back,
-which of its tensors make up each Megatron tensor, and how that is taken apart again.
+A family is one ``Family`` value: which of its tensors make up each Megatron tensor, how that is
+taken apart again, and, from ``hf_configs.py``, how its ``config.json`` reads as
+``model_config.yaml`` and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint import hf_configs
+from nemo_aligner.checkpoint.hf_configs import Config, is_tied
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.shape import ModelShape
 
-Config = Mapping[str, Any]
 Join = Callable[[Sequence[Tensor], Config], Tensor]
 Split = Callable[[Tensor, Config], Sequence[Tensor]]
+
+# The axis of query groups in the tensors that have one.
+_GROUP_AXES = {
+    "self_attention.linear_qkv.weight": 0,
+    "self_attention.linear_qkv.bias": 0,
+    "self_attention.linear_proj.weight": 1,
+}
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
@@ -45,7 +56,7 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
     Their values are zeros and so are their columns of the projection: they add nothing to the
     output, their gradients are exactly zero, and so they stay.
     """
-    axis = {"self_attention.linear_qkv.weight": 0, "self_attention.linear_proj.weight": 1}.get(name)
+    axis = _GROUP_AXES.get(name)
     if axis is None:
         return tensor
     shape = list(tensor.shape)
@@ -55,7 +66,7 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
 
 def remove_zero_groups(name: str, tensor: Tensor, groups: int, kept: int) -> Tensor:
     """The inverse of ``add_zero_groups``: of ``groups`` query groups the first ``kept``."""
-    axis = {"self_attention.linear_qkv.weight": 0, "self_attention.linear_proj.weight": 1}.get(name)
+    axis = _GROUP_AXES.get(name)
     if axis is None:
         return tensor
     return tensor.narrow(axis, 0, tensor.size(axis) // groups * kept)
@@ -80,7 +91,14 @@ def _halve_rows(tensor: Tensor, config: Config) -> Sequence[Tensor]:
 
 def _interleave_qkv(tensors: Sequence[Tensor], config: Config) -> Tensor:
     query, key, value = tensors
-    return pack_qkv(query, key, value, config["num_attention_heads"], config["num_query_groups"])
+    heads, groups = config["num_attention_heads"], config["num_query_groups"]
+    wanted = [count * config["kv_channels"] for count in (heads, groups, groups)]
+    got = [tensor.shape[0] for tensor in tensors]
+    if got != wanted:
+        raise CheckpointError(
+            f"q_proj, k_proj and v_proj: got {got} rows, wanted {wanted}, as the config says"
+        )
+    return pack_qkv(query, key, value, heads, groups)
 
 
 def _separate_qkv(tensor: Tensor, config: Config) -> Sequence[Tensor]:
@@ -121,7 +139,7 @@ class Family:
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
         """Every rule with its layer number, in the model's order; ``config`` is the NeMo one."""
         layers = range(config["num_layers"])
-        tied = config["share_embeddings_and_output_weights"]
+        tied = is_tied(config)
         return [
             *((rule, None) for rule in self.model),
             *((rule, layer) for layer in layers for rule in self.layer),
@@ -134,162 +152,210 @@ def hf_layer_name(name: str, layer: int | None) -> str:
     return name if layer is None else f"model.layers.{layer}.{name}"
 
 
-class _Settings:
-    """A ``config.json``, read key by key; every complaint names the key."""
+def _norm(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> Rule:
+    """A norm's weight, which either side has as gamma or as gamma - 1."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def shift(config: Config) -> int:
+        return hf_is_zero_centered - bool(config.get("layernorm_zero_centered_gamma"))
 
-    def number(self, key: str, default: float | None = None) -> Any:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise CheckpointError(f"{key}: got {value!r}, wanted a number above 0")
-        return value
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        return _copy(tensors, config) + shift(config)
 
-    def only(self, key: str, *allowed: Any) -> None:
-        """Refuse any value but ``allowed``; the first one is the default."""
-        value = self.config.get(key, allowed[0])
-        if value not in allowed:
-            wanted = " or ".join(repr(choice) for choice in allowed)
-            raise CheckpointError(f"{key}: got {value!r}, which is not supported; wanted {wanted}")
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        return (tensor - shift(config),)
+
+    return Rule(megatron, (hf,), join, split)
 
 
-def _rope(config: Config) -> dict[str, Any]:
-    """Rotary settings; transformers 5 writes ``rope_parameters``, older ones two keys."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rotary = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percentage": 1.0}
-    if kind not in ("default", "llama3"):
-        raise CheckpointError(
-            f"rope_type: got {kind!r}, which is not supported; wanted 'default' or 'llama3'"
-        )
-    scaling = _Settings(rope)
-    scaling.only("partial_rotary_factor", 1.0, None)
-    if kind == "default":
-        return {**rotary, "scale_positional_embedding": False}
-    return {
-        **rotary,
-        "scale_positional_embedding": True,
-        "scale_factor": scaling.number("factor"),
-        "low_freq_factor": scaling.number("low_freq_factor"),
-        "high_freq_factor": scaling.number("high_freq_factor"),
-        "old_context_len": scaling.number("original_max_position_embeddings"),
-    }
+def _qkv(kind: str) -> Rule:
+    parts = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv")
+    return Rule(f"self_attention.linear_qkv.{kind}", parts, _interleave_qkv, _separate_qkv)
 
 
-def _llama_to_nemo(config: Config) -> dict[str, Any]:
-    read = _Settings(config)
-    read.only("hidden_act", "silu", "swish")
-    read.only("attention_bias", False)
-    read.only("mlp_bias", False)
-    read.only("sliding_window", None)
-    read.only("partial_rotary_factor", 1.0, None)
-    read.only("quantization_config", None)
-    heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
-    return {
-        "num_layers": read.number("num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": read.number("intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": read.number("num_key_value_heads", heads),
-        "kv_channels": read.number("head_dim", hidden // heads),
-        "encoder_seq_length": read.number("max_position_embeddings"),
-        "max_position_embeddings": read.number("max_position_embeddings"),
-        "normalization": "rmsnorm",
-        "layernorm_epsilon": read.number("rms_norm_eps", 1e-6),
-        "activation": "fast-swiglu",
-        "bias": False,
-        "qkv_bias": False,
-        "qk_layernorm": False,
-        **_rope(config),
-        "vocab_size": read.number("vocab_size"),
-        "make_vocab_size_divisible_by": 128,
-        "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
-    }
-
-
-def _rope_to_hf(config: Config) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_theta": config["rotary_base"], "rope_type": "default"}
-    if config.get("scale_positional_embedding"):
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.get("scale_factor", 8.0),
-            "low_freq_factor": config.get("low_freq_factor", 1.0),
-            "high_freq_factor": config.get("high_freq_factor", 4.0),
-            "original_max_position_embeddings": config.get("old_context_len", 8192),
-        }
-    # transformers 5 reads the first, 4 the other two.
-    scaling = None if rope["rope_type"] == "default" else rope
-    return {
-        "rope_parameters": rope,
-        "rope_theta": config["rotary_base"],
-        "rope_scaling": scaling,
-    }
-
-
-def _llama_to_hf(config: Config) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "num_hidden_layers": config["num_layers"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["ffn_hidden_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "num_key_value_heads": config["num_query_groups"],
-        "head_dim": config["kv_channels"],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": config["max_position_embeddings"],
-        "rms_norm_eps": config["layernorm_epsilon"],
-        **_rope_to_hf(config),
-        "vocab_size": config["vocab_size"],
-        "tie_word_embeddings": bool(config["share_embeddings_and_output_weights"]),
-    }
-
+_EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+_PROJECTION = Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",))
+_GATED = Rule(
+    "mlp.linear_fc1.weight",
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _stack_rows,
+    _halve_rows,
+)
+_DOWN = Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",))
+_FINAL_NORM = "decoder.final_layernorm.weight"
+_ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
+_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 
 LLAMA = Family(
     name="llama",
-    to_nemo=_llama_to_nemo,
-    to_hf=_llama_to_hf,
-    model=(
-        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-        Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    ),
+    to_nemo=hf_configs.llama_to_nemo,
+    to_hf=hf_configs.llama_to_hf,
+    model=(_EMBEDDING, _norm(_FINAL_NORM, "model.norm.weight")),
     layer=(
-        Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
-        Rule(
-            "self_attention.linear_qkv.weight",
-            ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-            _interleave_qkv,
-            _separate_qkv,
-        ),
-        Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
-        Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-        Rule(
-            "mlp.linear_fc1.weight",
-            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            _stack_rows,
-            _halve_rows,
-        ),
-        Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+        _norm(_ATTENTION_NORM, "input_layernorm.weight"),
+        _qkv("weight"),
+        _PROJECTION,
+        _norm(_MLP_NORM, "post_attention_layernorm.weight"),
+        _GATED,
+        _DOWN,
     ),
     untied=Rule("output_layer.weight", ("lm_head.weight",)),
     unused=("rotary_emb.inv_freq",),
 )
 
-_FAMILIES = {family.name: family for family in (LLAMA,)}
+MISTRAL = replace(
+    LLAMA, name="mistral", to_nemo=hf_configs.mistral_to_nemo, to_hf=hf_configs.mistral_to_hf
+)
+
+QWEN2 = replace(
+    LLAMA,
+    name="qwen2",
+    to_nemo=hf_configs.qwen2_to_nemo,
+    to_hf=hf_configs.qwen2_to_hf,
+    layer=(*LLAMA.layer, _qkv("bias")),
+)
+
+QWEN3 = replace(
+    LLAMA,
+    name="qwen3",
+    to_nemo=hf_configs.qwen3_to_nemo,
+    to_hf=hf_configs.qwen3_to_hf,
+    layer=(
+        *LLAMA.layer,
+        _norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+        _norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    ),
+)
+
+_zero_centered_norm = partial(_norm, hf_is_zero_centered=True)
+
+GEMMA = replace(
+    LLAMA,
+    name="gemma",
+    to_nemo=hf_configs.gemma_to_nemo,
+    to_hf=hf_configs.gemma_to_hf,
+    model=(_EMBEDDING, _zero_centered_norm(_FINAL_NORM, "model.norm.weight")),
+    layer=(
+        _zero_centered_norm(_ATTENTION_NORM, "input_layernorm.weight"),
+        _qkv("weight"),
+        _PROJECTION,
+        _zero_centered_norm(_MLP_NORM, "post_attention_layernorm.weight"),
+        _GATED,
+        _DOWN,
+    ),
+)
+
+GEMMA2 = replace(
+    GEMMA,
+    name="gemma2",
+    to_nemo=hf_configs.gemma2_to_nemo,
+    to_hf=hf_configs.gemma2_to_hf,
+    layer=(
+        _zero_centered_norm(_ATTENTION_NORM, "input_layernorm.weight"),
+        _qkv("weight"),
+        _PROJECTION,
+        _zero_centered_norm(
+            "self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight"
+        ),
+        _zero_centered_norm(_MLP_NORM, "pre_feedforward_layernorm.weight"),
+        _GATED,
+        _DOWN,
+        _zero_centered_norm(
+            "mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight"
+        ),
+    ),
+)
+
+# Both sides store LayerNorm1P's gamma - 1.
+NEMOTRON = replace(
+    LLAMA,
+    name="nemotron",
+    to_nemo=hf_configs.nemotron_to_nemo,
+    to_hf=hf_configs.nemotron_to_hf,
+    model=(
+        _EMBEDDING,
+        Rule(_FINAL_NORM, ("model.norm.weight",)),
+        Rule("decoder.final_layernorm.bias", ("model.norm.bias",)),
+    ),
+    layer=(
+        Rule(_ATTENTION_NORM, ("input_layernorm.weight",)),
+        Rule("self_attention.linear_qkv.layer_norm_bias", ("input_layernorm.bias",)),
+        _qkv("weight"),
+        _PROJECTION,
+        Rule(_MLP_NORM, ("post_attention_layernorm.weight",)),
+        Rule("mlp.linear_fc1.layer_norm_bias", ("post_attention_layernorm.bias",)),
+        Rule("mlp.linear_fc1.weight", ("mlp.up_proj.weight",)),
+        _DOWN,
+    ),
+)
+
+_FAMILIES = {
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, NEMOTRON)
+}
 
 
 def find_family(model_type: Any) -> Family:
     """The family that ``config.json`` calls ``model_type``."""
-    if model_type not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise CheckpointError(f"model_type: got {model_type!r}, wanted one of: {known}")
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        experts = ", a mixture of experts" if model_type in _EXPERTS else ""
+        known = ", ".join(_FAMILIES)
+        raise CheckpointError(f"model_type: got {model_type!r}{experts}, wanted one of: {known}")
     return _FAMILIES[model_type]
 
 
+_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+# What a decoder may be made of beside what Llama is: the first is Llama's.
+_PLAIN = {
+    "activation": "swiglu",
+    "normalization": "rmsnorm",
+    "qkv_bias": False,
+    "qk_layernorm": False,
+    "post_layernorms": False,
+    "apply_embedding_scaling": False,
+    "rotary_percentage": 1.0,
+    "window_size": None,
+    "window_pattern": "all",
+    "attn_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+}
+_ANY = object()
+_WINDOWS = {"window_size": _ANY, "window_pattern": _ANY}
+_GEMMA = {"activation": "geglu", "apply_embedding_scaling": True}
+_MADE_OF: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"window_size": _ANY},
+    "qwen2": {"qkv_bias": True, **_WINDOWS},
+    "qwen3": {"qk_layernorm": True, **_WINDOWS},
+    "gemma": _GEMMA,
+    "gemma2": {
+        **_GEMMA,
+        **_WINDOWS,
+        "post_layernorms": True,
+        "attn_logit_softcapping": _ANY,
+        "query_pre_attn_scalar": _ANY,
+    },
+    "nemotron": {
+        "activation": "squared-relu",
+        "normalization": "layernorm1p",
+        "rotary_percentage": _ANY,
+    },
+}
+
+
 def family_of(config: Config) -> Family:
-    """The family that a NeMo config is of, by what its decoder is made of."""
-    return LLAMA
+    """The family that a NeMo config is of, by what its decoder is made of.
+
+    Raises:
+        CheckpointError: no family is made of this; it names what is not Llama's.
+    """
+    shape = ModelShape.from_config(config)
+    found = {key: getattr(shape, key) for key in _PLAIN}
+    for name, differences in _MADE_OF.items():
+        wanted = _PLAIN | differences
+        if all(wanted[key] in (_ANY, value) for key, value in found.items()):
+            return _FAMILIES[name]
+    own = ", ".join(f"{key}={value}" for key, value in found.items() if value != _PLAIN[key])
+    raise CheckpointError(
+        f"model_config.yaml: got a decoder with {own}, which is not of any family: "
+        f"{', '.join(_FAMILIES)}"
+    )

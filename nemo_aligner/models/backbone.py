@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,7 +32,7 @@ from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention import PackedAttention
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
-from nemo_aligner.models.pointwise import gated_silu, rms_norm
+from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, squared_relu
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 
@@ -61,19 +62,7 @@ def transformer_config(
     shape.check_fits(layout.tp, layout.pp)
     dtype = DTYPES[precision]
     return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.layernorm_epsilon,
-        activation_func=F.silu,
-        gated_linear_unit=True,
-        # Only the name is TransformerEngine's: it has the MLP call what the layer spec says.
-        use_te_activation_func=True,
-        add_bias_linear=False,
+        **_shape_options(shape),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -92,7 +81,7 @@ def transformer_config(
         # marks by which the gradient norm tells sharded weights from replicated ones.)
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
-        gradient_accumulation_fusion=can_accumulate_weight_gradients(),
+        gradient_accumulation_fusion=can_accumulate_weight_gradients(shape),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -102,12 +91,36 @@ def transformer_config(
     )
 
 
-def can_accumulate_weight_gradients() -> bool:
+def _shape_options(shape: ModelShape) -> dict[str, Any]:
+    is_rms = shape.normalization == "rmsnorm"
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.kv_channels,
+        "normalization": "RMSNorm" if is_rms else "LayerNorm",
+        "layernorm_zero_centered_gamma": shape.layernorm_zero_centered_gamma,
+        "layernorm_epsilon": shape.layernorm_epsilon,
+        "gated_linear_unit": shape.is_gated,
+        # The MLP calls what the layer spec says: only the option's name is TransformerEngine's,
+        # and of the function only that it is one of three is looked at.
+        "use_te_activation_func": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        # By this Megatron knows to sum these norms' gradients over the ranks, which share heads.
+        "qk_layernorm": shape.qk_layernorm,
+    }
+
+
+def can_accumulate_weight_gradients(shape: ModelShape) -> bool:
     """Whether weight gradients are summed in Megatron's buffer as they are made, in one kernel.
 
     A model is then trained only inside Megatron's data parallel wrapper, which has the buffer.
     """
-    return use_transformer_engine() or layers._grad_accum_fusion_available
+    return use_transformer_engine(shape) or layers._grad_accum_fusion_available
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:
@@ -146,9 +159,44 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps = eps
+        self._is_zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+        weight = self.weight.float() + 1 if self._is_zero_centered else self.weight
+        return rms_norm(x, weight, self._eps)
+
+
+class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
+    """The same for a LayerNorm with a bias, whose weight is gamma - 1."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+_NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """A linear layer that tensor parallelism splits by its inputs, and a norm of its output."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        norm = _NORMS[config.normalization]
+        self.post_layernorm = norm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x)
+        return self.post_layernorm(output), bias
 
 
 @dataclass(frozen=True)
@@ -156,18 +204,19 @@ class _Parts:
     """The modules a layer is made of: TransformerEngine's fuse a norm into the linear after it."""
 
     norm: Any
-    block_norm: Any
+    other_norm: Any
     norm_linear: Any
     row_linear: Any
     key_map: dict[str, str]
 
 
-def _torch_parts() -> _Parts:
+def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
+    norm = _NORMS[config.normalization]
     return _Parts(
-        norm=SequenceParallelRMSNorm,
-        block_norm=SequenceParallelRMSNorm,
+        norm=norm,
+        other_norm=norm,
         norm_linear=ColumnParallelLinear,
-        row_linear=RowParallelLinear,
+        row_linear=NormedRowParallelLinear if shape.post_layernorms else RowParallelLinear,
         # Checkpoints name the norms after the linear that they feed, as TransformerEngine does.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -185,39 +234,51 @@ def _transformer_engine_parts() -> _Parts:
 
     return _Parts(
         norm=IdentityOp,
-        block_norm=TENorm,
+        other_norm=TENorm,
         norm_linear=TELayerNormColumnParallelLinear,
         row_linear=TERowParallelLinear,
         key_map={},
     )
 
 
-def use_transformer_engine() -> bool:
-    """Whether layers are built from TransformerEngine: on a GPU, where it can be imported."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+def use_transformer_engine(shape: ModelShape) -> bool:
+    """Whether layers are built from TransformerEngine: on a GPU, where it can be imported.
+
+    It has kinds of norm and biases, as the config says; but no linear layer with a norm behind it.
+    """
+    has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    return has_parts and not shape.post_layernorms
 
 
-def layer_spec(config: TransformerConfig, is_last_stage: bool) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, shape: ModelShape, is_last_stage: bool
+) -> TransformerBlockSubmodules:
     """The decoder block of this rank's pipeline stage."""
-    parts = _transformer_engine_parts() if use_transformer_engine() else _torch_parts()
-    specs = [_layer(parts, TransformerLayer, PackedAttention)] * get_num_layers_to_build(config)
+    has_engine = use_transformer_engine(shape)
+    parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
+    spec = _layer(parts, shape, TransformerLayer, PackedAttention)
+    specs = [spec] * get_num_layers_to_build(config)
     if is_last_stage:
-        specs[-1] = _layer(parts, LastLayer, LastTokenAttention)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.block_norm)
+        specs[-1] = _layer(parts, shape, LastLayer, LastTokenAttention)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.other_norm)
 
 
-def _layer(parts: _Parts, layer: type, core_attention: type) -> ModuleSpec:
+_ACTIVATIONS = {"swiglu": gated_silu, "geglu": gated_gelu, "squared-relu": squared_relu}
+
+
+def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) -> ModuleSpec:
+    qk_norm = parts.other_norm if shape.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=parts.norm_linear,
-        core_attention=core_attention,
+        core_attention=partial(core_attention, shape=shape),
         linear_proj=parts.row_linear,
-        q_layernorm=IdentityOp,
-        k_layernorm=IdentityOp,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
     )
     mlp = MLPSubmodules(
         linear_fc1=parts.norm_linear,
         linear_fc2=parts.row_linear,
-        activation_func=gated_silu,
+        activation_func=_ACTIVATIONS[shape.activation],
     )
     submodules = TransformerLayerSubmodules(
         input_layernorm=parts.norm,

@@ -184,13 +184,13 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
     stage has the embedding, the last one the final norm and the head.
     """
     frozen = plan.freeze_layers if trainable else 0
-    h, f, q, kv = widths(shape)
-    layer = (h * (2 * q + 2 * kv) + 3 * h * f) // plan.tp + 2 * h
+    split, whole = shape.layer_parameters()
+    layer = split // plan.tp + whole
     count = layer * sum(index >= frozen for index in stage_layers(shape, plan, stage))
     if stage == 0 and not frozen:
         count += embedding_size(shape, plan)
     if stage == plan.pp - 1:
-        count += h + head_size(shape, plan)
+        count += shape.norm_parameters(shape.hidden_size) + head_size(shape, plan)
     return count
 
 
@@ -209,7 +209,8 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
     h, f, q, kv = widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
-    linear = 2.0 * packs.tokens * h * (q + 2 * kv) + 2.0 * rows * (q * h + 3 * h * f)
+    mlp = (3 if shape.is_gated else 2) * h * f
+    linear = 2.0 * packs.tokens * h * (q + 2 * kv) + 2.0 * rows * (q * h + mlp)
     return linear, 4.0 * packs.tokens * packs.keys * q
 
 
@@ -220,7 +221,8 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
     ``4 q`` per query and key that it attends to (Narayanan et al. 2021, appendix, where all keys
     are counted; here a causal pass has its own). The backward pass has twice as many; where all
     weights are frozen below, none. Full recomputation repeats the forward pass, selective that of
-    attention. Norms, rotation and softmax are left out.
+    attention. Norms, biases, rotation and softmax are left out, and so are windows: a layer that
+    has one is counted as if it saw all tokens.
     """
     forward = backward = recomputed = 0.0
     for layer in stage_layers(shape, plan, stage):

@@ -102,13 +102,19 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 
     Compare Korthikanti et al. 2022, equations 1 to 4, for GPT. The input of each norm and its
     output, 2 h each; rotated queries, keys and values, q + 2 kv; the attention's output, q; the
-    gated MLP's two products, 2 f, and what it makes of them, f. In fp32 one number of each norm,
-    and the log-sum-exp of every head. Sequence parallelism splits what norms read and write over t.
+    gated MLP's two products, 2 f, and what it makes of them, f (f and f without a gate). In fp32
+    one number of each norm, and the log-sum-exp of every head. Sequence parallelism splits what
+    norms read and write over t. Norms of queries and keys keep those, q, and the projection in one
+    piece, q + 2 kv; norms of what is added keep it, h each.
 
     Of the model's last layer the head's rows alone go past attention; they are too few to count. A
     frozen layer that passes a gradient on does not keep the inputs of its linear layers. Selective
     recomputation leaves out the log-sum-exp, but keeps queries twice if they share keys: as the
     projection made them, in one piece with keys and values, and as a copy.
+
+    Ignored: a LayerNorm's second number; and where no kernel does a window or a soft-cap, another
+    copy of the output, masks, a byte for each query and key of a sequence, and in ``transient`` the
+    scores of one sequence.
     """
     h, f, q, kv = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
@@ -116,12 +122,19 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     norms = 1 if is_last else 2
     inner = 2 * q + 2 * kv
     if not is_last:
-        inner += 2 * f if is_frozen else 3 * f
+        inner += ((2 if shape.is_gated else 1) + (not is_frozen)) * f
     heads = shape.num_attention_heads
-    if plan.recompute is Recompute.selective:
+    is_selective = plan.recompute is Recompute.selective
+    if is_selective:
         inner, heads = inner + (q if kv < q else 0), 0
+    if shape.qk_layernorm:
+        # Selective recomputation has the projection in one piece as it is.
+        inner += q + kv if is_selective else 2 * q + 2 * kv
+        heads += shape.num_attention_heads + shape.num_query_groups
     split = plan.tp if plan.sequence_parallel else 1
     states = norms * ((1 if is_frozen else 2) * h * size + FP32_BYTES) / split
+    if shape.post_layernorms and not is_last:
+        states += norms * (h * size + FP32_BYTES) / split
     return states + (inner * size + heads * FP32_BYTES) / plan.tp
 
 
@@ -159,15 +172,18 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
 
     It comes to the second product, then to the gate, where f are over and 4 f are made, then to the
     first product, where 3 f are over, and 2 f and the gradients of input and weight are there. (A
-    frozen layer has kept one f less, and makes no gradient of a weight.)
+    frozen layer has kept one f less, and makes no gradient of a weight; without a gate the first
+    product has one f less.)
     """
+    wide = 2 if shape.is_gated else 1
     h, f = shape.hidden_size, shape.ffn_hidden_size / plan.tp
     tokens, state = plan.packs.tokens, _state(shape, plan)
     size = ELEMENT_BYTES[plan.precision]
     if layer < plan.freeze_layers:
-        needed = tokens * 4 * f
+        needed = tokens * (wide + 2) * f
     else:
-        needed = max(tokens * (f + h) + f * h, tokens * 3 * f, tokens * (h - f) + 2 * f * h)
+        weights = tokens * (h - f) + wide * f * h
+        needed = max(tokens * (f + h) + f * h, tokens * (wide + 1) * f, weights)
     if is_recomputed(shape, plan, layer):
         # The layer anew, but for its input; and its output.
         tokens_bytes = _whole_layer_bytes(shape, plan, layer)

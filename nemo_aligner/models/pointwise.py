@@ -6,6 +6,8 @@ again; on a CPU that is a third of a layer's memory and a tenth of its time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,36 +57,55 @@ def gated_silu(x: Tensor) -> Tensor:
 
     Only ``x`` is kept for the backward.
     """
-    return _GatedSiLU.apply(x)
+    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
 
 
-class _GatedSiLU(Function):
+def gated_gelu(x: Tensor) -> Tensor:
+    """The same with GELU (GEGLU), by its approximation with tanh, as Gemma has it."""
+    return _Gated.apply(x, _gelu, _gelu_backward)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """``relu(x)^2`` (Primer, So et al. 2021); ``relu(x)`` is kept for the backward."""
+    return F.relu(x).square()
+
+
+_gelu = partial(F.gelu, approximate="tanh")
+_gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
+
+
+class _Gated(Function):
+    """``activation(gate) * linear``; ``derivative`` takes a gradient and a gate."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.activation, ctx.derivative = activation, derivative
         gate, linear = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(linear)
+        return activation(gate).mul_(linear)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (x,), (grad,) = ctx.saved_tensors, grads
         gate, linear = x.chunk(2, dim=-1)
         out = torch.empty_like(x)
         to_gate, to_linear = out.chunk(2, dim=-1)
-        scratch = F.silu(gate)
+        scratch = ctx.activation(gate)
         torch.mul(grad, scratch, out=to_linear)
         torch.mul(grad, linear, out=scratch)
-        torch.ops.aten.silu_backward.grad_input(scratch, gate, grad_input=to_gate)
-        return out
+        ctx.derivative(scratch, gate, grad_input=to_gate)
+        return out, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019).
 
     Computed in fp32, given back in the dtype of ``x``; for the backward ``x`` is kept and one
-    number per row. CUDA has a kernel for it, which is called there.
+    number per row. CUDA has a kernel for it, which is called there if ``weight`` has its dtype.
     """
-    if x.is_cuda:
+    if x.is_cuda and x.dtype is weight.dtype:
         return F.rms_norm(x, (x.size(-1),), weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 

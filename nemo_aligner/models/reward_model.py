@@ -52,7 +52,7 @@ class GPTRewardModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            layer_spec(config, layout.is_last_stage),
+            layer_spec(config, shape, layout.is_last_stage),
             vocab_size=shape.padded_vocab_size(layout.tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layout.is_first_stage,
@@ -63,6 +63,9 @@ class GPTRewardModel(GPTModel):
             seq_len_interpolation_factor=shape.seq_len_interpolation_factor,
         )
         self._scale_rotary_frequencies(shape)
+        # In the model's dtype, as those who trained Gemma had it.
+        scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
+        self._embedding_scale = scale.item() if shape.apply_embedding_scaling else None
         if self.pre_process:
             # Rows past the vocabulary are never read nor loaded; zero, they cannot spread a NaN.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
@@ -91,6 +94,8 @@ class GPTRewardModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
+            if self._embedding_scale is not None:
+                embedded = embedded * self._embedding_scale
             if self.training and self.config.recompute_granularity == "full":
                 # A recomputed layer is differentiated only if its input asks for it, and behind a
                 # frozen embedding nothing does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +10,25 @@ from typing import Any
 from nemo_aligner.errors import CheckpointError, ConfigError
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+# The first of each is what a config means that lacks the key.
 _SUPPORTED = {
-    "normalization": ("rmsnorm",),
-    "activation": ("fast-swiglu", "swiglu"),
+    "normalization": ("rmsnorm", "layernorm1p"),
+    "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
     "position_embedding_type": ("rope",),
     "bias": (False,),
-    "qkv_bias": (False, None),
-    "qk_layernorm": (False, None),
-    "apply_embedding_scaling": (False, None),
-    "window_size": (None,),
+    **dict.fromkeys(
+        (
+            "qkv_bias",
+            "qk_layernorm",
+            "post_layernorms",
+            "apply_embedding_scaling",
+            "layernorm_zero_centered_gamma",
+        ),
+        (False, True, None),
+    ),
+    "transformer_block_type": ("pre_ln",),
+    "rotary_interleaved": (False, None),
+    "window_pattern": ("all", "alternate", None),
     "moe_num_experts": (None, 0),
     "num_moe_experts": (None, 0),
 }
@@ -35,7 +46,21 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family, in the terms of NeMo's ``model_config.yaml``."""
+    """A decoder, in the terms of NeMo's ``model_config.yaml``.
+
+    Attributes:
+        activation: of the MLP: ``swiglu``, ``geglu`` (of the tanh GELU), or ``squared-relu``, which
+            has no gate.
+        normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
+            is gamma - 1.
+        layernorm_zero_centered_gamma: the stored weight is gamma - 1.
+        post_layernorms: the outputs of attention and MLP are normed before they are added.
+        window_size: keys that a token sees, its own included; None is all before it.
+        window_pattern: the layers that have the window: ``all``, or ``alternate``: the first, the
+            third, and so on.
+        attn_logit_softcapping: c of ``c * tanh(score / c)``.
+        query_pre_attn_scalar: scores are divided by its root; None is ``kv_channels``.
+    """
 
     num_layers: int
     hidden_size: int
@@ -51,6 +76,17 @@ class ModelShape:
     rotary_percentage: float
     seq_len_interpolation_factor: float | None
     rope_scaling: RopeScaling | None
+    activation: str
+    normalization: str
+    layernorm_zero_centered_gamma: bool
+    qkv_bias: bool
+    qk_layernorm: bool
+    post_layernorms: bool
+    apply_embedding_scaling: bool
+    window_size: int | None
+    window_pattern: str
+    attn_logit_softcapping: float | None
+    query_pre_attn_scalar: float | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -67,25 +103,48 @@ class ModelShape:
             if value not in values:
                 wanted = " or ".join(str(item) for item in values)
                 raise CheckpointError(f"model_config.yaml: {key}: got {value!r}, wanted {wanted}")
-        heads = int(config["num_attention_heads"])
+        heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+        groups = _count(config, "num_query_groups", heads)
+        if heads % groups != 0:
+            raise CheckpointError(
+                f"model_config.yaml: num_query_groups: got {groups}, wanted a divisor of the "
+                f"{heads} attention heads"
+            )
         return cls(
-            num_layers=int(config["num_layers"]),
-            hidden_size=int(config["hidden_size"]),
-            ffn_hidden_size=int(config["ffn_hidden_size"]),
+            num_layers=_count(config, "num_layers"),
+            hidden_size=hidden,
+            ffn_hidden_size=_count(config, "ffn_hidden_size"),
             num_attention_heads=heads,
-            num_query_groups=int(config.get("num_query_groups") or heads),
-            kv_channels=int(config.get("kv_channels") or config["hidden_size"] // heads),
-            vocab_size=int(config["vocab_size"]),
-            make_vocab_size_divisible_by=int(config.get("make_vocab_size_divisible_by") or 128),
-            max_position_embeddings=int(
-                config.get("max_position_embeddings") or config["encoder_seq_length"]
+            num_query_groups=groups,
+            kv_channels=_count(config, "kv_channels", hidden // heads),
+            vocab_size=_count(config, "vocab_size"),
+            make_vocab_size_divisible_by=_count(config, "make_vocab_size_divisible_by", 128),
+            max_position_embeddings=_count(
+                config, "max_position_embeddings", config.get("encoder_seq_length")
             ),
-            layernorm_epsilon=float(config.get("layernorm_epsilon", 1e-5)),
-            rotary_base=float(config.get("rotary_base", 10000.0)),
-            rotary_percentage=float(config.get("rotary_percentage", 1.0)),
-            seq_len_interpolation_factor=config.get("seq_len_interpolation_factor"),
+            layernorm_epsilon=_number(config, "layernorm_epsilon", 1e-5),
+            rotary_base=_number(config, "rotary_base", 10000.0),
+            rotary_percentage=_number(config, "rotary_percentage", 1.0),
+            seq_len_interpolation_factor=_number_or_none(config, "seq_len_interpolation_factor"),
             rope_scaling=_read_rope_scaling(config),
+            **_read_layer(config),
         )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP's first product has a gate beside what it lets pass."""
+        return self.activation != "squared-relu"
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What scores are multiplied by; None is ``kv_channels ** -0.5``."""
+        scalar = self.query_pre_attn_scalar
+        return None if scalar is None else scalar**-0.5
+
+    def window_of(self, layer_number: int) -> int | None:
+        """Keys that a token sees in a layer, of 1 to ``num_layers``; None is all before it."""
+        is_without = self.window_pattern == "alternate" and layer_number % 2 == 0
+        return None if is_without else self.window_size
 
     def check_fits(self, tp: int, pp: int) -> None:
         """Refuse a layout that cannot split the model evenly.
@@ -121,22 +180,90 @@ class ModelShape:
 
     def num_parameters(self) -> int:
         """Parameters of backbone and embedding table, without any head or vocabulary padding."""
-        layer = self._linear_parameters() + 2 * self.hidden_size
-        return self.num_layers * layer + self.hidden_size * (self.vocab_size + 1)
+        layers = self.num_layers * sum(self.layer_parameters())
+        return layers + self.norm_parameters(self.hidden_size) + self.hidden_size * self.vocab_size
+
+    def layer_parameters(self) -> tuple[int, int]:
+        """Parameters of a layer that tensor parallelism splits, and those that all ranks have."""
+        biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        norms = (4 if self.post_layernorms else 2) * self.norm_parameters(self.hidden_size)
+        if self.qk_layernorm:
+            norms += 2 * self.norm_parameters(self.kv_channels)
+        return self._linear_parameters() + self.qkv_bias * biases, norms
+
+    def norm_parameters(self, width: int) -> int:
+        """Parameters of a norm over ``width`` channels."""
+        return width * (2 if self.normalization == "layernorm1p" else 1)
 
     def pair_cost(self) -> float:
         """FLOPs of attention between a query and a key, over those of a token's linear layers.
 
         Two multiplications and additions per channel of every head, against one per parameter.
+        Windows are ignored: it is as if all tokens before it were seen.
         """
         return 2 * self.num_attention_heads * self.kv_channels / self._linear_parameters()
 
     def _linear_parameters(self) -> int:
-        """Of one layer."""
+        """Weights of one layer's matrices."""
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (2 * heads + 2 * groups)
-        return attention + 3 * self.hidden_size * self.ffn_hidden_size
+        return attention + (3 if self.is_gated else 2) * self.hidden_size * self.ffn_hidden_size
+
+
+def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the layers are made of."""
+    normalization = config.get("normalization", "rmsnorm")
+    window = _read_window(config.get("window_size"))
+    return {
+        "activation": config.get("activation", "swiglu").removeprefix("fast-"),
+        "normalization": normalization,
+        "layernorm_zero_centered_gamma": normalization == "layernorm1p"
+        or bool(config.get("layernorm_zero_centered_gamma")),
+        "qkv_bias": bool(config.get("qkv_bias")),
+        "qk_layernorm": bool(config.get("qk_layernorm")),
+        "post_layernorms": bool(config.get("post_layernorms")),
+        "apply_embedding_scaling": bool(config.get("apply_embedding_scaling")),
+        "window_size": window,
+        "window_pattern": "all" if window is None else config.get("window_pattern") or "all",
+        "attn_logit_softcapping": _number_or_none(config, "attn_logit_softcapping"),
+        "query_pre_attn_scalar": _number_or_none(config, "query_pre_attn_scalar"),
+    }
+
+
+def _read_window(value: Any) -> int | None:
+    """An int, or as NeMo has it: how many keys are seen before a token, and how many behind it."""
+    size = value
+    if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
+        size = None if value[0] == -1 else value[0] + 1
+    if size is None or (type(size) is int and size > 0):
+        return size
+    raise CheckpointError(
+        f"model_config.yaml: window_size: got {value!r}, wanted a number of keys above 0, or such "
+        "a number without a token's own key and a 0"
+    )
+
+
+def _count(config: Mapping[str, Any], key: str, default: Any = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {value!r}, wanted a whole number above 0"
+        )
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise CheckpointError(f"model_config.yaml: {key}: got {value!r}, wanted a number above 0")
+    return float(value)
+
+
+def _number_or_none(config: Mapping[str, Any], key: str) -> float | None:
+    return None if config.get(key) is None else _number(config, key, math.nan)
 
 
 def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
@@ -144,8 +271,8 @@ def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
         return None
     # The defaults are Llama 3.1's, which NeMo leaves unwritten.
     return RopeScaling(
-        factor=float(config.get("scale_factor", 8.0)),
-        low_freq_factor=float(config.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(config.get("high_freq_factor", 4.0)),
-        old_context_len=int(config.get("old_context_len", 8192)),
+        factor=_number(config, "scale_factor", 8.0),
+        low_freq_factor=_number(config, "low_freq_factor", 1.0),
+        high_freq_factor=_number(config, "high_freq_factor", 4.0),
+        old_context_len=_count(config, "old_context_len", 8192),
     )

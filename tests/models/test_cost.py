@@ -71,9 +71,10 @@ def test_packs_are_those_that_are_made() -> None:
         even_packs(1, 30, 50)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "squared-relu"])
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_flops_of_linear_layers_are_those_that_torch_counts(
-    layout: ParallelLayout, frozen: int
+    layout: ParallelLayout, frozen: int, activation: str
 ) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -84,13 +85,14 @@ def test_flops_of_linear_layers_are_those_that_torch_counts(
         wrap_for_training,
     )
 
-    model = build_reward_model(SHAPE, layout, num_attributes=1, precision=FP32)
+    shape = ModelShape.from_config({**CONFIG, "activation": activation})
+    model = build_reward_model(shape, layout, num_attributes=1, precision=FP32)
     freeze_lower_layers(model, frozen, 4)
     wrapped = wrap_for_training(model)
     batch = PackedBatch.pack([[1] * 40, [2] * 40, [3] * 20], range(3), 1)
     # torch's counter does not know the CPU's attention.
     plan = Plan(Packs(tokens=100, sequences=3, keys=0), precision=FP32, freeze_layers=frozen)
-    expected = pack_flops(SHAPE, plan, 0)
+    expected = pack_flops(shape, plan, 0)
     # Nor the product that is added to a buffer as it is made.
     known = {torch.ops.aten.addmm_: lambda total, a, b, **unused: 2 * a[0] * a[1] * b[1]}
     counters = [FlopCounterMode(display=False, custom_mapping=known) for _ in range(2)]
@@ -169,6 +171,12 @@ ALONE = {
     "two": {"recompute": "full", "recompute_layers": 2},
     "frozen": {"freeze_layers": 2},
 }
+# What other families than Llama have in their layers.
+FAMILIES = {
+    "ungated": {"activation": "squared-relu", "normalization": "layernorm1p"},
+    "qk_norms": {"qk_layernorm": True, "qkv_bias": True},
+    "post_norms": {"activation": "geglu", "post_layernorms": True},
+}
 TWO = {
     "DP": {"dp": 2},
     "TP": {"tp": 2},
@@ -178,11 +186,12 @@ TWO = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ALONE, *TWO])
+@pytest.mark.parametrize("name", [*ALONE, *TWO, *FAMILIES])
 def test_memory_is_what_a_step_is_measured_to_hold(name: str, tmp_path: Path) -> None:
-    changes = {**ALONE, **TWO}[name]
+    changes = {**ALONE, **TWO}.get(name, {})
+    model = {**CONFIG, **FAMILIES.get(name, {})}
     job = {
-        **{"model": CONFIG, "tp": 1, "pp": 1, "dp": 1, "sequence_parallel": False},
+        **{"model": model, "tp": 1, "pp": 1, "dp": 1, "sequence_parallel": False},
         **{"precision": "fp32", "recompute": "none", "recompute_layers": None, "freeze_layers": 0},
         **{"sequence_length": 64, "shared": 0, "pairs": 8, "micro_batch_tokens": 512},
         **{"steps": 0, "save": False},
@@ -194,7 +203,8 @@ def test_memory_is_what_a_step_is_measured_to_hold(name: str, tmp_path: Path) ->
     measured = json.loads(done.stdout.splitlines()[-1])["memory"]
     packs = even_packs(8 // changes.get("dp", 1), 64, 512)
     settings = {**changes, "recompute": Recompute(job["recompute"])}
-    expected = fullest_stage(SHAPE, Plan(packs, precision=FP32, **settings))
+    shape = ModelShape.from_config(model)
+    expected = fullest_stage(shape, Plan(packs, precision=FP32, **settings))
     assert measured["weights"] == pytest.approx(expected.weights, rel=0.01)
     assert measured["gradients"] == pytest.approx(expected.gradients, rel=0.01)
     assert measured["optimizer"] == pytest.approx(expected.optimizer, rel=0.01)

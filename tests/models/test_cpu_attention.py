@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.attention import PackedSegments, _attend_one_by_one
+from nemo_aligner.models.attention import PackedSegments, Scores, _attend_one_by_one
 from nemo_aligner.models.cpu_attention import attend
 
 # Two families with a beginning each, one segment of one token, and three on their own.
@@ -16,7 +16,14 @@ LENGTHS = [30, 5, 1, 9, 25, 1, 40, 20, 10]
 PREFIXES = [-1, 0, 0, -1, -1, 4, 4, -1, -1]
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
     repeats = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -25,7 +32,11 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         tokens = list(range(bounds[own], bounds[own + 1]))
         before = list(range(bounds[prefix], bounds[prefix + 1])) if prefix >= 0 else []
         scores = torch.einsum("qhc,khc->hqk", query[tokens], key[before + tokens]) * scale
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(before))
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        places = torch.arange(len(before) + len(tokens))
+        behind = places[len(before) :, None] - places
+        hidden = (behind < 0) | (behind >= (window or len(places)))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         outputs.append(torch.einsum("hqk,khc->qhc", weights, value[before + tokens]))
     return torch.cat(outputs)
@@ -38,14 +49,16 @@ def attend_one_by_one(
     lengths: list[int],
     prefixes: list[int],
     scale: float | None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """What a GPU does without a kernel for all segments."""
+    """What is done without a kernel for all segments."""
     none = torch.zeros(0)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     segments = PackedSegments(
         none, none, tuple(lengths), tuple(prefixes), bounds, bounds, None, none
     )
-    return _attend_one_by_one(query, key, value, segments, scale)
+    return _attend_one_by_one(query, key, value, segments, Scores(scale, window, soft_cap))
 
 
 @pytest.mark.parametrize("attend", [attend, attend_one_by_one], ids=["cpu", "one_by_one"])
@@ -55,16 +68,35 @@ def test_outputs_and_gradients(
     groups: int, scale: float | None, attend: Callable[..., Tensor]
 ) -> None:
     torch.manual_seed(0)
+    query, key, value = draw(groups)
+    found = attend(query, key, value, LENGTHS, PREFIXES, scale)
+    check(found, plain(query, key, value, scale or 8**-0.5), (query, key, value))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6], ids=["one_group", "two_groups", "no_groups"])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+# A window that ends in a beginning, one that is longer than the longest sequence, and one key.
+@pytest.mark.parametrize("window", [None, 12, 71, 1])
+def test_windows_and_soft_caps(window: int | None, soft_cap: float | None, groups: int) -> None:
+    torch.manual_seed(0)
+    inputs = draw(groups)
+    found = attend_one_by_one(*inputs, LENGTHS, PREFIXES, 0.5, window, soft_cap)
+    check(found, plain(*inputs, 0.5, window, soft_cap), inputs)
+
+
+def draw(groups: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = sum(LENGTHS)
     query = torch.randn(tokens, 6, 8, dtype=torch.float64, requires_grad=True)
     key, value = (
         torch.randn(tokens, groups, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)
     )
-    found = attend(query, key, value, LENGTHS, PREFIXES, scale)
-    wanted = plain(query, key, value, scale or 8**-0.5)
+    return query, key, value
+
+
+def check(found: Tensor, wanted: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    """The same outputs and gradients."""
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
     grad = torch.randn_like(wanted)
-    inputs = (query, key, value)
     for ours, theirs in zip(
         torch.autograd.grad(found, inputs, grad),
         torch.autograd.grad(wanted, inputs, grad),

@@ -13,19 +13,23 @@ from tests import tiny
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.parametrize("window", [None, 1, 30])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("groups", [2, 8])
-def test_varlen_kernel_equals_sdpa_forward_and_backward(groups: int, shared: bool) -> None:
+def test_varlen_kernel_equals_sdpa_forward_and_backward(
+    groups: int, shared: bool, window: int | None
+) -> None:
     from nemo_aligner.batch import Group, PackedBatch
     from nemo_aligner.models.attention import (
         PackedSegments,
+        Scores,
         _attend_one_by_one,
         _varlen_kernel,
     )
 
-    kernel = _varlen_kernel()
+    kernel = _varlen_kernel(window is not None)
     if kernel is None:
-        pytest.skip("this torch has no varlen attention (2.10 and later have it)")
+        pytest.skip("this torch has no such varlen attention (2.10 has it, 2.11 with windows)")
     sequences = [[1] * length for length in (3, 200, 77, 90)]
     shares = [Group(2, 0), Group(2, 40)] if shared else None
     batch = PackedBatch.pack(sequences, range(4), 1, groups=shares)
@@ -39,7 +43,7 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(groups: int, shared: boo
     ]
     for attend in (kernel, _attend_one_by_one):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = attend(*leaves, segments, None)
+        out = attend(*leaves, segments, Scores(window=window))
         out.float().square().sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results, strict=True):

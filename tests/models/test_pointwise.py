@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.models.pointwise import gated_silu, rms_norm, rotate
+from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, rotate, squared_relu
 
 Function = Callable[..., Tensor]
 
@@ -32,6 +32,16 @@ def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def plain_gated_silu(x: Tensor) -> Tensor:
     gate, linear = x.chunk(2, dim=-1)
     return F.silu(gate) * linear
+
+
+def plain_gated_gelu(x: Tensor) -> Tensor:
+    gate, linear = x.chunk(2, dim=-1)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + torch.tanh(inner)) * linear
+
+
+def plain_squared_relu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x * x, 0.0)
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -74,6 +84,16 @@ def test_rotate_takes_a_view() -> None:
 def test_gated_silu() -> None:
     torch.manual_seed(0)
     same(gated_silu, plain_gated_silu, draw(5, 1, 14), atol=1e-12)
+
+
+def test_gated_gelu() -> None:
+    torch.manual_seed(0)
+    same(gated_gelu, plain_gated_gelu, draw(5, 1, 14), atol=1e-12)
+
+
+def test_squared_relu() -> None:
+    torch.manual_seed(0)
+    same(squared_relu, plain_squared_relu, draw(5, 1, 14), atol=1e-12)
 
 
 def test_rms_norm() -> None:

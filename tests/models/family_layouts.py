@@ -1,0 +1,101 @@
+"""A step of training at some layouts: ``family_layouts.py FOLDER ARCHIVE...`` prints it.
+
+Under torchrun; the weights after the step are saved in FOLDER/LAYOUT/ARCHIVE.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.batch import Group, PackedBatch
+from nemo_aligner.checkpoint.nemo import load_weights, save_weights
+from nemo_aligner.checkpoint.reward_model import load_pretrained
+from nemo_aligner.config.schema import OptimConfig, Precision, Recompute, SchedulerConfig
+from nemo_aligner.models.reward_model import wrap_for_training
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer, record_ids_of
+from nemo_aligner.parallel.collectives import on_main
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.training.objective import RankingObjective
+from nemo_aligner.training.optimizer import build_optimizer
+from tests.families import SEQUENCES
+
+LAYOUTS: dict[str, tuple[int, int, bool]] = {
+    "TP=2": (2, 1, False),
+    "TP=2+SP": (2, 1, True),
+    "PP=2": (1, 2, False),
+}
+
+
+def batches() -> list[PackedBatch]:
+    """Three pairs; those of the first pack, 69 tokens, share a beginning."""
+    first = PackedBatch.pack(SEQUENCES[:2], [0], 2, groups=[Group(2, 30)])
+    return [first, PackedBatch.pack(SEQUENCES[2:], [1, 2], 2)]
+
+
+def load(archive: Path, layout: ParallelLayout, recompute: Recompute = Recompute.none) -> Any:
+    return load_pretrained(
+        archive, layout, num_attributes=1, precision=Precision.fp32, recompute=recompute
+    ).model
+
+
+def everyone(rewards: Any, layout: ParallelLayout) -> list[float]:
+    return gather_rewards(rewards, record_ids_of(batches()), (3, 2, 1), layout).flatten().tolist()
+
+
+def step(
+    archive: Path,
+    layout: ParallelLayout,
+    recompute: Recompute = Recompute.none,
+    save: Path | None = None,
+) -> dict[str, Any]:
+    """Rewards before a step and after it, and the norm of its gradient."""
+    model = load(archive, layout, recompute)
+    wrapped = wrap_for_training(model)
+    config = OptimConfig(lr=0.01, sched=SchedulerConfig(warmup_steps=1))
+    optimizer = build_optimizer(wrapped, config, 1.0, 10)
+    wrapped.train()
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    before = forward_backward(wrapped, batches(), layout, RankingObjective().loss)
+    update = optimizer.step()
+    assert update.applied
+    optimizer.finish_update()
+    after = infer(wrapped, batches(), layout)
+    if save is not None:
+        on_main(lambda: save.parent.mkdir(exist_ok=True))
+        save_weights(model.sharded_state_dict(prefix="model."), save)
+    return {
+        "before": everyone(before, layout),
+        "grad_norm": update.grad_norm,
+        "after": everyone(after, layout),
+    }
+
+
+def rewards_of(archive: Path, weights: Path, layout: ParallelLayout) -> list[float]:
+    """Rewards by the ``weights`` that ``step`` saved of the model in ``archive``."""
+    model = load(archive, layout)
+    state = load_weights(model.sharded_state_dict(prefix="model."), weights)
+    model.load_state_dict({key.removeprefix("model."): state[key] for key in state})
+    return everyone(infer(model, batches(), layout), layout)
+
+
+def main(folder: str, *archives: str) -> None:
+    with launch(60.0) as world:
+        found: dict[str, dict[str, Any]] = {}
+        for name, sizes in LAYOUTS.items():
+            layout = initialize_layout(*sizes)
+            found[name] = {}
+            for archive in map(Path, archives):
+                save = Path(folder, name, archive.stem)
+                found[name][archive.stem] = step(archive, layout, save=save)
+            destroy_layout()
+        if world.is_main:
+            print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
