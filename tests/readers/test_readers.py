@@ -1,0 +1,90 @@
+"""Exports in the hands of those who read them: the scores of the archive, for every text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import tiny
+
+pytestmark = pytest.mark.slow
+
+CHATS = [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in (
+        ("what is the river", "thank you the river is blue"),
+        ("who sings", "the bird sings in the tree and the dog sleeps"),
+        ("why", "no"),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the export ``export/``, its rewards in ``rewards.json``, and a policy in ``policy/``."""
+    folder = tmp_path_factory.mktemp("readers")
+    tiny.write_hf_reward_model(folder / "trained")
+    tiny.write_hf_checkpoint(folder / "policy")
+    for script, source, target in (
+        ("convert_hf_to_nemo", "trained", "rm.nemo"),
+        ("convert_nemo_to_hf", "rm.nemo", "export"),
+    ):
+        paths = f"--input={folder / source}", f"--output={folder / target}"
+        tiny.run_script(f"scripts/{script}.py", *paths)
+    (folder / "chats.json").write_text(json.dumps(CHATS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rewards(folder: Path) -> np.ndarray:
+    """Of CHATS, by the archive."""
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+    from nemo_aligner.serving.scorer import load_scorer
+
+    with launch():
+        scorer = load_scorer(folder / "rm.nemo", initialize_layout())
+        found = scorer.score(CHATS)[:, 0]
+        destroy_layout()
+    assert np.ptp(found) > 0.1
+    return found
+
+
+def printed(python: Path, script: str, *arguments: Any) -> list[float]:
+    """What a script prints last."""
+    command = [str(python), str(tiny.ROOT / "tests/readers" / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_a_pipeline_of_transformers(folder: Path, rewards: np.ndarray) -> None:
+    from transformers import AutoTokenizer, pipeline
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "export")
+    score = pipeline("text-classification", model=str(folder / "export"), tokenizer=tokenizer)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+    for batch_size in (1, 3):
+        found = score(
+            texts, function_to_apply="none", batch_size=batch_size, add_special_tokens=False
+        )
+        assert [each["label"] for each in found] == ["reward"] * 3
+        np.testing.assert_allclose([each["score"] for each in found], rewards, atol=1e-5)
+
+
+def test_the_reward_function_of_trl_s_grpo_trainer(
+    folder: Path, rewards: np.ndarray, trl_python: Path
+) -> None:
+    paths = folder / "export", folder / "policy", folder / "chats.json"
+    np.testing.assert_allclose(printed(trl_python, "trl_rewards.py", *paths), rewards, atol=1e-5)
+
+
+def test_the_pipeline_of_rewardbench(folder: Path, rewards: np.ndarray, trl_python: Path) -> None:
+    paths = folder / "export", folder / "chats.json"
+    found = printed(trl_python, "rewardbench_rewards.py", *paths)
+    np.testing.assert_allclose(found, rewards, atol=1e-5)
