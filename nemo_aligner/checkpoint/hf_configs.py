@@ -226,6 +226,8 @@ def _gemma(config: Config, **family: Any) -> dict[str, Any]:
         kv_channels=read.count("head_dim", 256),
         activation="geglu",
         apply_embedding_scaling=True,
+        # As Gemma stores it: 1 + weight would round a bf16 weight once more.
+        layernorm_zero_centered_gamma=True,
         share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings", True)),
         **family,
     )

@@ -168,7 +168,7 @@ FEATURES = [
     ("mistral_untied_window", {"window_size": WINDOW - 1}),
     ("mistral_untied_window", {"window_pattern": "alternate"}),
     ("gemma", {"apply_embedding_scaling": False}),
-    ("gemma", {"layernorm_zero_centered_gamma": True}),
+    ("gemma", {"layernorm_zero_centered_gamma": False}),
     ("gemma", {"activation": "swiglu"}),
     ("gemma2", {"post_layernorms": False}),
     ("gemma2", {"attn_logit_softcapping": None}),
@@ -209,14 +209,14 @@ def test_windows_read_as_nemo_writes_them(build: Any, layout: ParallelLayout) ->
     assert ModelShape.from_config({**made.config, "window_size": [-1, 0]}).window_size is None
 
 
-def test_zero_centered_weights_are_the_same_model(build: Any, layout: ParallelLayout) -> None:
+def test_plain_gammas_are_the_same_model(build: Any, layout: ParallelLayout) -> None:
     """As a stranger's Gemma may have them."""
     made = build("gemma2")
-    same = other(made, {"layernorm_zero_centered_gamma": True}, layout)
+    same = other(made, {"layernorm_zero_centered_gamma": False}, layout)
     with torch.no_grad():
         for name, weight in same.named_parameters():
             if "layernorm" in name:
-                weight -= 1
+                weight += 1
     assert_close(our_rewards(same, layout), our_rewards(made.ours, layout), 1e-5)
 
 
@@ -281,6 +281,28 @@ def test_bf16_is_near(case: str, build: Any, layout: ParallelLayout) -> None:
     model = load_pretrained(made.path, layout, num_attributes=2, precision=Precision.bf16).model
     assert {weight.dtype for weight in model.decoder.parameters()} == {torch.bfloat16}
     assert_close(our_rewards(model, layout), our_rewards(made.ours, layout), 0.1)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "nemotron"])
+def test_weights_in_bf16_lose_nothing(case: str, layout: ParallelLayout, tmp_path: Path) -> None:
+    """Converted as they are, and scored in fp32."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.reward_model import load_pretrained
+
+    source, path = tmp_path / "tiny.hf", tmp_path / "tiny.nemo"
+    families.write_hf_checkpoint(source, case)
+    AutoModelForCausalLM.from_pretrained(source).bfloat16().save_pretrained(source)
+    convert_hf_to_nemo(source, path)
+    ours = load_pretrained(path, layout, num_attributes=1, precision=FP32).model
+    backbone = AutoModel.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        states = [backbone(torch.tensor([ids])).last_hidden_state[0, -1] for ids in SEQUENCES]
+        wanted = torch.stack(states) @ ours.rm_head.weight.T
+    assert_close(our_rewards(ours, layout), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3"])
