@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.streaming import UnreadTensor
 from nemo_aligner.errors import CheckpointError
 
 _MODEL_NAMES = {
@@ -35,7 +37,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 
 class GgufCheckpoint:
-    """``config`` is as in ``config.json``; ``tensors`` reads a tensor by its Hugging Face name."""
+    """``config`` is as in ``config.json``; ``tensors`` are under their Hugging Face names."""
 
     def __init__(self, path: Path) -> None:
         reader = _open(path)
@@ -44,8 +46,13 @@ class GgufCheckpoint:
         self._stored = {tensor.name: tensor for tensor in reader.tensors}
         self.config = self._read_config()
         self.tensors = {
-            self._hf_name(name): partial(self._read, name)
-            for name in self._stored
+            self._hf_name(name): UnreadTensor(
+                # GGUF counts axes from the fastest one.
+                tuple(map(int, reversed(stored.shape))),
+                torch.float32,
+                partial(self._read, name),
+            )
+            for name, stored in self._stored.items()
             if name != _ROPE_FREQS
         }
 
@@ -125,7 +132,12 @@ class GgufCheckpoint:
         import gguf
 
         stored = self._stored[name]
-        return torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
+        # Not from the mapped file, whose pages would stay in this process's memory.
+        data = np.fromfile(
+            self._path, stored.data.dtype, stored.data.size, offset=stored.data_offset
+        )
+        values = gguf.dequantize(data.reshape(stored.data.shape), stored.tensor_type)
+        return torch.from_numpy(np.require(values, requirements="W"))
 
     def _read(self, name: str) -> Tensor:
         tensor = self._dequantized(name)
