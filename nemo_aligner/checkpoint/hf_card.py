@@ -161,7 +161,7 @@ def _statistics(contract: ScoringContract) -> str:
 
 
 def _training(archive: Path) -> Iterator[str]:
-    """What the checkpoints say that a run keeps beside its archive; nothing where there are none."""
+    """What the checkpoints say that a run keeps beside its archive."""
     states = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
