@@ -118,7 +118,7 @@ def export_to_hf(
     if output.exists():
         raise CheckpointError(f"{output}: it exists, wanted a new folder")
     with open_nemo(archive) as folder, _staging(output) as staging:
-        summary = _export(_Archive.of(folder), staging, output, layout, options)
+        summary = _export(folder, staging, output, layout, options)
         for file in staging.iterdir():
             sync_to_disk(file)
         staging.rename(output)
@@ -192,12 +192,13 @@ class _Archive:
 
 
 def _export(
-    archive: _Archive, staging: Path, output: Path, layout: ParallelLayout, options: ExportOptions
+    folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: ExportOptions
 ) -> ExportSummary:
-    loaded = reward_model_of(archive.folder, layout, Precision.fp32)
-    contract = ScoringContract.from_dict(archive.folder.contract or {})
+    loaded = reward_model_of(folder, layout, Precision.fp32)
+    archive = _Archive.of(folder)
+    contract = ScoringContract.from_dict(folder.contract or {})
     exported = _exported_contract(contract, options)
-    dtype = options.dtype or stored_tensors(archive.folder.weights)[_EMBEDDING][1]
+    dtype = options.dtype or stored_tensors(folder.weights)[_EMBEDDING][1]
     _round_as_exported(loaded.model, archive, dtype)
     tokenizer = loaded.tokenizer
     texts = encode_texts(contract, tokenizer)
@@ -216,7 +217,7 @@ def _export(
     write_json(staging / "config.json", config)
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, tokenizer, exported, pad_token)
-    card = model_card(output.name, exported, pad_token, archive.folder.source, options.base_license)
+    card = model_card(output.name, exported, pad_token, folder.source, options.base_license)
     (staging / "README.md").write_text(card, encoding="utf-8")
     return ExportSummary(
         output=output,
