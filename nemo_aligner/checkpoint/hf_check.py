@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import CheckpointError, DataError
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import current_device, gather_rewards, infer, record_ids_of
+from nemo_aligner.parallel.cpu import return_freed_memory
 from nemo_aligner.parallel.layout import ParallelLayout
 
 TOLERANCE = 1e-4
@@ -92,6 +94,9 @@ def check_folder(
         CheckpointError: transformers does not load it, makes other token ids, or other logits by
             more than 1e-4 and 1e-5 of them in fp32; alone or among others.
     """
+    # transformers loads in threads, to which malloc gives nothing of what is free in this one.
+    gc.collect()
+    return_freed_memory()
     try:
         tokenizer, model = _load(folder)
     except Exception as error:  # a library that is not ours, and files that may be wrong

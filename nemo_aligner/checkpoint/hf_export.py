@@ -7,7 +7,6 @@ and must give the same token ids, and rewards within 1e-4 in fp32, as the archiv
 from __future__ import annotations
 
 import dataclasses
-import gc
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,15 +53,18 @@ from nemo_aligner.checkpoint.hf_tensors import (
 )
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, stored_tensors, sync_to_disk
 from nemo_aligner.checkpoint.reward_model import reward_model_of
-from nemo_aligner.checkpoint.streaming import read_tensor
+from nemo_aligner.checkpoint.streaming import TensorReader
 from nemo_aligner.config.schema import Precision
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 
 _EMBEDDING = PREFIX + "embedding.word_embeddings.weight"
 _HF_EMBEDDING = "model.embed_tokens.weight"
+# What a config may leave out.
+_WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def export_to_hf(
             has no place in the folder, or what was written does not score like it.
     """
     output = Path(output)
+    if layout.tp * layout.pp * layout.dp > 1:
+        raise CheckpointError("an export runs in one process")
     if output.exists():
         raise CheckpointError(f"{output}: it exists, wanted a new folder")
     with open_nemo(archive) as folder, _staging(output) as staging:
@@ -142,7 +146,8 @@ def _staging(output: Path) -> Iterator[Path]:
 class _Archive:
     """A reward model's archive; ``config`` is without added query groups."""
 
-    folder: NemoFolder
+    reader: TensorReader
+    dtypes: dict[str, torch.dtype]
     family: Family
     config: dict[str, Any]
     num_query_groups: int
@@ -151,23 +156,28 @@ class _Archive:
     @classmethod
     def of(cls, folder: NemoFolder) -> _Archive:
         """Raises CheckpointError where a tensor has no place in the family's model."""
-        stored = folder.config
-        groups, added = stored["num_query_groups"], stored.get("zero_query_groups", 0)
+        shape = ModelShape.from_config(folder.config)
+        groups = shape.num_query_groups
+        kept = groups - int(folder.config.get("zero_query_groups") or 0)
         config = {
-            **stored,
-            "num_attention_heads": stored["num_attention_heads"] // groups * (groups - added),
-            "num_query_groups": groups - added,
+            "share_embeddings_and_output_weights": True,  # NeMo's default
+            **folder.config,
+            **{name: getattr(shape, name) for name in _WITH_DEFAULTS},
+            "num_attention_heads": shape.num_attention_heads // groups * kept,
+            "num_query_groups": kept,
         }
         family = family_of(config)
         rules = model_rules(family, config, is_reward_model=True)
         known = {HEAD, *(megatron_key(rule, layer) for rule, layer in rules)}
-        unknown = sorted(stored_tensors(folder.weights).keys() - known)
+        stored = stored_tensors(folder.weights)
+        unknown = sorted(stored.keys() - known)
         if unknown:
             raise CheckpointError(
                 f"{folder.source}: {unknown[0]}: a {family.name} reward model of Hugging Face has "
                 "no place for it"
             )
-        return cls(folder, family, config, groups, rules)
+        dtypes = {key: dtype for key, (_, dtype) in stored.items()}
+        return cls(TensorReader(folder.weights), dtypes, family, config, groups, rules)
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
         """A whole Megatron tensor in Hugging Face's parts, without what was added to it."""
@@ -186,7 +196,7 @@ class _Archive:
     def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored."""
         for rule, layer in self.rules:
-            data = read_tensor(megatron_key(rule, layer), self.folder.weights, layer)
+            data = self.reader.read(megatron_key(rule, layer), layer)
             for name, part in zip(rule.hf, self.split(rule, data), strict=True):
                 yield hf_layer_name(name, layer), part.to(dtype or part.dtype)
 
@@ -198,14 +208,13 @@ def _export(
     archive = _Archive.of(folder)
     contract = ScoringContract.from_dict(folder.contract or {})
     exported = _exported_contract(contract, options)
-    dtype = options.dtype or stored_tensors(folder.weights)[_EMBEDDING][1]
-    _round_as_exported(loaded.model, archive, dtype)
+    dtype = options.dtype or archive.dtypes[_EMBEDDING]
+    _round_as_exported(loaded.model, archive, options.dtype)
     tokenizer = loaded.tokenizer
     texts = encode_texts(contract, tokenizer)
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     logits = our_logits(loaded.model, token_lists, layout)
     del loaded  # two models would take twice the memory
-    gc.collect()
     if options.merge:
         logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
@@ -265,20 +274,21 @@ def _write_weights(
         if name == _HF_EMBEDDING:
             tensor = F.pad(tensor, (0, 0, 0, vocab_size - tensor.size(0)))  # the pad token, if new
         writer.add(name, tensor)
-    head = read_tensor(HEAD, archive.folder.weights).float()
+    head = archive.reader.read(HEAD).float()
     if options.merge:
         head = torch.tensor(contract.attribute_weights)[None] @ head
     writer.add(HF_HEAD, head)
     return writer.finish()
 
 
-def _round_as_exported(model: GPTRewardModel, archive: _Archive, dtype: torch.dtype) -> None:
-    """Give the model the numbers that the folder has: what is rounded there is the split tensor."""
+def _round_as_exported(model: GPTRewardModel, archive: _Archive, dtype: torch.dtype | None) -> None:
+    """Give the fp32 model the numbers that the folder has: the parts are what is rounded there."""
     rules = {megatron_key(rule, layer): rule for rule, layer in archive.rules}
     with torch.no_grad():
         for entry in nested_values(model.sharded_state_dict(prefix=PREFIX)):
             rule = rules.get(entry.key)
             if rule is not None:
-                parts = [part.to(dtype).float() for part in archive.split(rule, entry.data)]
-                whole = archive.join(rule, parts)
+                parts = archive.split(rule, entry.data.to(archive.dtypes[entry.key]))
+                rounded = [part.to(dtype or part.dtype).float() for part in parts]
+                whole = archive.join(rule, rounded)
                 entry.data[: whole.size(0)].copy_(whole)

@@ -95,30 +95,37 @@ class _IntoTensor(torch_checkpoint.DefaultLoadPlanner):
         pass  # it was read in place
 
 
-def read_tensor(key: str, folder: Path, layer: int | None = None) -> Tensor:
-    """One tensor of the checkpoint in ``folder`` as it is stored; of stacked layers, one layer's.
+class TensorReader:
+    """Reads tensors of the checkpoint in ``folder`` one by one, as they are stored.
 
-    ``check_format`` has let the folder pass. megatron-core itself would load all layers.
-
-    Raises:
-        CheckpointError: there is none, or the data is damaged.
+    megatron-core itself would load all layers. ``check_format`` has let the folder pass.
     """
-    metadata = read_metadata(folder)
-    entry = metadata.state_dict_metadata.get(key)
-    if not isinstance(entry, TensorStorageMetadata):
-        raise CheckpointError(f"{folder}: the tensor {key} is missing")
-    offsets, sizes = [0] * len(entry.size), list(entry.size)
-    if layer is not None:
-        offsets[0], sizes[0] = layer, 1
-    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    items = create_read_items_for_chunk_list(key, entry, [wanted])
-    target = torch.empty(sizes, dtype=entry.properties.dtype)
-    if sum(item.lengths.numel() for item in items) != target.numel():
-        raise CheckpointError(f"{folder}: {key}: got a part of it, wanted the whole")
-    reader = torch_checkpoint.FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    try:
-        reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
-    except Exception as error:  # damaged data may raise anything
-        raise CheckpointError(f"{folder}: {key}: cannot be read: {error}") from error
-    return target if layer is None else target[0]
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = read_metadata(folder)
+
+    def read(self, key: str, layer: int | None = None) -> Tensor:
+        """The tensor ``key``; of stacked layers, one layer's.
+
+        Raises:
+            CheckpointError: there is none, or the data is damaged.
+        """
+        entry = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self._folder}: the tensor {key} is missing")
+        offsets, sizes = [0] * len(entry.size), list(entry.size)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, entry, [wanted])
+        target = torch.empty(sizes, dtype=entry.properties.dtype)
+        if sum(item.lengths.numel() for item in items) != target.numel():
+            raise CheckpointError(f"{self._folder}: {key}: got a part of it, wanted the whole")
+        reader = torch_checkpoint.FileSystemReader(self._folder)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        try:
+            reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
+        except Exception as error:  # damaged data may raise anything
+            raise CheckpointError(f"{self._folder}: {key}: cannot be read: {error}") from error
+        return target if layer is None else target[0]

@@ -200,6 +200,13 @@ def keep_freed_memory() -> None:
         mallopt(mmap_max, 0)
 
 
+def return_freed_memory() -> None:
+    """Have malloc hand back what is free now, for what does not come by way of this thread."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 _AFTER_IMPORT = {
     "megatron.core.distributed.param_and_grad_buffer": _work_in_place,
     "megatron.core.jit": _disable_jit,

@@ -112,6 +112,24 @@ def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -
         assert_same(tensors_of(folder / "twice"), tensors_of(folder / "hf"))
 
 
+def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.nemo import open_nemo, write_nemo
+
+    tiny.write_hf_reward_model(tmp_path / "hf", num_key_value_heads=4)
+    convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    optional = (
+        "num_query_groups", "kv_channels", "max_position_embeddings", "layernorm_epsilon",
+        "rotary_base", "share_embeddings_and_output_weights", "scale_positional_embedding",
+    )  # fmt: skip
+    with open_nemo(tmp_path / "rm.nemo") as folder:
+        config = {key: value for key, value in folder.config.items() if key not in optional}
+        path = tmp_path / "short.nemo"
+        write_nemo(path, config, folder.weights, folder.tokenizer, folder.contract)
+    export(path, tmp_path / "out", layout)
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hf"))
+    assert config_of(tmp_path / "out")["num_key_value_heads"] == 4
+
+
 def test_vocabulary_padding_is_cut_off(three: Path, layout: Any, tmp_path: Path) -> None:
     from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors
 
@@ -189,10 +207,10 @@ def test_a_bf16_export_is_rounded_once(three: Path, layout: Any, tmp_path: Path)
 def test_shards_are_no_larger_than_asked(
     three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.checkpoint import hf_export
+    from nemo_aligner.checkpoint.streaming import TensorReader
 
     live = LiveBytes()
-    monkeypatch.setattr(hf_export, "read_tensor", live.watch(hf_export.read_tensor))
+    monkeypatch.setattr(TensorReader, "read", live.watch(TensorReader.read))
     summary = export(three, tmp_path / "out", layout, max_shard_bytes=100_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert summary.shards == len(files) > 5
@@ -400,11 +418,11 @@ def test_what_cannot_be_exported_is_refused(three: Path, layout: Any, tmp_path: 
 def with_tensor(archive: Path, key: str, path: Path) -> Path:
     """A copy of the archive that has a tensor more."""
     from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors, write_nemo
-    from nemo_aligner.checkpoint.streaming import UnreadTensor, read_tensor, save_unread
+    from nemo_aligner.checkpoint.streaming import TensorReader, UnreadTensor, save_unread
 
     with open_nemo(archive) as folder:
         tensors = {
-            name: UnreadTensor(shape, dtype, partial(read_tensor, name, folder.weights))
+            name: UnreadTensor(shape, dtype, partial(TensorReader(folder.weights).read, name))
             for name, (shape, dtype) in stored_tensors(folder.weights).items()
         }
         tensors[key] = UnreadTensor((3,), torch.float32, partial(torch.zeros, 3))
