@@ -1,7 +1,9 @@
-"""Convert a Hugging Face checkpoint folder or a .gguf file into a base .nemo archive.
+"""Convert a Hugging Face model or a .gguf file into a .nemo archive; it says what it found.
 
 python scripts/convert_hf_to_nemo.py --input CHECKPOINT --output base.nemo [--dtype fp32|bf16] \\
-    [--tensor-parallel 2]
+    [--tensor-parallel 2] [--template chatml] [--seq-length 2048]
+
+A *ForSequenceClassification becomes a reward model, anything else a base model to train one from.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from nemo_aligner.errors import AlignerError
 def main() -> int:
     arguments = _parse()
     # Imported here: --help needs no torch.
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf import ContractOptions, convert_hf_to_nemo
     from nemo_aligner.config.schema import Precision
     from nemo_aligner.models.backbone import DTYPES
 
     dtype = None if arguments.dtype is None else DTYPES[Precision(arguments.dtype)]
+    options = None
+    if arguments.template is not None or arguments.seq_length is not None:
+        options = ContractOptions(arguments.template, arguments.seq_length)
     try:
         summary = convert_hf_to_nemo(
-            arguments.input, arguments.output, dtype, arguments.tensor_parallel
+            arguments.input, arguments.output, dtype, arguments.tensor_parallel, options
         )
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -35,7 +40,9 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--input", required=True, type=Path, help="a folder with config.json, or a .gguf file"
+        "--input",
+        required=True,
+        help="a folder with config.json, a .gguf file, or a model's name on the hub (org/name)",
     )
     parser.add_argument("--output", required=True, type=Path, help="the .nemo file to write")
     parser.add_argument(
@@ -49,6 +56,17 @@ def _parse() -> argparse.Namespace:
         default=1,
         metavar="N",
         help="add query groups of zeros until N divides their number; outputs stay the same",
+    )
+    parser.add_argument(
+        "--template",
+        help="a reward model's chat template, as model.data.template; default: the tokenizer's",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="the most tokens of a text that a reward model scores; default: what the model was "
+        "made for, but at most 4096",
     )
     return parser.parse_args()
 

@@ -42,7 +42,7 @@ DOORS = {
     "pytriton": ["serving/server.py", "serving/client.py"],
     "tritonclient": ["serving/server.py", "serving/client.py"],
     "lightning": ["training/loggers.py"],
-    "transformers": ["data/tokenizer.py", "checkpoint/hf.py"],
+    "transformers": ["checkpoint/hf_source.py", "checkpoint/hf_check.py"],
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

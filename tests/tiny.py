@@ -69,6 +69,21 @@ def write_hf_checkpoint(folder: Path, **changes: object) -> None:
     write_tokenizer(folder)
 
 
+def write_hf_reward_model(folder: Path, labels: int = 1, **changes: object) -> None:
+    """A random LlamaForSequenceClassification, whose norms and head are no one's defaults."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(1)
+    settings = {**SHAPE, "initializer_range": 0.1, "num_labels": labels, "pad_token_id": 0}
+    model = LlamaForSequenceClassification(LlamaConfig(**{**settings, **changes}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
 def write_base_nemo(path: Path, **changes: object) -> Path:
     """A base ``.nemo`` made by the converter from a tiny Hugging Face checkpoint."""
     from nemo_aligner.checkpoint.hf import convert_hf_to_nemo

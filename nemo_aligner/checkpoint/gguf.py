@@ -6,13 +6,16 @@ Needs the ``gguf`` package (extra ``[gguf]``). The format: https://github.com/gg
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.streaming import UnreadTensor
 from nemo_aligner.errors import CheckpointError
 
 _MODEL_NAMES = {
@@ -34,18 +37,41 @@ _LAYER_NAMES = {
 _ROPE_FREQS = "rope_freqs.weight"
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor's place in the file; ``shape`` and ``dtype`` are those of its (packed) numbers."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: Any
+    unpacked_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Stored:
+        # GGUF counts axes from the fastest one.
+        unpacked = tuple(map(int, reversed(tensor.shape)))
+        data = tensor.data
+        return cls(int(tensor.data_offset), data.shape, data.dtype, tensor.tensor_type, unpacked)
+
+
 class GgufCheckpoint:
-    """``config`` is as in ``config.json``; ``tensors`` reads a tensor by its Hugging Face name."""
+    """``config`` is as in ``config.json``; ``tensors`` are under their Hugging Face names."""
 
     def __init__(self, path: Path) -> None:
         reader = _open(path)
         self._path = path
-        self._fields = reader.fields
-        self._stored = {tensor.name: tensor for tensor in reader.tensors}
+        # The reader makes arrays of every word of the vocabulary: let go of these.
+        self._fields = {
+            key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.")
+        }
+        self._stored = {tensor.name: _Stored.of(tensor) for tensor in reader.tensors}
         self.config = self._read_config()
         self.tensors = {
-            self._hf_name(name): partial(self._read, name)
-            for name in self._stored
+            self._hf_name(name): UnreadTensor(
+                stored.unpacked_shape, torch.float32, partial(self._read, name)
+            )
+            for name, stored in self._stored.items()
             if name != _ROPE_FREQS
         }
 
@@ -87,7 +113,7 @@ class GgufCheckpoint:
             "max_position_embeddings": self._field("llama.context_length"),
             "rms_norm_eps": self._field("llama.attention.layer_norm_rms_epsilon"),
             "rope_parameters": {"rope_theta": base, **self._rope_scaling(base, head_dim)},
-            "vocab_size": int(self._stored["token_embd.weight"].shape[-1]),
+            "vocab_size": self._stored["token_embd.weight"].unpacked_shape[0],
             "tie_word_embeddings": "output.weight" not in self._stored,
         }
 
@@ -125,7 +151,11 @@ class GgufCheckpoint:
         import gguf
 
         stored = self._stored[name]
-        return torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
+        # Not from the mapped file, whose pages would stay in this process's memory.
+        count = math.prod(stored.shape)
+        data = np.fromfile(self._path, stored.dtype, count, offset=stored.offset)
+        values = gguf.dequantize(data.reshape(stored.shape), stored.kind)
+        return torch.from_numpy(np.require(values, requirements="W"))
 
     def _read(self, name: str) -> Tensor:
         tensor = self._dequantized(name)

@@ -1,42 +1,57 @@
-"""A Hugging Face checkpoint (safetensors or GGUF) as a base ``.nemo``; no model is built."""
+"""A Hugging Face checkpoint as a ``.nemo``: a base model, or a reward model with its contract.
+
+No model is built, and tensors are read one after the other as they are written. A reward model is
+a ``*ForSequenceClassification`` of a known family; its head ``score`` has no bias.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
+import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_aligner.checkpoint.gguf import GgufCheckpoint
-from nemo_aligner.checkpoint.hf_names import Family, add_zero_groups, find_family, hf_layer_name
-from nemo_aligner.checkpoint.nemo import save_weights, write_nemo
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.checkpoint.hf_names import Rule, add_zero_groups, find_family, hf_layer_name
+from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME, Source, open_source
+from nemo_aligner.checkpoint.hf_tensors import (
+    HEAD,
+    HF_HEAD,
+    REWARD_SUFFIX,
+    check_tensors,
+    hf_shapes,
+    megatron_key,
+    model_rules,
+)
+from nemo_aligner.checkpoint.nemo import write_nemo
+from nemo_aligner.checkpoint.streaming import UnreadTensor, save_unread
+from nemo_aligner.config.schema import (
+    DataConfig,
+    ModelConfig,
+    Precision,
+    RegressionConfig,
+    RewardModelType,
+)
+from nemo_aligner.data.contract import ScoringContract, build_contract
+from nemo_aligner.data.tokenizer import load_tokenizer
+from nemo_aligner.errors import AlignerError, CheckpointError
 
-Readers = Mapping[str, Callable[[], Tensor]]
-PREFIX = "model."
-_INDEX_NAME = "model.safetensors.index.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja",
-)  # fmt: skip
+MAX_DEFAULT_SEQ_LENGTH = 4096
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NEMO_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: 16}
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What was converted, and where it is."""
+    """What was converted, and where it is; a base model has no contract."""
 
     family: str
     parameters: int
@@ -46,23 +61,33 @@ class ConversionSummary:
     vocab_size: int
     tied: bool
     zero_groups: int
+    contract: ScoringContract | None
     output: Path
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
+        kind, meaning = "base model", ""
+        if self.contract is not None:
+            kind = f"reward model of {', '.join(self.contract.attributes)}"
+            length = f"texts of up to {self.contract.seq_length} tokens"
+            meaning = f"\n{length}, scoring contract {self.contract.hash}"
         added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
         return (
-            f"{self.output}: {self.family}, {self.parameters:,} parameters in {self.dtype}, "
+            f"{self.output}: {self.family} {kind}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
-            f"{tied} embeddings{added}"
+            f"{tied} embeddings{added}{meaning}"
         )
 
 
 @dataclass(frozen=True)
-class _Source:
-    config: Mapping[str, Any]
-    tensors: Readers
-    save_tokenizer: Callable[[Path], None]
+class ContractOptions:
+    """What a reward model's folder leaves open: ``model.data.template`` and ``seq_length``.
+
+    None is the tokenizer's template, and the model's longest text, but at most 4096 tokens.
+    """
+
+    template: str | None = None
+    seq_length: int | None = None
 
 
 def convert_hf_to_nemo(
@@ -70,39 +95,49 @@ def convert_hf_to_nemo(
     output: str | Path,
     dtype: torch.dtype | None = None,
     tensor_parallel: int = 1,
+    options: ContractOptions | None = None,
 ) -> ConversionSummary:
-    """Write the base model in ``source`` as the archive ``output``; one process, no network.
+    """Write the model in ``source`` as the archive ``output``; one process.
 
-    ``source`` is a folder with ``config.json``, safetensors and a tokenizer, or a ``.gguf`` file.
-    ``dtype`` None keeps what is stored (GGUF: fp32). Where ``tensor_parallel`` does not divide the
-    model's query groups, groups of zeros are added, which change no output and never train.
+    ``source`` is a folder with ``config.json``, safetensors and a tokenizer, a ``.gguf`` file, or a
+    model's name on the hub. ``dtype`` None keeps what is stored (GGUF: fp32); a reward head is
+    fp32. Where ``tensor_parallel`` does not divide the model's query groups, groups of zeros are
+    added, which change no output and never train.
 
     Raises:
-        CheckpointError: an unknown family, an unsupported setting, or a tensor too few or too many.
+        CheckpointError: an unknown family, an unsupported setting, a tensor too few or too many, or
+            of another shape than the config says; or a reward model whose contract cannot be.
     """
-    source, output = Path(source), Path(output)
-    found = _open_gguf(source) if source.suffix == ".gguf" else _open_folder(source)
     try:
-        return _convert(found, output, dtype, tensor_parallel)
-    except CheckpointError as error:
+        return _convert(open_source(source), Path(output), dtype, tensor_parallel, options)
+    except AlignerError as error:
         raise CheckpointError(f"{source}: {error}") from error
 
 
 def _convert(
-    found: _Source, output: Path, dtype: torch.dtype | None, tensor_parallel: int
+    found: Source,
+    output: Path,
+    dtype: torch.dtype | None,
+    tensor_parallel: int,
+    options: ContractOptions | None,
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
-    _check_names(family, config, found.tensors)
+    labels = _labels(found)
+    rules = model_rules(family, config, labels is not None)
+    wanted = hf_shapes(rules, config)
+    if labels is not None:
+        wanted[HF_HEAD] = (len(labels), config["hidden_size"])
+    check_tensors(family, config, wanted, found.tensors)
     groups = config["num_query_groups"]
     zero_groups = -groups % tensor_parallel
-    tensors = _megatron_tensors(family, config, found.tensors, dtype, groups + zero_groups)
+    tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
+    stored = next(iter(tensors.values())).dtype
+    archived = {**config, "precision": _NEMO_PRECISIONS.get(stored, 32)}
     if zero_groups:
-        config["num_attention_heads"] += config["num_attention_heads"] // groups * zero_groups
-        config["num_query_groups"] += zero_groups
-        config["zero_query_groups"] = zero_groups
-    stored = next(tensor.dtype for tensor in tensors.values())
-    config["precision"] = _NEMO_PRECISIONS.get(stored, 32)
+        archived["num_attention_heads"] += config["num_attention_heads"] // groups * zero_groups
+        archived["num_query_groups"] += zero_groups
+        archived["zero_query_groups"] = zero_groups
     output.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix=".convert_", dir=output.parent) as scratch,
@@ -110,64 +145,138 @@ def _convert(
     ):
         weights, tokenizer = Path(scratch, "weights"), Path(scratch, "tokenizer")
         found.save_tokenizer(tokenizer)
-        save_weights(dict(tensors), weights)
-        write_nemo(output, config, weights, tokenizer)
+        contract = _contract(found, labels, tokenizer, Precision(DTYPE_NAMES[stored]), options)
+        if contract is not None:
+            tensors[HEAD] = _as_fp32(found.tensors[HF_HEAD])
+            archived["reward_model_type"] = contract.reward_model_type
+            archived["regression"] = {"num_attributes": len(contract.attributes)}
+        save_unread(tensors, layers, weights)
+        write_nemo(
+            output, archived, weights, tokenizer, None if contract is None else contract.to_dict()
+        )
+    everything = [*tensors.values(), *(tensor for stack in layers.values() for tensor in stack)]
     return ConversionSummary(
         family=family.name,
-        parameters=sum(tensor.data.numel() for tensor in tensors.values()),
-        dtype=_DTYPE_NAMES.get(stored, str(stored)),
+        parameters=sum(prod(tensor.shape) for tensor in everything),
+        dtype=DTYPE_NAMES[stored],
         layers=config["num_layers"],
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
         tied=config["share_embeddings_and_output_weights"],
         zero_groups=zero_groups,
+        contract=contract,
         output=output,
     )
 
 
-def _check_names(family: Family, config: Mapping[str, Any], readers: Readers) -> None:
-    wanted = {
-        hf_layer_name(name, layer) for rule, layer in family.rules(config) for name in rule.hf
-    }
-    missing = sorted(wanted - readers.keys())
-    if missing:
-        raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
-    ignored = ("lm_head.weight",) if config["share_embeddings_and_output_weights"] else ()
-    unknown = sorted(
-        name for name in readers.keys() - wanted if not name.endswith((*family.unused, *ignored))
-    )
-    if unknown:
-        raise CheckpointError(
-            f"{len(unknown)} tensors have no place in a {family.name} model, "
-            f"the first is {unknown[0]}"
-        )
-
-
-def _megatron_tensors(
-    family: Family,
+def _plan(
+    rules: Sequence[tuple[Rule, int | None]],
     config: Mapping[str, Any],
-    readers: Readers,
+    stored: Mapping[str, UnreadTensor],
     dtype: torch.dtype | None,
     num_query_groups: int,
-) -> dict[str, ShardedTensor]:
-    """Whole tensors, named and placed as megatron-core does for a stack of equal layers."""
-    tensors = {}
-    for rule, layer in family.rules(config):
-        parts = [readers[hf_layer_name(name, layer)]() for name in rule.hf]
-        data = rule.join(parts, config)
-        data = add_zero_groups(rule.megatron, data, config["num_query_groups"], num_query_groups)
-        data = data.to(dtype or data.dtype).contiguous()
+) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
+    """Megatron's tensors by key, outside the layers and inside; nothing is read."""
+    tensors: dict[str, UnreadTensor] = {}
+    layers: dict[str, list[UnreadTensor]] = {}
+    for rule, layer in rules:
+        parts = [stored[hf_layer_name(name, layer)] for name in rule.hf]
+
+        def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
+            data = rule.join(parts, config)
+            groups = config["num_query_groups"]
+            data = add_zero_groups(rule.megatron, data, groups, num_query_groups)
+            return data.to(dtype or data.dtype).contiguous()
+
+        outline = join([part.outline() for part in parts])
+        read = partial(_read_and_join, parts, join)
+        tensor = UnreadTensor(tuple(outline.shape), outline.dtype, read)
+        key = megatron_key(rule, layer)
         if layer is None:
-            key = PREFIX + rule.megatron
-            tensors[key] = ShardedTensor.from_rank_offsets(key, data)
-            continue
-        tensors[f"{layer}.{rule.megatron}"] = ShardedTensor.from_rank_offsets(
-            f"{PREFIX}decoder.layers.{rule.megatron}",
-            data,
-            (0, layer, config["num_layers"]),
-            prepend_axis_num=1,
-        )
-    return tensors
+            tensors[key] = tensor
+        else:
+            layers.setdefault(key, []).append(tensor)
+    return tensors, layers
+
+
+def _read_and_join(
+    parts: Sequence[UnreadTensor], join: Callable[[Sequence[Tensor]], Tensor]
+) -> Tensor:
+    return join([part.read() for part in parts])
+
+
+def _as_fp32(tensor: UnreadTensor) -> UnreadTensor:
+    return UnreadTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
+
+
+def _labels(found: Source) -> list[str] | None:
+    """The names of a reward model's outputs, in order; None for a base model.
+
+    Raises:
+        CheckpointError: the head is not one linear map without a bias, or its outputs have no
+            names that fit.
+    """
+    architecture = str((found.config.get("architectures") or [""])[0])
+    if not architecture.endswith(REWARD_SUFFIX):
+        return None
+    if "score.bias" in found.tensors:
+        raise CheckpointError("score.bias: got a head with a bias, wanted one without")
+    if HF_HEAD not in found.tensors:
+        raise CheckpointError(f"got a {architecture} without {HF_HEAD}, wanted it as its head")
+    rows = found.tensors[HF_HEAD].shape[0]
+    names = found.config.get("id2label")
+    if names is None:
+        count = found.config.get("num_labels", rows)
+        names = {number: f"LABEL_{number}" for number in range(count)}
+    try:
+        labels = [str(name) for _, name in sorted((int(key), names[key]) for key in names)]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"id2label: got {names!r}, wanted numbers and names") from error
+    return ["reward"] if labels == ["LABEL_0"] else labels
+
+
+def _contract(
+    found: Source,
+    labels: list[str] | None,
+    tokenizer_folder: Path,
+    precision: Precision,
+    options: ContractOptions | None,
+) -> ScoringContract | None:
+    """What a score of this model means: its own contract if we exported it, else a new one."""
+    if options is not None and (labels is None or found.contract is not None):
+        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
+        raise CheckpointError(f"got options for a scoring contract, but {why}")
+    if labels is None:
+        return None
+    tokenizer = load_tokenizer(tokenizer_folder)
+    if found.contract is not None:
+        contract = ScoringContract.from_dict(found.contract)
+        _check_own(contract, labels, tokenizer.fingerprint)
+        return contract.with_dtype(precision)
+    options = options or ContractOptions()
+    longest = int(found.config["max_position_embeddings"])
+    is_ranking = len(labels) == 1
+    settings = ModelConfig(
+        reward_model_type=RewardModelType.binary_ranking
+        if is_ranking
+        else RewardModelType.regression,
+        regression=RegressionConfig(attributes=labels),
+        data=DataConfig(
+            template=options.template,
+            seq_length=options.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+        ),
+    )
+    contract = build_contract(settings, tokenizer, precision)
+    return dataclasses.replace(contract, attributes=tuple(labels))
+
+
+def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: str) -> None:
+    for name, got, wanted in (
+        ("config.json: id2label", list(labels), list(contract.attributes)),
+        ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),
+    ):
+        if got != wanted:
+            raise CheckpointError(f"{name}: got {got}, {CONTRACT_NAME} wants {wanted}")
 
 
 @contextmanager
@@ -183,74 +292,3 @@ def _single_process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _open_gguf(path: Path) -> _Source:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
-    checkpoint = GgufCheckpoint(path)
-    return _Source(checkpoint.config, checkpoint.tensors, partial(_save_gguf_tokenizer, path))
-
-
-def _save_gguf_tokenizer(path: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    # From a folder of its own: transformers would also take other tokenizer files that lie beside.
-    with tempfile.TemporaryDirectory() as alone:
-        Path(alone, "model.gguf").symlink_to(path.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(
-            alone, gguf_file="model.gguf", local_files_only=True
-        )
-    tokenizer.save_pretrained(str(folder))
-
-
-def _open_folder(folder: Path) -> _Source:
-    config_path = folder / "config.json"
-    try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{config_path}: {error}; wanted a checkpoint folder or a .gguf file"
-        ) from error
-    return _Source(config, _safetensors_readers(folder), partial(_copy_tokenizer, folder))
-
-
-def _safetensors_readers(folder: Path) -> Readers:
-    readers = {}
-    for path in _safetensors_files(folder):
-        try:
-            with safe_open(path, framework="pt") as stored:
-                names = list(stored.keys())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        readers.update({name: partial(_read_safetensor, path, name) for name in names})
-    return readers
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX_NAME
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{index}: wanted file names in the same folder")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{folder}: got no *.safetensors, wanted some; pickled weights (.bin) are not read"
-        )
-    return files
-
-
-def _read_safetensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as stored:
-        return stored.get_tensor(name)
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    if not (source / "tokenizer.json").is_file():
-        raise CheckpointError(f"{source}: got no tokenizer.json; wanted a fast tokenizer's file")
-    folder.mkdir(parents=True)
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copy(source / name, folder / name)

@@ -104,27 +104,32 @@ def load_reward_model(
         CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
     """
     with open_nemo(path) as folder:
-        contract = _contract(folder)
-        if contract is None:
-            raise CheckpointError(
-                f"{path}: it has no scoring contract, so nothing says how a text becomes a score; "
-                "wanted a reward model written by train_reward_model.py"
-            )
-        tokenizer = load_tokenizer(folder.tokenizer)
-        _check_tokenizer(tokenizer, contract, path)
-        num_attributes = len(contract.attributes)
-        if not _check_head(folder, num_attributes):
-            raise CheckpointError(f"{path}: it has no reward head ({_HEAD})")
-        model = build_reward_model(
-            ModelShape.from_config(folder.config),
-            layout,
-            num_attributes=num_attributes,
-            precision=precision or Precision(contract.dtype),
+        return reward_model_of(folder, layout, precision)
+
+
+def reward_model_of(
+    folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """``load_reward_model`` of an archive that is open."""
+    contract = _contract(folder)
+    if contract is None:
+        raise CheckpointError(
+            f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
+            "score; wanted a reward model written by train_reward_model.py"
         )
-        _load_into(model, folder, with_head=True)
-        return LoadedRewardModel(
-            model.eval(), contract.with_dtype(precision), tokenizer, folder.config
-        )
+    tokenizer = load_tokenizer(folder.tokenizer)
+    _check_tokenizer(tokenizer, contract, folder.source)
+    num_attributes = len(contract.attributes)
+    if not _check_head(folder, num_attributes):
+        raise CheckpointError(f"{folder.source}: it has no reward head ({_HEAD})")
+    model = build_reward_model(
+        ModelShape.from_config(folder.config),
+        layout,
+        num_attributes=num_attributes,
+        precision=precision or Precision(contract.dtype),
+    )
+    _load_into(model, folder, with_head=True)
+    return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
 
 
 def save_reward_model(

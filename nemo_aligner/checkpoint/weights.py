@@ -42,6 +42,7 @@ from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import gather_objects, on_main
 
 ShardedStateDict = dict[str, Any]
+PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 _FORMAT = "torch_dist"
 _SHOWN_KEYS = 5
 
@@ -57,12 +58,17 @@ class PendingSave:
     The tensors must stay as they are until ``is_written``.
     """
 
-    def __init__(self, sharded_state_dict: ShardedStateDict, folder: Path) -> None:
+    def __init__(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        folder: Path,
+        planner: MCoreSavePlanner | None = None,
+    ) -> None:
         self._folder = folder
         self._ranks = _DistWrapper(None, use_dist=True, coordinator_rank=0)
         # Nothing is copied ahead: that is for tensors on a GPU, and would wait for its kernels.
         self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._planner = planner or MCoreSavePlanner(**PLANNING)
         self._metadata: torch_checkpoint.Metadata | None = None
         with _as_checkpoint_error(folder):
             sharded, common = save_preprocess(_without_objects(sharded_state_dict))

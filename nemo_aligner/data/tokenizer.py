@@ -82,6 +82,11 @@ class Tokenizer:
         """Empty where there is none."""
         return self._special_token("eos_token") or ""
 
+    @property
+    def pad_token(self) -> str:
+        """Empty where there is none."""
+        return self._special_token("pad_token") or ""
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id."""

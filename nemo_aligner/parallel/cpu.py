@@ -212,6 +212,13 @@ def lacks_bf16() -> bool:
     return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
+def return_freed_memory() -> None:
+    """Have malloc hand back what is free now, for what does not come by way of this thread."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 _AFTER_IMPORT = {
     "megatron.core.distributed.param_and_grad_buffer": _work_in_place,
     "megatron.core.jit": _disable_jit,

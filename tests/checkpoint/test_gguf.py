@@ -156,8 +156,8 @@ def test_quantised_weights_and_the_tokenizer_are_those_of_transformers(tmp_path:
     theirs = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file=source.name).state_dict()
     ours = GgufCheckpoint(source).tensors
     assert ours.keys() == theirs.keys() - {"lm_head.weight"}
-    for name, read in ours.items():
-        torch.testing.assert_close(read(), theirs[name], rtol=0, atol=0)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor.read(), theirs[name], rtol=0, atol=0)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=source.name)
     with open_nemo(convert(source, tmp_path / "ours.nemo").output) as folder:

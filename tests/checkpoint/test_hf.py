@@ -148,7 +148,7 @@ def test_the_summary_and_the_config_say_what_was_converted(
 
     summary = convert(checkpoint, tmp_path / "out" / "base.nemo")
     count = LlamaForCausalLM.from_pretrained(checkpoint).num_parameters()
-    assert f"llama, {count:,} parameters in fp32, 4 layers of 64" in str(summary)
+    assert f"llama base model, {count:,} parameters in fp32, 4 layers of 64" in str(summary)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["base.nemo"]
     with open_nemo(summary.output) as folder:
         assert folder.config["vocab_size"] == tiny.SHAPE["vocab_size"]

@@ -1,0 +1,192 @@
+"""What a Hugging Face folder, a model of its hub or a GGUF file holds; no tensor is read yet."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nemo_aligner.checkpoint.gguf import GgufCheckpoint
+from nemo_aligner.checkpoint.streaming import UnreadTensor
+from nemo_aligner.errors import CheckpointError
+
+CONTRACT_NAME = "scoring_contract.json"
+_INDEX_NAME = "model.safetensors.index.json"
+_WHOLE_NAME = "model.safetensors"
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
+)  # fmt: skip
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Files in folders, and Mistral's second copy of its weights, are not read.
+_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to convert: its config, its tensors by name, and what goes with them."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, UnreadTensor]
+    save_tokenizer: Callable[[Path], None]
+    contract: Mapping[str, Any] | None = None
+
+
+def open_source(source: str | Path) -> Source:
+    """Open a folder, a ``.gguf`` file, or a model of the hub (``org/name``, if there is no folder).
+
+    Raises:
+        CheckpointError: there is none, it is incomplete or damaged, its weights are pickled or
+            quantised, or the hub cannot be reached.
+    """
+    path = Path(source)
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if not path.exists() and _HUB_NAME.fullmatch(str(source)):
+        path = _download(str(source))
+    return _open_folder(path)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+        )
+    except Exception as error:  # whatever the network's library raises
+        raise CheckpointError(
+            f"there is no such folder, and the hub does not give it: {error}"
+        ) from error
+
+
+def _open_gguf(path: Path) -> Source:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    checkpoint = GgufCheckpoint(path)
+    return Source(checkpoint.config, checkpoint.tensors, partial(_save_gguf_tokenizer, path))
+
+
+def _save_gguf_tokenizer(path: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    # From a folder of its own: transformers would also take other tokenizer files that lie beside.
+    with tempfile.TemporaryDirectory() as alone:
+        Path(alone, "model.gguf").symlink_to(path.resolve())
+        tokenizer = AutoTokenizer.from_pretrained(
+            alone, gguf_file="model.gguf", local_files_only=True
+        )
+    tokenizer.save_pretrained(str(folder))
+
+
+def _open_folder(folder: Path) -> Source:
+    config = _read_json(folder / "config.json", "a checkpoint folder or a .gguf file")
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"quantization_config: got {config['quantization_config']}, which is not supported; "
+            "wanted weights as they were trained"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder}: got no tokenizer.json; wanted a fast tokenizer's file")
+    contract = folder / CONTRACT_NAME
+    return Source(
+        config,
+        _safetensors(folder),
+        partial(_copy_tokenizer, folder),
+        _read_json(contract, "a scoring contract") if contract.is_file() else None,
+    )
+
+
+def _read_json(path: Path, wanted: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}; wanted {wanted}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: got {type(content).__name__}, wanted an object")
+    return content
+
+
+def _safetensors(folder: Path) -> dict[str, UnreadTensor]:
+    index = folder / _INDEX_NAME
+    files = _files_of_index(index) if index.is_file() else _files_without_index(folder)
+    tensors: dict[str, UnreadTensor] = {}
+    for name, listed in files.items():
+        found = _outlines(folder / name)
+        missing = sorted(listed - found.keys())
+        if missing:
+            raise CheckpointError(f"{folder / name}: tensor {missing[0]} is missing")
+        tensors.update({key: found[key] for key in listed or found})
+    return tensors
+
+
+def _files_of_index(index: Path) -> dict[str, set[str]]:
+    """File name -> the tensors that the index says are in it."""
+    weight_map = _read_json(index, "an index of safetensors").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: got no weight_map, wanted tensor and file names")
+    files: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index}: got {name!r}, wanted file names in the same folder")
+        files.setdefault(name, set()).add(tensor)
+    return dict(sorted(files.items()))
+
+
+def _files_without_index(folder: Path) -> dict[str, set[str]]:
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder}: got no *.safetensors, wanted some; pickled weights (.bin) are not read"
+        )
+    return {name: set() for name in ([_WHOLE_NAME] if _WHOLE_NAME in files else files)}
+
+
+def _outlines(path: Path) -> dict[str, UnreadTensor]:
+    """Every tensor of a file by name; only the file's header is read."""
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  (no mapping)
+                header = stored.get_slice(name)
+                kind = header.get_dtype()
+                if kind not in _DTYPES:
+                    raise CheckpointError(
+                        f"{path}: tensor {name}: got {kind} numbers, wanted one of "
+                        f"{', '.join(_DTYPES)}; quantised weights are not read"
+                    )
+                tensors[name] = UnreadTensor(
+                    tuple(header.get_shape()), _DTYPES[kind], partial(_read, path, name)
+                )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return tensors
+
+
+def _read(path: Path, name: str) -> Tensor:
+    # The file is opened anew: what was read of a mapped file stays in memory until it is closed.
+    with safe_open(path, framework="pt") as stored:
+        return stored.get_tensor(name)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
