@@ -51,15 +51,18 @@ class NemoFolder:
         return "model."
 
     @cached_property
+    def _stated(self) -> dict[str, Any]:
+        if self.given_config is not None:
+            return read_yaml(self.given_config, str(self.given_config))
+        return self._own_config()
+
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The model's settings by the keys of ``model_config.yaml``, with ``vocab_size``.
 
         A config of NeMo's own has none: there it is ``override_vocab_size``, or the tokenizer's.
         """
-        if self.given_config is not None:
-            config = read_yaml(self.given_config, str(self.given_config))
-        else:
-            config = self._own_config()
+        config = self._stated
         if config.get("vocab_size") is not None:
             return config
         size = config.get("override_vocab_size") or load_tokenizer(self.tokenizer).vocab_size
@@ -70,6 +73,14 @@ class NemoFolder:
                 "wanted the GELU with tanh (openai_gelu: true)"
             )
         return config
+
+    @property
+    def vocab_size_from(self) -> str:
+        """Who says how large the vocabulary is; rows past it are padding."""
+        for key in ("vocab_size", "override_vocab_size"):
+            if self._stated.get(key):
+                return f"by {key}"
+        return "by its tokenizer"
 
     @property
     def weights(self) -> Path:

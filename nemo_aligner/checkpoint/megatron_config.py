@@ -74,6 +74,7 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
         "qkv_bias": bool(model.get("add_qkv_bias", False)),
         "qk_layernorm": bool(model.get("qk_layernorm", False)),
         "rotary_percentage": model.get("rotary_percent", 1.0),
+        "openai_gelu": function == "openai_gelu",
     }
     if config["normalization"] == "layernorm" and config.get("layernorm_zero_centered_gamma"):
         config["normalization"] = "layernorm1p"

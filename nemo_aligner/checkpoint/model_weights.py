@@ -36,19 +36,19 @@ _MOST_PADDING = 2**16
 Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def model_shape(folder: NemoFolder) -> ModelShape:
+def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
     """What the checkpoint's settings say, once its weights are found to have these sizes.
 
-    Nothing of the model's size is allocated before.
+    Nothing of the model's size is allocated before. ``config`` stands for the folder's own.
 
     Raises:
         CheckpointError: a setting is missing, no number, or not what the weights' shapes say.
     """
-    config = folder.config
+    config = folder.config if config is None else config
     for key in _COUNTS:
-        _check_number(folder, key, 1, _MOST, whole=True)
+        _check_number(folder, key, config.get(key), 1, _MOST, whole=True)
     for key in _NUMBERS:
-        _check_number(folder, key, 1e-12, 1e12)
+        _check_number(folder, key, config.get(key), 1e-12, 1e12)
     try:
         shape = ModelShape.from_config(config)
     except AlignerError as error:
@@ -65,9 +65,8 @@ def model_shape(folder: NemoFolder) -> ModelShape:
 
 
 def _check_number(
-    folder: NemoFolder, key: str, least: float, most: float, whole: bool = False
+    folder: NemoFolder, key: str, value: Any, least: float, most: float, whole: bool = False
 ) -> None:
-    value = folder.config.get(key)
     if value is None:
         return
     try:

@@ -127,23 +127,41 @@ def load_reward_model(
         )
 
 
+def load_critic(
+    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """``load_reward_model`` for a trainer's critic: the head reads every token.
+
+    ``step.infer_values`` gives its values. They begin as the rewards of a text's beginnings: a
+    token's is that of the text that ends with it, without the contract's ``label_means``.
+    """
+    loaded = load_reward_model(path, layout, precision)
+    loaded.model.reads_every_token = True
+    return loaded
+
+
 def save_reward_model(
     path: str | Path,
     model: GPTRewardModel,
     config: Mapping[str, Any],
     tokenizer: Tokenizer,
-    contract: ScoringContract,
+    contract: ScoringContract | None,
 ) -> None:
-    """Write a reward model's archive, whole or not at all; every rank calls it."""
+    """Write a reward model's archive, whole or not at all; every rank calls it.
+
+    Without a contract it is a base model's: the head is left out.
+    """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
-    save_weights(model.sharded_state_dict(prefix=_PREFIX), staging / "weights")
+    weights = model.sharded_state_dict(prefix=_PREFIX)
+    if contract is None:
+        weights.pop(_PREFIX + HEAD, None)
+    save_weights(weights, staging / "weights")
 
     def write() -> None:
-        write_nemo(
-            path, dict(config), staging / "weights", staging / "tokenizer", contract.to_dict()
-        )
+        rules = None if contract is None else contract.to_dict()
+        write_nemo(path, dict(config), staging / "weights", staging / "tokenizer", rules)
         shutil.rmtree(staging)
 
     on_main(write)
