@@ -62,11 +62,13 @@ def load(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
     def fill(entry: Any) -> Any:
         if not isinstance(entry, ShardedTensor):
             return entry
-        data = _read(folder / entry.key, entry.global_slice())
-        if not entry.allow_shape_mismatch:
-            return entry.data.copy_(data.view(entry.data.shape))
-        entry.data[: len(data)] = data  # a padded vocabulary may have other rows
-        return entry.data
+        stored = _read(folder / entry.key, entry.global_slice())
+        target = entry.data.detach()
+        if entry.allow_shape_mismatch:
+            target[: len(stored)] = stored  # a padded vocabulary may have other rows
+        else:
+            target.copy_(stored.view(target.shape))
+        return target
 
     return dict_list_map_inplace(fill, tensors)
 

@@ -29,6 +29,7 @@ ROPE = {
     "original_max_position_embeddings": 8192,
 }
 PADDED = 384  # rows of embeddings, of which the tokenizer has tiny.SHAPE["vocab_size"]
+HEX = "0123456789abcdef" * 2
 LAYERS = tiny.SHAPE["num_hidden_layers"]
 
 
@@ -107,7 +108,7 @@ def nemo1_config(**changes: Any) -> dict[str, Any]:
         "scale_positional_embedding": True,
         "scale_factor": 4,
         "share_embeddings_and_output_weights": False,
-        "tokenizer": {"library": "huggingface", "type": "nemo:0123456789abcdef_tokenizer"},
+        "tokenizer": {"library": "huggingface", "type": f"nemo:{HEX}_tokenizer"},
         "optim": {"name": "distributed_fused_adam", "lr": 1e-6},
         **changes,
     }
@@ -120,7 +121,7 @@ def write_nemo1(
     config = nemo1_config(**changes)
     save(folder / "model_weights", tensors, "model.")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
-    shutil.copytree(tokenizer, folder / "0123456789abcdef_tokenizer")
+    shutil.copytree(tokenizer, folder / f"{HEX}_tokenizer")
     return config
 
 
@@ -185,7 +186,10 @@ def write_nemo2(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **cha
         },
         "model_transform": None,
         "optim": {"_target_": "nemo.lightning.pytorch.optim.megatron.MegatronOptimizerModule"},
-        "tokenizer": {"_target_": "nemo...AutoTokenizer", "pretrained_model_name": "./nemo_tokenizer"},
+        "tokenizer": {
+            "_target_": "nemo...AutoTokenizer",
+            "pretrained_model_name": "./nemo_tokenizer",
+        },
     }
     (folder / "context").mkdir()
     (folder / "context" / "model.yaml").write_text(yaml.safe_dump(model))
@@ -208,7 +212,7 @@ def write_bridge(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **ch
 def write_megatron_lm(
     folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any
 ) -> Path:
-    """A run's folder of Megatron-LM, with its arguments in ``common.pt``; gives ``iter_0000123``."""
+    """A run's folder of Megatron-LM, its arguments in ``common.pt``; gives ``iter_0000123``."""
     arguments = {
         "num_layers": LAYERS,
         "hidden_size": 64,
@@ -246,8 +250,10 @@ def write_megatron_lm(
 
 
 def write_zarr(folder: Path, tensors: dict[str, Tensor], prefix: str = "model.") -> None:
-    """As megatron-core 0.3 to 0.6 did: an array of zarr's version 2 for each tensor, its pieces of
-    one layer's size, not compressed."""
+    """As megatron-core 0.15 still did: an array of zarr's version 2 for each tensor.
+
+    Its pieces are of one layer's size, and not compressed.
+    """
     folder.mkdir(parents=True)
     for key, tensor in tensors.items():
         path = folder / (prefix + key)
