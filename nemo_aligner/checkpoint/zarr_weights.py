@@ -38,8 +38,10 @@ def check_data(folder: Path) -> None:
     """Refuse a folder that lacks a piece of an array, where zarr would read zeros.
 
     Raises:
-        CheckpointError: it names the piece; or a header asks for more than plain numbers.
+        CheckpointError: it names the piece; or a header asks for more than plain numbers; or zarr
+            is not installed.
     """
+    _import_zarr(folder)
     for path, header in _arrays(folder):
         steps = header["chunks"]
         counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
@@ -104,17 +106,20 @@ def _is_size(value: Any) -> bool:
 
 def _read(path: Path, place: tuple[int | slice, ...]) -> Tensor:
     try:
-        import ml_dtypes  # noqa: F401  (numpy then knows bfloat16)
-        import numpy as np
-        import zarr
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path.parent}: weights in zarr need the packages zarr and ml_dtypes (extra [zarr])"
-        ) from error
-    try:
-        values = zarr.open_array(str(path), mode="r")[place]
+        values = _import_zarr(path.parent).open_array(str(path), mode="r")[place]
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if values.dtype.name == "bfloat16":
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+def _import_zarr(folder: Path) -> Any:
+    try:
+        import ml_dtypes  # noqa: F401  (numpy then knows bfloat16)
+        import zarr
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder}: weights in zarr need the packages zarr and ml_dtypes (extra [zarr])"
+        ) from error
+    return zarr

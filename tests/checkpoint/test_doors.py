@@ -463,3 +463,25 @@ def edit_header(array: Path, **changes: Any) -> None:
 
     header = json.loads((array / ".zarray").read_text())
     (array / ".zarray").write_text(json.dumps({**header, **changes}))
+
+
+@pytest.mark.parametrize("door", [bridge, nemo2, zarr_folder], ids=lambda door: door.__name__)
+def test_ranks_share_what_came_in(
+    door: Door, tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    """At TP=2 and at PP=2, from layers stacked and apart."""
+    from megatron.core import dist_checkpointing
+
+    from tests.checkpoint.resave import LAYOUTS
+
+    if door is zarr_folder:
+        pytest.importorskip("zarr")
+    source = door(tmp_path / "theirs", tensors, tokenizer)
+    tiny.run_script("tests/checkpoint/resave.py", str(source), str(tmp_path), processes=2)
+    for name in LAYOUTS:
+        got = dist_checkpointing.load_plain_tensors(str(tmp_path / name))
+        for key, tensor in tensors.items():
+            if key != "output_layer.weight":
+                rows = slice(tiny.SHAPE["vocab_size"] if "embedding" in key else None)
+                found = got[f"model.{key}"][rows]
+                torch.testing.assert_close(found, tensor[rows], rtol=0, atol=0)
