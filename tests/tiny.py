@@ -94,6 +94,35 @@ def write_base_nemo(path: Path, **changes: object) -> Path:
     return path
 
 
+def write_reward_nemo(path: Path) -> Path:
+    """A reward model's ``.nemo`` with two attributes, norms that are not 1, and label means."""
+    import torch
+
+    from nemo_aligner.checkpoint.reward_model import load_pretrained, save_reward_model
+    from nemo_aligner.config.schema import ModelConfig, Precision, RegressionConfig, RewardModelType
+    from nemo_aligner.data.contract import build_contract
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+
+    settings = ModelConfig(
+        reward_model_type=RewardModelType.regression,
+        regression=RegressionConfig(attributes=["helpfulness", "verbosity"]),
+    )
+    base = write_base_nemo(path.with_suffix(".base"))
+    with launch():
+        layout = initialize_layout()
+        loaded = load_pretrained(base, layout, num_attributes=2, precision=Precision.fp32)
+        for name, parameter in loaded.model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        torch.nn.init.normal_(loaded.model.rm_head.weight, std=0.05)
+        contract = build_contract(settings, loaded.tokenizer, Precision.fp32)
+        contract = contract.with_label_means([1.5, 2.5])
+        save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
+        destroy_layout()
+    return path
+
+
 def sentence(rng: random.Random, low: int = 2, high: int = 12) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
 

@@ -1,31 +1,50 @@
-"""The .nemo archive: a tar of config, distributed weights, tokenizer and scoring contract."""
+"""The .nemo archive, and every other folder of Megatron's weights that opens like one.
+
+``open_nemo`` opens what this package writes; NeMo 1.x and NeMo-Aligner archives (tar or tar.gz, or
+unpacked; weights as torch_dist or zarr); NeMo 2 folders (``weights/`` and ``context/``); folders of
+Megatron-LM and Megatron-Bridge (``iter_0000100/``, or the one above them). All give a
+``NemoFolder``; see docs/checkpoints.md.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import socket
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 import yaml
 
-from nemo_aligner.checkpoint.safe_metadata import stored_tensors
-from nemo_aligner.checkpoint.weights import load_weights, save_weights
+from nemo_aligner.checkpoint.archive import CHECKSUMS_NAME, has_checksums, unpack, verify_folder
+from nemo_aligner.checkpoint.folders import (
+    CONFIG_NAME,
+    CONTRACT_NAME,
+    TOKENIZER_NAME,
+    WEIGHTS_NAME,
+    NemoFolder,
+    folder_of,
+)
+from nemo_aligner.checkpoint.weights import (
+    check_data,
+    load_tensors,
+    load_weights,
+    save_weights,
+    stored_tensors,
+)
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import barrier, gather_objects
 
 __all__ = [
     "NemoFolder",
+    "load_tensors",
     "load_weights",
     "open_nemo",
     "save_weights",
@@ -33,190 +52,92 @@ __all__ = [
     "write_nemo",
 ]
 
-CONFIG_NAME = "model_config.yaml"
-WEIGHTS_NAME = "model_weights"
-TOKENIZER_NAME = "tokenizer"
-CONTRACT_NAME = "scoring_contract.json"
-_MAX_MEMBERS = 100_000
-_MAX_TEXT_BYTES = 16 * 2**20
-_SPARE_BYTES = 2**28  # leave this much of the disk free
-_LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
-
-
-@dataclass(frozen=True)
-class NemoFolder:
-    """An unpacked archive; nothing in it is trusted, and nothing in it is unpickled here."""
-
-    root: Path
-    source: Path
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """``model_config.yaml`` as plain data."""
-        text = self._read(CONFIG_NAME)
-        try:
-            config = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise CheckpointError(f"{self.source}: {CONFIG_NAME}: {error}") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(
-                f"{self.source}: {CONFIG_NAME}: got {type(config).__name__}, wanted a mapping"
-            )
-        return config
-
-    @property
-    def weights(self) -> Path:
-        """The distributed checkpoint's folder."""
-        folder = self.root / WEIGHTS_NAME
-        if folder.is_dir():
-            return folder
-        for pattern in _LEGACY_WEIGHTS:
-            for found in self.root.glob(pattern):
-                raise CheckpointError(
-                    f"{self.source}: got legacy weights ({found.name}), which are pickles and are "
-                    f"not read; wanted a distributed checkpoint in {WEIGHTS_NAME}/"
-                )
-        raise CheckpointError(f"{self.source}: it holds no {WEIGHTS_NAME} folder")
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer's folder."""
-        section = self.config.get("tokenizer")
-        for key in ("type", "model"):
-            value = section.get(key) if isinstance(section, dict) else None
-            if isinstance(value, str) and value.startswith("nemo:"):
-                return self._inside(value.removeprefix("nemo:"))
-        return self._inside(TOKENIZER_NAME)
-
-    @cached_property
-    def contract(self) -> dict[str, Any] | None:
-        """``scoring_contract.json``, or None in an archive that is no reward model of ours."""
-        if not (self.root / CONTRACT_NAME).is_file():
-            return None
-        try:
-            return json.loads(self._read(CONTRACT_NAME))
-        except ValueError as error:
-            raise CheckpointError(f"{self.source}: {CONTRACT_NAME}: {error}") from error
-
-    def _read(self, name: str) -> str:
-        path = self.root / name
-        if not path.is_file():
-            raise CheckpointError(f"{self.source}: it holds no {name}")
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise CheckpointError(f"{self.source}: {name}: larger than {_MAX_TEXT_BYTES} bytes")
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{self.source}: {name}: {error}") from error
-
-    def _inside(self, name: str) -> Path:
-        path = (self.root / name).resolve()
-        if not path.is_relative_to(self.root.resolve()) or not path.is_dir():
-            raise CheckpointError(f"{self.source}: it holds no tokenizer folder {name!r}")
-        return path
-
 
 @contextmanager
-def open_nemo(path: str | Path, *, with_weights: bool = True) -> Iterator[NemoFolder]:
-    """Open a ``.nemo`` (plain or gzipped tar, or the folder it unpacks to) for reading.
+def open_nemo(
+    path: str | Path,
+    *,
+    with_weights: bool = True,
+    tokenizer: str | Path | None = None,
+    config: str | Path | None = None,
+) -> Iterator[NemoFolder]:
+    """Open a checkpoint of NeMo or Megatron for reading; see the top of this file for which.
 
-    Without weights, ``NemoFolder.weights`` may not be asked for, and little is unpacked.
+    Without weights, ``NemoFolder.weights`` may not be asked for, and little is unpacked. A folder
+    ``tokenizer`` and a file ``config`` stand for the checkpoint's own.
 
-    Where torch.distributed is initialised every rank must call it: one rank of each host unpacks,
-    into the temporary directory, and the folder is gone when all have left the block.
+    Where torch.distributed is initialised every rank must call it: one rank of each host unpacks
+    an archive, into the temporary directory, and the folder is gone when all have left the block.
+    That rank also reads all weights once, so that damage is known before any is used.
 
     Raises:
-        CheckpointError: no such archive, an unsafe member, or one without the two parts that count.
+        CheckpointError: no such archive, an unsafe member, one without the parts that count, or one
+            that is damaged.
     """
     path = Path(path)
-    if path.is_dir():
-        yield _checked(NemoFolder(path, path), with_weights)
-        return
-    unpacks, root = _unpack_once_per_host(path, with_weights)
+    given = [None if part is None else Path(part) for part in (tokenizer, config)]
+
+    def opened(root: Path) -> NemoFolder:
+        folder = folder_of(root, path, *given)
+        _ = folder.config, with_weights and folder.weights
+        return folder
+
+    owns, root = _once_per_host(path, lambda: _prepare(path, with_weights, opened))
     try:
-        yield _checked(NemoFolder(root, path), with_weights)
+        yield opened(root)
         if dist.is_initialized():
             barrier()
     finally:
-        if unpacks:
-            shutil.rmtree(root, ignore_errors=True)
+        if owns:
+            _remove(root, path)
 
 
-def _checked(folder: NemoFolder, with_weights: bool) -> NemoFolder:
-    _ = folder.config, with_weights and folder.weights
-    return folder
-
-
-def _unpack_once_per_host(path: Path, with_weights: bool) -> tuple[bool, Path]:
-    """Whether this rank unpacked (and so owns the folder), and the folder."""
-    if not dist.is_initialized():
-        return True, _unpack(path, with_weights)
-    hosts = gather_objects(socket.gethostname())
-    owner = hosts.index(hosts[dist.get_rank()])
-    unpacks = owner == dist.get_rank()
-    root, problem = _outcome(lambda: _unpack(path, with_weights)) if unpacks else (None, None)
-    outcomes: list[Any] = gather_objects((root, problem))
-    for _, found in outcomes:
-        if found is not None:
-            if root is not None:
-                shutil.rmtree(root, ignore_errors=True)
-            raise CheckpointError(found)
-    return unpacks, Path(outcomes[owner][0])
-
-
-def _outcome(unpack: Callable[[], Path]) -> tuple[Path | None, str | None]:
-    try:
-        return unpack(), None
-    except CheckpointError as error:
-        return None, str(error)
-
-
-def _unpack(path: Path, with_weights: bool) -> Path:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such .nemo archive or folder")
-    root = Path(tempfile.mkdtemp(prefix="nemo_"))
-    try:
-        with tarfile.open(path, "r:*") as archive:
-            _extract(archive, root, path, with_weights)
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+def _remove(root: Path, path: Path) -> None:
+    if root != path:
         shutil.rmtree(root, ignore_errors=True)
-        raise CheckpointError(f"{path}: cannot unpack: {error}") from error
+
+
+def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder]) -> Path:
+    """The folder of an archive, or the folder itself, once its content is found whole."""
+
+    def wanted(name: PurePosixPath) -> bool:
+        return with_weights or WEIGHTS_NAME not in name.parts
+
+    root = path if path.is_dir() else unpack(path, wanted)
+    try:
+        if root == path:
+            verify_folder(root, wanted)
+        folder = opened(root)
+        if with_weights and not has_checksums(root):
+            check_data(folder.weights)
     except BaseException:
-        shutil.rmtree(root, ignore_errors=True)
+        _remove(root, path)
         raise
     return root
 
 
-def _extract(archive: tarfile.TarFile, root: Path, path: Path, with_weights: bool) -> None:
-    budget = shutil.disk_usage(root).free - _SPARE_BYTES
-    for count, member in enumerate(archive, start=1):
-        # Links are no part of the format; tarfile's own filter is newer than Python 3.11.2.
-        plain = (member.isreg() and not member.issparse()) or member.isdir()
-        if not plain:
-            raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
-        name = PurePosixPath(member.name)
-        if name.is_absolute() or ".." in name.parts:
-            raise CheckpointError(f"{path}: member {member.name!r} has a path out of the archive")
-        if not with_weights and WEIGHTS_NAME in name.parts:
-            continue
-        budget -= member.size
-        if budget < 0:
-            raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR")
-        if count > _MAX_MEMBERS:
-            raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
-        _write_member(archive, member, root / name)
+def _once_per_host(path: Path, prepare: Callable[[], Path]) -> tuple[bool, Path]:
+    """Whether this rank called ``prepare`` for its host, and what that gave."""
+    if not dist.is_initialized():
+        return True, prepare()
+    hosts = gather_objects(socket.gethostname())
+    owner = hosts.index(hosts[dist.get_rank()])
+    is_owner = owner == dist.get_rank()
+    root, problem = _outcome(prepare) if is_owner else (None, None)
+    outcomes: list[Any] = gather_objects((root, problem))
+    for _, found in outcomes:
+        if found is not None:
+            if root is not None:
+                _remove(root, path)
+            raise CheckpointError(found)
+    return is_owner, Path(outcomes[owner][0])
 
 
-def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
-    """A folder or a file with this machine's default permissions and no other attributes."""
-    if member.isdir():
-        target.mkdir(parents=True, exist_ok=True)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source = archive.extractfile(member)
-    assert source is not None, "a regular file has content"
-    with source, target.open("wb") as file:
-        shutil.copyfileobj(source, file)
+def _outcome(prepare: Callable[[], Path]) -> tuple[Path | None, str | None]:
+    try:
+        return prepare(), None
+    except CheckpointError as error:
+        return None, str(error)
 
 
 def write_nemo(
@@ -229,7 +150,8 @@ def write_nemo(
     """Write an archive that appears whole or not at all; one process calls it.
 
     ``weights`` and ``tokenizer`` are folders. The config's ``tokenizer.type`` is set to
-    ``nemo:tokenizer``, NeMo's way to point into the archive.
+    ``nemo:tokenizer``, NeMo's way to point into the archive. The last file, ``checksums.json``, has
+    the sha256 of every other.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,12 +160,13 @@ def write_nemo(
     partial = path.with_name(f".{path.name}.partial")  # a killed write leaves it to the next
     try:
         with partial.open("wb") as stream:
-            with tarfile.open(fileobj=stream, mode="w:", dereference=True) as archive:
-                _add_text(archive, CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
+            with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:
+                archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
-                    _add_text(archive, CONTRACT_NAME, json.dumps(contract, indent=2))
+                    archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
+                archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, path)
@@ -252,11 +175,39 @@ def write_nemo(
         partial.unlink(missing_ok=True)
 
 
-def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
-    data = text.encode()
-    member = tarfile.TarInfo(f"./{name}")
-    member.size = len(data)
-    archive.addfile(member, BytesIO(data))
+class _SummingTar(tarfile.TarFile):
+    """A tar in the making that knows the sha256 of what it was given, by name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sums: dict[str, str] = {}
+
+    def add_text(self, name: str, text: str) -> None:
+        data = text.encode()
+        member = tarfile.TarInfo(f"./{name}")
+        member.size = len(data)
+        self.addfile(member, BytesIO(data))
+
+    def addfile(self, member: tarfile.TarInfo, fileobj: Any = None) -> None:
+        if fileobj is None:
+            super().addfile(member)
+            return
+        summed = _Summed(fileobj)
+        super().addfile(member, summed)  # type: ignore[arg-type]
+        self.sums[PurePosixPath(member.name).as_posix()] = summed.digest.hexdigest()
+
+
+class _Summed:
+    """A file whose sha256 is taken as it is read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size)
+        self.digest.update(block)
+        return block
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

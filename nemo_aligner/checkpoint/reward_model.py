@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.nemo import (
-    NemoFolder,
-    load_weights,
-    open_nemo,
-    save_weights,
-    stored_tensors,
-    write_nemo,
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.model_weights import (
+    HEAD,
+    HEAD_BIAS,
+    load_backbone,
+    model_shape,
+    read_head,
+    tensors_of,
 )
+from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, save_weights, write_nemo
 from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
-from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.collectives import barrier, on_main
 from nemo_aligner.parallel.layout import ParallelLayout
 
 _PREFIX = "model."
-_HEAD = "model.rm_head.weight"
-_HEAD_BIAS = "model.rm_head.bias"
-_EMBEDDING = "model.embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load_pretrained(
     """
     with open_nemo(path) as folder:
         model = build_reward_model(
-            ModelShape.from_config(folder.config),
+            model_shape(folder),
             layout,
             num_attributes=num_attributes,
             precision=precision,
@@ -121,9 +121,9 @@ def reward_model_of(
     _check_tokenizer(tokenizer, contract, folder.source)
     num_attributes = len(contract.attributes)
     if not _check_head(folder, num_attributes):
-        raise CheckpointError(f"{folder.source}: it has no reward head ({_HEAD})")
+        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     model = build_reward_model(
-        ModelShape.from_config(folder.config),
+        model_shape(folder),
         layout,
         num_attributes=num_attributes,
         precision=precision or Precision(contract.dtype),
@@ -132,23 +132,41 @@ def reward_model_of(
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
 
 
+def load_critic(
+    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """``load_reward_model`` for a trainer's critic: the head reads every token.
+
+    ``step.infer_values`` gives its values. They begin as the rewards of a text's beginnings: a
+    token's is that of the text that ends with it, without the contract's ``label_means``.
+    """
+    loaded = load_reward_model(path, layout, precision)
+    loaded.model.reads_every_token = True
+    return loaded
+
+
 def save_reward_model(
     path: str | Path,
     model: GPTRewardModel,
     config: Mapping[str, Any],
     tokenizer: Tokenizer,
-    contract: ScoringContract,
+    contract: ScoringContract | None,
 ) -> None:
-    """Write a reward model's archive, whole or not at all; every rank calls it."""
+    """Write a reward model's archive, whole or not at all; every rank calls it.
+
+    Without a contract it is a base model's: the head is left out.
+    """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
-    save_weights(model.sharded_state_dict(prefix=_PREFIX), staging / "weights")
+    weights = model.sharded_state_dict(prefix=_PREFIX)
+    if contract is None:
+        weights.pop(_PREFIX + HEAD, None)
+    save_weights(weights, staging / "weights")
 
     def write() -> None:
-        write_nemo(
-            path, dict(config), staging / "weights", staging / "tokenizer", contract.to_dict()
-        )
+        rules = None if contract is None else contract.to_dict()
+        write_nemo(path, dict(config), staging / "weights", staging / "tokenizer", rules)
         shutil.rmtree(staging)
 
     on_main(write)
@@ -167,17 +185,18 @@ def _contract(folder: NemoFolder) -> ScoringContract | None:
 
 def _check_head(folder: NemoFolder, num_attributes: int) -> bool:
     """Whether the archive has a reward head that fits."""
-    stored = stored_tensors(folder.weights)
-    if _HEAD not in stored:
+    stored = tensors_of(folder)
+    if HEAD not in stored:
         return False
-    if _HEAD_BIAS in stored:
+    if HEAD_BIAS in stored:
         raise CheckpointError(
-            f"{folder.source}: its reward head has a bias ({_HEAD_BIAS}), wanted a head without one"
+            f"{folder.source}: its reward head has a bias ({HEAD_BIAS}), wanted a head without "
+            "one; scripts/import_nemo.py makes an archive that has it in the scoring contract"
         )
-    got = stored[_HEAD][0][0]
+    got = stored[HEAD][0][0]
     if got != num_attributes:
         raise CheckpointError(
-            f"{folder.source}: {_HEAD}: got {got} attributes, wanted {num_attributes}"
+            f"{folder.source}: {HEAD}: got {got} attributes, wanted {num_attributes}"
         )
     return True
 
@@ -190,25 +209,20 @@ def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str 
         )
 
 
-def _check_vocabulary(folder: NemoFolder, vocab_size: int) -> None:
-    """The loader lets rows be missing, as padding differs from layout to layout; words may not."""
-    stored = stored_tensors(folder.weights)
-    if _EMBEDDING in stored and stored[_EMBEDDING][0][0] < vocab_size:
-        raise CheckpointError(
-            f"{folder.source}: {_EMBEDDING}: got {stored[_EMBEDDING][0][0]} rows, "
-            f"wanted at least the vocabulary of {vocab_size}"
-        )
-
-
 def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:
-    _check_vocabulary(folder, int(folder.config["vocab_size"]))
-    request = model.sharded_state_dict(prefix=_PREFIX)
-    if not with_head:
-        request.pop(_HEAD, None)
-    state = load_weights(request, folder.weights)
-    plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
-    missing, unexpected = model.load_state_dict(plain, strict=False)
-    # TransformerEngine's opaque state is never loaded; a new head stays as it was drawn.
-    lost = [key for key in missing if "_extra_state" not in key and not key.startswith("rm_head.")]
-    if lost or unexpected:
-        raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
+    load_backbone(model, folder)
+    if with_head:
+        set_head(model, read_head(folder, HEAD), folder)
+
+
+def set_head(model: GPTRewardModel, weight: Tensor, folder: NemoFolder) -> None:
+    """Make ``weight [A, hidden]`` the reward head, on the ranks that have one."""
+    if not model.post_process:
+        return
+    if weight.shape != model.rm_head.weight.shape:
+        raise CheckpointError(
+            f"{folder.source}: {HEAD}: got shape {list(weight.shape)}, "
+            f"wanted {list(model.rm_head.weight.shape)}"
+        )
+    with torch.no_grad():
+        model.rm_head.weight.copy_(weight)

@@ -6,13 +6,24 @@ torch.distributed.checkpoint can be built, so a file that passes may be handed t
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
 from enum import Enum
+from io import BufferedReader, RawIOBase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from types import FunctionType
+from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from nemo_aligner.errors import CheckpointError
 
@@ -48,7 +59,21 @@ def _enum_member(owner: Any, name: Any) -> Any:
     raise pickle.UnpicklingError(f"it asks for attribute {name!r} of {owner!r}")
 
 
-class _AllowListUnpickler(pickle.Unpickler):
+# The C one gives no say in what may be changed.
+_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+class _AllowListUnpickler(_PythonUnpickler):
+    dispatch = dict(_PythonUnpickler.dispatch)  # noqa: RUF012
+
+    def load_build(self) -> None:
+        # A pickle may set attributes of what it made, but not of the classes it named.
+        if isinstance(self.stack[-2], type | FunctionType):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
             return _enum_member
@@ -96,3 +121,103 @@ def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype
         for name, entry in read_metadata(folder).state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def check_data(folder: Path) -> None:
+    """Read every stored tensor once, so that a damaged one is known before any is used.
+
+    The index has to lay each tensor out without a gap, inside its files. Each piece is a zip file
+    of torch's, whose CRC-32 is compared. Optimizer state is left out: it is never read.
+
+    Raises:
+        CheckpointError: a piece is missing, cut off, of another size, or damaged.
+    """
+    metadata = read_metadata(folder)
+    pieces = defaultdict(list)
+    try:
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
+                for info, least in _pieces(metadata, name, entry):
+                    pieces[info.relative_path].append((info, least, name))
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: .metadata: unreadable: {error!r}") from error
+    for file, found in pieces.items():
+        _check_file(folder / file, found)
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Whether a stored tensor is an optimizer's, as Megatron names them."""
+    return re.match(r"(chained_\d+\.)?optimizer\.", name) is not None
+
+
+def _pieces(
+    metadata: Metadata, name: str, entry: TensorStorageMetadata
+) -> Iterator[tuple[Any, int]]:
+    """Where each piece of a tensor is stored, and the least bytes that it takes."""
+    size, item = tuple(entry.size), entry.properties.dtype.itemsize
+    volumes = []
+    for chunk in entry.chunks:
+        bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        if not all(start >= 0 and 0 <= length <= whole - start for start, length, whole in bounds):
+            raise ValueError(f"{name}: a piece of shape {tuple(chunk.sizes)} lies outside {size}")
+        volumes.append(math.prod(chunk.sizes))
+        info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{name}: it is stored in another form than torch's own")
+        yield info, volumes[-1] * item
+    starts = {tuple(chunk.offsets) for chunk in entry.chunks}
+    if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
+        raise ValueError(f"{name}: its pieces do not make up its shape {size}")
+
+
+def _check_file(path: Path, pieces: list[tuple[Any, int, str]]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file, wanted the data of {pieces[0][2]}")
+    end = 0
+    with path.open("rb") as file:
+        for info, least, name in sorted(pieces, key=lambda piece: piece[0].offset):
+            where = f"{path}: {name}"
+            if info.offset < end or least > info.length:
+                raise CheckpointError(
+                    f"{where}: got {info.length} bytes at {info.offset}, wanted at least {least} "
+                    f"from {end} on"
+                )
+            end = info.offset + info.length
+            if end > path.stat().st_size:
+                raise CheckpointError(
+                    f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
+                )
+            try:
+                with zipfile.ZipFile(BufferedReader(_Part(file, info.offset, end))) as piece:
+                    if any(member.compress_type for member in piece.infolist()):
+                        raise ValueError("it is compressed, wanted torch's own form")
+                    damaged = piece.testzip()
+            except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+                raise CheckpointError(f"{where}: damaged: {error}") from error
+            if damaged is not None:
+                raise CheckpointError(f"{where}: damaged: {damaged} has another CRC-32")
+
+
+class _Part(RawIOBase):
+    """The bytes ``start`` to ``end`` of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file, self._start, self._size = file, start, end - start
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._place = max(0, offset + (0, self._place, self._size)[whence])
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._place)
+        block = self._file.read(min(len(buffer), max(0, self._size - self._place)))
+        buffer[: len(block)] = block
+        self._place += len(block)
+        return len(block)

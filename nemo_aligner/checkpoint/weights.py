@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,14 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    apply_factory_merges,
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -36,14 +37,17 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from nemo_aligner.checkpoint import safe_metadata, zarr_weights
 from nemo_aligner.checkpoint.background import in_background
-from nemo_aligner.checkpoint.safe_metadata import read_metadata, stored_tensors
+from nemo_aligner.checkpoint.plain_data import read_json
+from nemo_aligner.checkpoint.safe_metadata import read_metadata
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import gather_objects, on_main
 
 ShardedStateDict = dict[str, Any]
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 _FORMAT = "torch_dist"
+ZARR = "zarr"
 _SHOWN_KEYS = 5
 
 
@@ -149,16 +153,29 @@ def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str
     """Fill ``sharded_state_dict`` from ``folder`` and give it back as a plain state dict.
 
     Every rank calls it. The tensors keep the dtype and device that they have; ``ShardedObject``
-    entries are left out.
+    entries are left out, and what is not in tensors (``common.pt``) comes along.
 
     Raises:
         CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
             something in ``folder`` that would run as code; or if the data is damaged.
     """
     request = _without_objects(sharded_state_dict)
-    _raise_everywhere(_problem(request, folder))
+    _raise_everywhere(lambda: _check(request, folder, with_common=True))
     with _as_checkpoint_error(folder):
         return dist_checkpointing.load(request, str(folder))
+
+
+def load_tensors(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """``load_weights`` of the tensors alone; ``common.pt`` is not opened, and zarr is read, too."""
+    request = _without_objects(sharded_state_dict)
+    _raise_everywhere(lambda: _check(request, folder, with_common=False))
+    tensors, _, factories = load_preprocess(request)
+    with _as_checkpoint_error(folder):
+        if read_format(folder) == ZARR:
+            loaded = zarr_weights.load(tensors, folder)
+        else:
+            loaded = TorchDistLoadShardedStrategy().load(tensors, folder)
+    return apply_factory_merges(loaded, factories)
 
 
 @contextmanager
@@ -180,37 +197,73 @@ def _without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
     return kept
 
 
-def _problem(request: ShardedStateDict, folder: Path) -> str | None:
+def _check(request: ShardedStateDict, folder: Path, *, with_common: bool) -> None:
+    check_format(folder, with_common=with_common)
+    wanted, _, _ = load_preprocess(request)
+    _check_tensors(nested_values(wanted), folder)
+
+
+def _raise_everywhere(check: Callable[[], None]) -> None:
     try:
-        check_format(folder)
-        wanted, _, _ = load_preprocess(request)
-        _check_tensors(nested_values(wanted), folder)
+        check()
+        problem = None
     except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def _raise_everywhere(problem: str | None) -> None:
+        problem = str(error)
     for found in gather_objects(problem):
         if found is not None:
             raise CheckpointError(found)
 
 
-def check_format(folder: Path) -> None:
-    """Refuse a ``folder`` that is not a torch_dist checkpoint with a harmless index."""
+def read_format(folder: Path) -> str:
+    """``torch_dist`` or ``zarr``: how megatron-core wrote the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: it is another format, or no distributed checkpoint.
+    """
     path = folder / "metadata.json"
-    try:
-        backend = json.loads(path.read_text()).get("sharded_backend")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: unreadable: {error}") from error
-    if backend != _FORMAT:
+    backend = read_json(path, str(path)).get("sharded_backend")
+    if backend not in (_FORMAT, ZARR):
         raise CheckpointError(f"{path}: got the format {backend!r}, wanted {_FORMAT!r}")
+    return backend
+
+
+def check_format(folder: Path, *, with_common: bool = True) -> None:
+    """Refuse a ``folder`` that is not a distributed checkpoint with a harmless index.
+
+    With ``common.pt`` it has to be torch_dist, and that file plain data.
+    """
+    if read_format(folder) == ZARR and not with_common:
+        return
     read_metadata(folder)
+    if with_common:
+        read_common(folder)
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """``common.pt``: what a checkpoint holds beside tensors, as plain data.
+
+    megatron-core's list of harmless classes counts as plain, ``argparse.Namespace`` among them.
+    """
     common = folder / "common.pt"
     try:
-        torch.load(common, map_location="cpu", weights_only=True)
+        return torch.load(common, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{common}: refused or unreadable: {error}") from error
+
+
+def check_data(folder: Path) -> None:
+    """Read all stored weights once, to know that they are whole."""
+    if read_format(folder) == ZARR:
+        zarr_weights.check_data(folder)
+    else:
+        safe_metadata.check_data(folder)
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (global shape, dtype) of every tensor in a distributed checkpoint."""
+    if read_format(folder) == ZARR:
+        return zarr_weights.stored_tensors(folder)
+    return safe_metadata.stored_tensors(folder)
 
 
 def _check_tensors(wanted: Iterable[Any], folder: Path) -> None:

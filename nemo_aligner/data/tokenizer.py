@@ -51,14 +51,20 @@ class Tokenizer:
         for name in (_SPECIAL, _CONFIG):
             if name in self._files:
                 try:
-                    config.update(json.loads(self._files[name]))
-                except ValueError as error:
+                    content = json.loads(self._files[name])
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{self._where}/{name}: not JSON: {error}") from error
+                if not isinstance(content, dict):
+                    raise DataError(f"{self._where}/{name}: wanted a JSON object")
+                config.update(content)
         return config
 
     def _special_token(self, name: str) -> str | None:
         value = self._config.get(name)
-        return value.get("content") if isinstance(value, dict) else value
+        token = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(token, str | None):
+            raise DataError(f"{self._where}/{_CONFIG}: {name}: got {token!r}, wanted a text")
+        return token
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_token(name)
@@ -96,11 +102,20 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The tokenizer's own: ``chat_template.jinja``, or the config's (the one named default)."""
         if _TEMPLATE in self._files:
-            return self._files[_TEMPLATE].decode("utf-8")
+            try:
+                return self._files[_TEMPLATE].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{self._where}/{_TEMPLATE}: {error}") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
-            return named.get("default")
+            named = {
+                entry.get("name"): entry.get("template")
+                for entry in template
+                if isinstance(entry, dict)
+            }
+            template = named.get("default")
+        if not isinstance(template, str | None):
+            raise DataError(f"{self._where}/{_CONFIG}: chat_template: wanted a text")
         return template
 
     @cached_property

@@ -40,7 +40,12 @@ class RewardHead(torch.nn.Module):
 
 
 class GPTRewardModel(GPTModel):
-    """megatron-core's GPTModel with a reward head in the place of the output layer."""
+    """megatron-core's GPTModel with a reward head in the place of the output layer.
+
+    ``reads_every_token`` makes it a critic: the head gives a value for each token of a pack.
+    """
+
+    reads_every_token = False
 
     def __init__(
         self,
@@ -88,8 +93,9 @@ class GPTRewardModel(GPTModel):
         """Score a pack (on this model's device).
 
         Returns:
-            Rewards ``[S, num_attributes]`` float32 on the last stage; on the others the hidden
-            states ``[T, 1, hidden]`` (``T / tp`` tokens under sequence parallelism) for the next.
+            Rewards ``[S, num_attributes]`` float32 on the last stage, a critic's values
+            ``[T, num_attributes]``; on the others the hidden states ``[T, 1, hidden]`` (``T / tp``
+            tokens under sequence parallelism) for the next.
         """
         embedded = None
         if self.pre_process:
@@ -100,13 +106,16 @@ class GPTRewardModel(GPTModel):
                 # A recomputed layer is differentiated only if its input asks for it, and behind a
                 # frozen embedding nothing does.
                 embedded.requires_grad_()
+        rows = batch.last_token
+        if self.reads_every_token:
+            rows = torch.arange(batch.num_tokens, device=rows.device)
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             # The attention rotates; megatron-core's way takes many more passes over memory.
             rotary_pos_emb=None,
             packed_seq_params=PackedSegments.of(
-                batch, *self._rotation(batch.position_ids), self._rows_of_head(batch.last_token)
+                batch, *self._rotation(batch.position_ids), self._rows_of_head(rows)
             ),
         )
         if not self.post_process:
@@ -116,7 +125,7 @@ class GPTRewardModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return self.rm_head(hidden[: batch.num_sequences, 0])
+        return self.rm_head(hidden[: len(rows), 0])
 
     def _rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[T, 1, 1, rotary channels / 2]`` at ``position_ids [T]``."""
@@ -128,11 +137,11 @@ class GPTRewardModel(GPTModel):
         dtype = self.config.params_dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _rows_of_head(self, last_token: Tensor) -> Tensor:
-        """``last_token``, under sequence parallelism filled up to split evenly over the ranks."""
+    def _rows_of_head(self, rows: Tensor) -> Tensor:
+        """``rows``, under sequence parallelism filled up to split evenly over the ranks."""
         if not self.config.sequence_parallel:
-            return last_token
-        return F.pad(last_token, (0, -last_token.numel() % self.pg_collection.tp.size()))
+            return rows
+        return F.pad(rows, (0, -rows.numel() % self.pg_collection.tp.size()))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

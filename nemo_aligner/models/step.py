@@ -52,6 +52,25 @@ def infer(
     return _run(model, batches, layout, None) if batches else None
 
 
+@torch.no_grad()
+def infer_values(
+    model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
+) -> list[Tensor] | None:
+    """A critic's values ``[T, A]`` float32 of every token of each of ``batches``, in their order.
+
+    Raw as those of ``infer``; None on all pipeline stages but the last. The model is left in
+    evaluation mode.
+    """
+    model.eval()
+    if not batches:
+        return []
+    values = _run_schedule(model, batches, layout, _value_step, forward_only=True)
+    if not layout.is_last_stage:
+        return None
+    # Sequence parallelism may have appended a filler.
+    return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=True)]
+
+
 def record_ids_of(batches: Sequence[PackedBatch]) -> Tensor:
     """``[R]`` int64, of all ``batches`` one after the other."""
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -92,21 +111,40 @@ def _run(
     layout: ParallelLayout,
     loss: RewardLoss | None,
 ) -> Tensor | None:
+    step = partial(_forward_step, loss=loss)
+    outputs = _run_schedule(model, batches, layout, step, forward_only=loss is None)
+    return torch.cat(outputs) if layout.is_last_stage else None
+
+
+def _run_schedule(
+    model: torch.nn.Module,
+    batches: Sequence[PackedBatch],
+    layout: ParallelLayout,
+    forward_step: Callable[..., Any],
+    forward_only: bool,
+) -> list[Tensor]:
     multiple = layout.tp if layout.sequence_parallel else 1
     padded = [batch.padded_to_multiple(multiple) for batch in batches]
     options = _pipeline_options(model, padded, multiple) if layout.pp > 1 else {}
-    outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss=loss),
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
         data_iterator=iter(padded),
         model=[model],
         num_microbatches=len(padded),
         # Every micro-batch has a length of its own; these two only shape what nobody reads.
         seq_length=padded[0].num_tokens,
         micro_batch_size=1,
-        forward_only=loss is None,
+        forward_only=forward_only,
         **options,
     )
-    return torch.cat(outputs) if layout.is_last_stage else None
+
+
+def _value_step(
+    batches: Iterator[PackedBatch], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    output = model(next(batches).to(current_device()))
+    # The schedule scales what it gets in place: keep a copy.
+    return output, lambda values, **unused: (values.sum(), values.clone())
 
 
 def _pipeline_options(

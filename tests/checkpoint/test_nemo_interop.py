@@ -17,7 +17,7 @@ import pytest
 from nemo_aligner.checkpoint.nemo import open_nemo, write_nemo
 
 REQUIREMENTS = ("nemo_toolkit[core]==3.0.0", "lightning==2.4.0")
-CONFIG = {"num_layers": 2, "layernorm_epsilon": 1e-5, "normalization": "rmsnorm", "bias": False}
+CONFIG = {"num_layers": 2, "layernorm_epsilon": 1e-5, "bias": False, "vocab_size": 320}
 WORKER = """
 import json, os, sys
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector

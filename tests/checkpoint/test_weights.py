@@ -156,10 +156,10 @@ def test_a_missing_part_is_named(name: str, saved: Path) -> None:
         load(saved)
 
 
-def test_zarr_is_named(saved: Path) -> None:
-    description = {"sharded_backend": "zarr", "sharded_backend_version": 1}
+def test_another_format_is_named(saved: Path) -> None:
+    description = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
     (saved / "metadata.json").write_text(json.dumps(description))
-    with pytest.raises(CheckpointError, match="got the format 'zarr', wanted 'torch_dist'"):
+    with pytest.raises(CheckpointError, match="got the format 'fsdp_dtensor', wanted 'torch_dist'"):
         load(saved)
 
 

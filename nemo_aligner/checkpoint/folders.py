@@ -1,0 +1,236 @@
+"""What lies in an opened checkpoint of NeMo or Megatron: its settings, weights and tokenizer."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.checkpoint.megatron_config import from_arguments, from_transformer_config
+from nemo_aligner.checkpoint.plain_data import read_json, read_text, read_yaml
+from nemo_aligner.checkpoint.weights import read_common
+from nemo_aligner.data.tokenizer import load_tokenizer
+from nemo_aligner.errors import CheckpointError
+
+CONFIG_NAME = "model_config.yaml"
+WEIGHTS_NAME = "model_weights"
+TOKENIZER_NAME = "tokenizer"
+CONTRACT_NAME = "scoring_contract.json"
+_LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
+# What NeMo builds where a key is missing; this package writes them all.
+_NEMO_DEFAULTS = {
+    "normalization": "layernorm",
+    "activation": "gelu",
+    "bias": True,
+    "position_embedding_type": "learned_absolute",
+}
+_TRACKER = "latest_checkpointed_iteration.txt"
+_RUN_CONFIG = "run_config.yaml"
+_MODEL_YAML = "context/model.yaml"
+
+
+@dataclass(frozen=True)
+class NemoFolder:
+    """An unpacked archive; nothing in it is trusted, and nothing in it is unpickled here.
+
+    ``given_tokenizer`` and ``given_config`` stand for what the checkpoint lacks, or has in a form
+    that is not read.
+    """
+
+    root: Path
+    source: Path
+    given_tokenizer: Path | None = None
+    given_config: Path | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the stored tensors begin with."""
+        return "model."
+
+    @cached_property
+    def _stated(self) -> dict[str, Any]:
+        if self.given_config is not None:
+            return read_yaml(self.given_config, str(self.given_config))
+        return self._own_config()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's settings by the keys of ``model_config.yaml``, with ``vocab_size``.
+
+        A config of NeMo's own has none: there it is ``override_vocab_size``, or the tokenizer's.
+        """
+        config = self._stated
+        if config.get("vocab_size") is not None:
+            return config
+        size = config.get("override_vocab_size") or load_tokenizer(self.tokenizer).vocab_size
+        config = {**_NEMO_DEFAULTS, **config, "vocab_size": size}
+        if "geglu" in str(config["activation"]) and not config.get("openai_gelu"):
+            raise CheckpointError(
+                f"{self.source}: activation: got {config['activation']!r} without openai_gelu, "
+                "wanted the GELU with tanh (openai_gelu: true)"
+            )
+        return config
+
+    @property
+    def vocab_size_from(self) -> str:
+        """Who says how large the vocabulary is; rows past it are padding."""
+        for key in ("vocab_size", "override_vocab_size"):
+            if self._stated.get(key):
+                return f"by {key}"
+        return "by its tokenizer"
+
+    @property
+    def weights(self) -> Path:
+        """The distributed checkpoint's folder."""
+        folder = self.root / WEIGHTS_NAME
+        if folder.is_dir():
+            return folder
+        for pattern in _LEGACY_WEIGHTS:
+            for found in self.root.glob(pattern):
+                raise CheckpointError(
+                    f"{self.source}: got legacy weights ({found.name}), which are pickles and are "
+                    f"not read; wanted a distributed checkpoint in {WEIGHTS_NAME}/"
+                )
+        raise CheckpointError(f"{self.source}: it holds no {WEIGHTS_NAME} folder")
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's folder."""
+        return self.given_tokenizer or self._own_tokenizer()
+
+    @cached_property
+    def contract(self) -> dict[str, Any] | None:
+        """``scoring_contract.json``, or None in an archive that is no reward model of ours."""
+        path = self.root / CONTRACT_NAME
+        return read_json(path, f"{self.source}: {CONTRACT_NAME}") if path.is_file() else None
+
+    def _own_config(self) -> dict[str, Any]:
+        return read_yaml(self.root / CONFIG_NAME, f"{self.source}: {CONFIG_NAME}")
+
+    def _own_tokenizer(self) -> Path:
+        section = self._own_config().get("tokenizer")
+        section = section if isinstance(section, dict) else {}
+        for key in ("type", "model"):
+            value = section.get(key)
+            if isinstance(value, str) and value.startswith("nemo:"):
+                return self._inside(value.removeprefix("nemo:"))
+        if section.get("type") and not (self.root / TOKENIZER_NAME).is_dir():
+            raise self._no_tokenizer(f"only the name of one, {section['type']!r}")
+        return self._inside(TOKENIZER_NAME)
+
+    def _inside(self, name: str) -> Path:
+        path = (self.root / name).resolve()
+        if path.is_relative_to(self.root.resolve()) and path.is_dir():
+            return path
+        raise self._no_tokenizer(
+            f"the file {name!r}" if path.is_file() else f"no tokenizer folder {name!r}"
+        )
+
+    def _no_tokenizer(self, got: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.source}: tokenizer: got {got}, wanted a folder with a tokenizer.json; "
+            "scripts/import_nemo.py --tokenizer FOLDER makes an archive with one"
+        )
+
+
+class Nemo2Folder(NemoFolder):
+    """``weights/`` and ``context/`` of NeMo 2: settings are nemo-run's YAML, and none is run."""
+
+    @property
+    def prefix(self) -> str:
+        return "module."
+
+    @property
+    def weights(self) -> Path:
+        return _existing(self.root / "weights", self.source)
+
+    def _own_config(self) -> dict[str, Any]:
+        where = f"{self.source}: {_MODEL_YAML}"
+        model = read_yaml(self.root / _MODEL_YAML, where).get("config")
+        if not isinstance(model, dict):
+            raise CheckpointError(f"{where}: config: got {model!r}, wanted a mapping")
+        return from_transformer_config(model, f"{where}: config")
+
+    def _own_tokenizer(self) -> Path:
+        for name in ("nemo_tokenizer", "artifacts", "."):
+            folder = self.root / "context" / name
+            if (folder / "tokenizer.json").is_file():
+                return folder
+        raise self._no_tokenizer("none in context/nemo_tokenizer")
+
+
+class MegatronFolder(NemoFolder):
+    """``iter_0000100/`` of Megatron-Bridge, with its ``run_config.yaml``, or of Megatron-LM."""
+
+    @property
+    def prefix(self) -> str:
+        return ""
+
+    @property
+    def weights(self) -> Path:
+        return self.root
+
+    def _own_config(self) -> dict[str, Any]:
+        if (self.root / _RUN_CONFIG).is_file():
+            where = f"{self.source}: {_RUN_CONFIG}"
+            model = read_yaml(self.root / _RUN_CONFIG, where).get("model")
+            if not isinstance(model, dict):
+                raise CheckpointError(f"{where}: model: got {model!r}, wanted a mapping")
+            return from_transformer_config(model, f"{where}: model")
+        arguments = read_common(self.root).get("args")
+        if not isinstance(arguments, Namespace):
+            raise CheckpointError(
+                f"{self.source}: common.pt: got no args of Megatron-LM; "
+                f"scripts/import_nemo.py --config {CONFIG_NAME} says what the model is"
+            )
+        return from_arguments(vars(arguments), f"{self.source}: common.pt")
+
+    def _own_tokenizer(self) -> Path:
+        for folder in (self.root / TOKENIZER_NAME, self.root.parent / TOKENIZER_NAME):
+            if (folder / "tokenizer.json").is_file():
+                return folder
+        raise self._no_tokenizer("none in its folder tokenizer/")
+
+
+def _existing(folder: Path, source: Path) -> Path:
+    if not folder.is_dir():
+        raise CheckpointError(f"{source}: it holds no {folder.name} folder")
+    return folder
+
+
+def folder_of(
+    root: Path, source: Path, tokenizer: Path | None = None, config: Path | None = None
+) -> NemoFolder:
+    """The checkpoint in a folder, whoever wrote it; ``source`` names it in complaints.
+
+    Raises:
+        CheckpointError: there is none of NeMo or Megatron.
+    """
+    kind, inner = _kind_of(root, source)
+    return kind(inner, source, tokenizer, config)
+
+
+def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
+    """Whose checkpoint it is, and in which folder of ``root``."""
+    if (root / CONFIG_NAME).is_file():
+        return NemoFolder, root
+    if (root / "context").is_dir():
+        return Nemo2Folder, root
+    if (root / _TRACKER).is_file():
+        return MegatronFolder, _existing(root / _tracked(root), source)
+    if (root / _RUN_CONFIG).is_file() or (root / "common.pt").is_file():
+        return MegatronFolder, root
+    raise CheckpointError(
+        f"{source}: got none of {CONFIG_NAME}, {_MODEL_YAML}, {_TRACKER}, {_RUN_CONFIG} and "
+        "common.pt; wanted a checkpoint of NeMo or Megatron"
+    )
+
+
+def _tracked(root: Path) -> str:
+    step = read_text(root / _TRACKER, str(root / _TRACKER)).strip()
+    if step != "release" and not re.fullmatch(r"\d{1,15}", step):
+        raise CheckpointError(f"{root / _TRACKER}: got {step!r}, wanted a step or 'release'")
+    return step if step == "release" else f"iter_{int(step):07d}"

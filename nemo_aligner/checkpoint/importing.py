@@ -1,0 +1,259 @@
+"""Any checkpoint that ``open_nemo`` opens, written as an archive of this package.
+
+A reward model of NeMo-Aligner becomes one with a scoring contract. What its head does beyond a
+linear map is put into weights and contract, so that a score stays what it was:
+
+    NeMo-Aligner:  (w . (W h + b) - mean) / std        here:  W' h + offset
+
+with ``w`` the attributes' weights if ``merge_attributes``, and mean and std those of
+``reward_standardization`` if it is enabled. ``offset`` is the contract's ``label_means``.
+Formulas and keys are those of NeMo-Aligner's ``RewardModelHead`` and ``MegatronGPTRewardModel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.model_weights import (
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    load_backbone,
+    model_shape,
+    read_head,
+    tensors_of,
+)
+from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo
+from nemo_aligner.checkpoint.reward_model import save_reward_model, set_head
+from nemo_aligner.config.schema import Overlong, Precision, RewardModelType
+from nemo_aligner.data.contract import ScoringContract
+from nemo_aligner.data.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
+from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.parallel.layout import ParallelLayout
+
+RAW_TEXT = "none"
+_PRECISIONS = {
+    torch.float32: Precision.fp32,
+    torch.bfloat16: Precision.bf16,
+    torch.float16: Precision.fp16,
+}
+_HEAD_KEYS = (
+    "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
+    "force_head_dtype",
+)  # fmt: skip
+# NeMo-Aligner builds its reward model past NeMo's customisation, where these take effect.
+_IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scaling")
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What a checkpoint does not say itself.
+
+    ``template`` is for reward models: how a conversation becomes text, by the names of
+    ``model.data.template``; ``none`` takes raw texts only. ``attributes`` name the outputs of one
+    that has several. ``keep_scaling``: see ``import_checkpoint``.
+    """
+
+    tokenizer: Path | None = None
+    config: Path | None = None
+    template: str | None = None
+    attributes: tuple[str, ...] = ()
+    keep_scaling: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """``score = weight [A, hidden] h + offsets [A]``, fp32."""
+
+    weight: Tensor
+    offsets: Tensor
+
+
+def import_checkpoint(
+    source: str | Path, output: str | Path, layout: ParallelLayout, options: ImportOptions
+) -> str:
+    """Write ``source`` as the archive ``output``, and say what it became; every rank calls it.
+
+    Memory: each rank holds its part of the model once, in the dtype that is stored. The output
+    layer of a language model is not carried: a reward model has none.
+
+    NeMo-Aligner's reward models ignore rope and embedding scaling that their settings ask for, in
+    training as in serving. To score as they did, it is switched off unless ``keep_scaling``.
+
+    Raises:
+        CheckpointError: see ``open_nemo`` and ``load_backbone``; or a head that cannot be written
+            as a linear map of the last token.
+        ConfigError: the template is missing or unfit.
+    """
+    with open_nemo(source, tokenizer=options.tokenizer, config=options.config) as folder:
+        if folder.contract is not None:
+            raise CheckpointError(f"{source}: it is an archive of this package already")
+        tokenizer = load_tokenizer(folder.tokenizer)
+        head = _read_head(folder)
+        config = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
+        ignored: list[str] = []
+        if head is not None and not options.keep_scaling:
+            ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if config.get(key)]
+            config.update(dict.fromkeys(ignored, False))
+        shape, precision = model_shape(folder, config), _precision(folder)
+        contract = None if head is None else _contract(folder, tokenizer, head, options, precision)
+        model = build_reward_model(
+            shape,
+            layout,
+            num_attributes=1 if head is None else len(head.weight),
+            precision=precision,
+        )
+        load_backbone(model, folder)
+        if head is not None:
+            set_head(model, head.weight, folder)
+        save_reward_model(output, model, config, tokenizer, contract)
+        return _summary(Path(output), folder, ignored, contract)
+
+
+def _summary(
+    output: Path, folder: NemoFolder, ignored: list[str], contract: ScoringContract | None
+) -> str:
+    config = folder.config
+    lines = [
+        f"{output}: {config['num_layers']} layers of {config['hidden_size']}",
+        f"vocabulary of {config['vocab_size']}, {folder.vocab_size_from}",
+    ]
+    if contract is None:
+        lines.append("a base model; an output layer, if there was one, is left out")
+    else:
+        lines.append(f"a reward model of {', '.join(contract.attributes)}")
+        lines.append(f"scoring contract {contract.hash}, offsets {list(contract.label_means)}")
+    lines += [f"{key} is switched off, as NeMo-Aligner never applied it" for key in ignored]
+    return "\n  ".join(lines)
+
+
+def fold_head(weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]) -> Head:
+    """``weight [A, hidden]`` and ``bias [A]`` as the linear map that NeMo-Aligner's head is.
+
+    Raises:
+        CheckpointError: it is none: it reads every token, or their mean; or has unfit settings.
+    """
+    for key in ("output_sequence", "use_avg_pool"):
+        if config.get(key):
+            raise CheckpointError(f"{key}: got true, wanted a head that reads the last token alone")
+    offsets = weight.new_zeros(len(weight)) if bias is None else bias
+    regression = _section(config, "regression")
+    if regression.get("merge_attributes"):
+        weights = _numbers(regression, "attribute_weights", len(weight)) or (
+            [1 / len(weight)] * len(weight)
+        )
+        merge = torch.tensor([weights], dtype=torch.float64)
+        weight, offsets = merge @ weight.double(), merge[0] @ offsets.double()[:, None]
+    standard = _section(config, "reward_standardization")
+    if standard.get("enable"):
+        mean, std = (_numbers(standard, key, len(weight)) for key in ("mean", "std"))
+        if mean is None or std is None or 0.0 in std:
+            raise CheckpointError("reward_standardization: wanted a mean, and a std above 0")
+        spread = torch.tensor(std, dtype=torch.float64)
+        offsets = (offsets - torch.tensor(mean, dtype=torch.float64)) / spread
+        weight = weight / spread[:, None]
+    return Head(weight.float(), offsets.float())
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = config.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"{key}: got {section!r}, wanted a mapping")
+    return section
+
+
+def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | None:
+    """A number for each attribute; one number stands for all."""
+    values = section.get(key)
+    if values is None:
+        return None
+    values = values if isinstance(values, list) else [values] * count
+    if len(values) != count or not all(isinstance(value, int | float) for value in values):
+        raise CheckpointError(f"{key}: got {values}, wanted {count} numbers")
+    return [float(value) for value in values]
+
+
+def _read_head(folder: NemoFolder) -> Head | None:
+    stored = tensors_of(folder)
+    if HEAD not in stored:
+        return None
+    bias = read_head(folder, HEAD_BIAS) if HEAD_BIAS in stored else None
+    try:
+        return fold_head(read_head(folder, HEAD), bias, folder.config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder.source}: {error}") from error
+
+
+def _precision(folder: NemoFolder) -> Precision:
+    stored = tensors_of(folder)
+    dtype = stored[EMBEDDING][1] if EMBEDDING in stored else None
+    if dtype not in _PRECISIONS:
+        raise CheckpointError(
+            f"{folder.source}: {EMBEDDING}: got {dtype}, wanted fp32, bf16 or fp16"
+        )
+    return _PRECISIONS[dtype]
+
+
+def _contract(
+    folder: NemoFolder,
+    tokenizer: Tokenizer,
+    head: Head,
+    options: ImportOptions,
+    precision: Precision,
+) -> ScoringContract:
+    """NeMo-Aligner scores the last token of a text as it stands: no BOS, no EOS is added."""
+    kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
+    if kind not in {member.value for member in RewardModelType}:
+        raise CheckpointError(f"{folder.source}: reward_model_type: got {kind!r}")
+    count = len(head.weight)
+    weights = None
+    if count > 1:
+        regression = _section(folder.config, "regression")
+        weights = _numbers(regression, "attribute_weights", count)
+    return ScoringContract(
+        template=_template(options.template, tokenizer),
+        add_bos=False,
+        add_eos=False,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        overlong=Overlong.drop.value,
+        seq_length=folder.config.get("encoder_seq_length") or 1024,
+        attributes=_names(options.attributes, count),
+        attribute_weights=tuple(weights or [1.0] * count),
+        label_means=tuple(head.offsets.tolist()),
+        dtype=precision.value,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        reward_model_type=kind,
+    )
+
+
+def _template(setting: str | None, tokenizer: Tokenizer) -> str:
+    if setting is None:
+        raise ConfigError(
+            "--template: a reward model of others does not say how a conversation becomes text; "
+            f"wanted 'tokenizer', {', '.join(map(repr, BUILT_IN_TEMPLATES))}, a file, or "
+            f"{RAW_TEXT!r} for texts as they stand alone"
+        )
+    if setting == RAW_TEXT:
+        return ""
+    template = resolve_template(setting, tokenizer)
+    if not template:
+        raise ConfigError(f"--template: got {setting!r}, but the tokenizer has no chat template")
+    check_template(template, setting, tokenizer)
+    return template
+
+
+def _names(given: tuple[str, ...], count: int) -> tuple[str, ...]:
+    if not given:
+        return ("reward",) if count == 1 else tuple(f"attribute_{n}" for n in range(1, count + 1))
+    if len(set(given)) != count or len(given) != count:
+        raise ConfigError(f"--attributes: got {', '.join(given)}, wanted {count} different names")
+    return given

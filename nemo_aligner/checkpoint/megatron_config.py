@@ -1,0 +1,147 @@
+"""NeMo 2, Megatron-Bridge and Megatron-LM: their settings in the terms of ``model_config.yaml``.
+
+Checked against public sources: NeMo's ``LlamaConfig`` classes and its YAML writer, a
+``run_config.yaml`` that Megatron-Bridge printed, megatron-core 0.16's ``TransformerConfig``, and
+Megatron-LM's ``core_transformer_config_from_args``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_aligner.errors import CheckpointError
+
+Config = Mapping[str, Any]
+
+_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+# (gated, the activation function's name) -> NeMo's name for both. NeMo's openai_gelu is the one
+# with tanh, as Gemma has it; torch's plain gelu is another function.
+_ACTIVATIONS = {
+    (True, "silu"): "fast-swiglu",
+    (True, "openai_gelu"): "geglu",
+    (False, "squared_relu"): "squared-relu",
+}
+# Settings that change what a model computes, and the only value of each that is built here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "attention_output_gate": (False, None),
+    "experimental_attention_variant": (None,),
+    "fp32_residual_connection": (False, None),
+    "glu_linear_offset": (0.0, None),
+    "heterogeneous_block_specs": (False, None),
+    "is_hybrid_model": (False, None),
+    "linear_attention_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False, None),
+    "no_rope_freq": (None,),
+    "num_experts": (None, 0),
+    "num_moe_experts": (None, 0),
+    "qk_l2_norm": (False, None),
+    "rotary_interleaved": (False, None),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla", None),
+    "window_attn_skip_freq": (None,),
+}
+_SAME = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "layernorm_epsilon", "make_vocab_size_divisible_by", "position_embedding_type",
+    "rotary_base", "seq_len_interpolation_factor", "layernorm_zero_centered_gamma",
+    "share_embeddings_and_output_weights", "window_size",
+)  # fmt: skip
+_ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
+
+
+def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
+    """From the fields of megatron-core's ``TransformerConfig`` and ``GPTModel``, by their names.
+
+    A class or function is a mapping with ``_target_``, of which the last name counts.
+
+    Raises:
+        CheckpointError: a setting is missing, or has a value that is not built here.
+    """
+    _check_neutral(model, where)
+    gated, function = bool(model.get("gated_linear_unit")), _name(model.get("activation_func"))
+    config = {
+        "position_embedding_type": "learned_absolute",  # GPTModel's own default
+        **{key: model[key] for key in _SAME if model.get(key) is not None},
+        "encoder_seq_length": model.get("seq_length"),
+        "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
+        "normalization": _one_of(_NORMS, model.get("normalization"), "normalization", where),
+        "activation": _one_of(_ACTIVATIONS, (gated, function), "activation_func", where),
+        "bias": bool(model.get("add_bias_linear", True)),
+        "qkv_bias": bool(model.get("add_qkv_bias", False)),
+        "qk_layernorm": bool(model.get("qk_layernorm", False)),
+        "rotary_percentage": model.get("rotary_percent", 1.0),
+        "openai_gelu": function == "openai_gelu",
+    }
+    if config["normalization"] == "layernorm" and config.get("layernorm_zero_centered_gamma"):
+        config["normalization"] = "layernorm1p"
+        del config["layernorm_zero_centered_gamma"]
+    if model.get("vocab_size") is not None:
+        config["vocab_size"] = model["vocab_size"]
+    return {**config, **_rope(model), **_gemma(model, where)}
+
+
+def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
+    """From the arguments of Megatron-LM's training script, as ``common.pt`` holds them."""
+    model = dict(arguments)
+    model["layernorm_epsilon"] = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
+    model["layernorm_zero_centered_gamma"] = bool(arguments.get("apply_layernorm_1p"))
+    model["share_embeddings_and_output_weights"] = not arguments.get(
+        "untie_embeddings_and_output_weights", False
+    )
+    model["gated_linear_unit"] = bool(arguments.get("swiglu"))
+    model["activation_func"] = "silu" if arguments.get("swiglu") else "gelu"
+    if arguments.get("squared_relu"):
+        model["activation_func"] = "squared_relu"
+    if not arguments.get("group_query_attention"):
+        model["num_query_groups"] = None
+    model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
+    model["rope_scaling"] = arguments.get("use_rope_scaling")
+    model["vocab_size"] = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
+    if arguments.get("quick_geglu") or arguments.get("openai_gelu"):
+        raise CheckpointError(f"{where}: args: quick_geglu and openai_gelu are not supported")
+    return from_transformer_config(model, f"{where}: args")
+
+
+def _check_neutral(model: Config, where: str) -> None:
+    for key, values in _NEUTRAL.items():
+        if key in model and model[key] not in values:
+            raise CheckpointError(f"{where}: {key}: got {model[key]!r}, wanted {values[0]!r}")
+
+
+def _name(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        value = value.get("_target_")
+    return value.rpartition(".")[2] if isinstance(value, str) else value
+
+
+def _one_of(names: Mapping[Any, str], value: Any, key: str, where: str) -> str:
+    try:
+        return names[value]
+    except (KeyError, TypeError):
+        wanted = ", ".join(map(str, names))
+        raise CheckpointError(f"{where}: {key}: got {value!r}, wanted one of {wanted}") from None
+
+
+def _rope(model: Config) -> dict[str, Any]:
+    """Llama 3's scaling: four fields of NeMo's and Bridge's Llama 3.1, or megatron-core's two."""
+    if model.get("scale_factor") is not None:
+        given = {key: model[key] for key in _ROPE_KEYS if model.get(key) is not None}
+        return {"scale_positional_embedding": True, **given}
+    if model.get("rope_scaling"):
+        factor = model.get("rope_scaling_factor", 8.0)
+        return {"scale_positional_embedding": True, "scale_factor": factor}
+    return {"scale_positional_embedding": False}
+
+
+def _gemma(model: Config, where: str) -> dict[str, Any]:
+    """What NeMo and Bridge add to a Gemma by its class, and not by a field."""
+    kind = str(_name(model.get("_target_")) or "")
+    if "Gemma" not in kind:
+        return {}
+    if not kind.startswith(("GemmaConfig", "CodeGemma", "GemmaModelProvider")):
+        raise CheckpointError(f"{where}: _target_: got {kind!r}, which is not supported")
+    return {"apply_embedding_scaling": True}

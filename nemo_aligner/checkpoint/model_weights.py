@@ -1,0 +1,189 @@
+"""An opened checkpoint's weights into a model on this rank, once its sizes are found to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from nemo_aligner.checkpoint.nemo import NemoFolder, load_tensors, stored_tensors
+from nemo_aligner.checkpoint.safe_metadata import is_optimizer_state
+from nemo_aligner.errors import AlignerError, CheckpointError
+from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.collectives import gather_objects
+
+HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
+EMBEDDING = "embedding.word_embeddings.weight"
+# A reward model has its head in the place of this one.
+OUTPUT_LAYER = "output_layer.weight"
+_LAYERS = "decoder.layers."
+_COUNTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings",
+    "encoder_seq_length", "old_context_len",
+)  # fmt: skip
+_NUMBERS = (
+    "layernorm_epsilon", "rotary_base", "rotary_percentage", "seq_len_interpolation_factor",
+    "scale_factor", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+_MOST = 2**31
+_MOST_PADDING = 2**16
+
+Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
+    """What the checkpoint's settings say, once its weights are found to have these sizes.
+
+    Nothing of the model's size is allocated before. ``config`` stands for the folder's own.
+
+    Raises:
+        CheckpointError: a setting is missing, no number, or not what the weights' shapes say.
+    """
+    config = folder.config if config is None else config
+    for key in _COUNTS:
+        _check_number(folder, key, config.get(key), 1, _MOST, whole=True)
+    for key in _NUMBERS:
+        _check_number(folder, key, config.get(key), 1e-12, 1e12)
+    try:
+        shape = ModelShape.from_config(config)
+    except AlignerError as error:
+        raise CheckpointError(f"{folder.source}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise CheckpointError(f"{folder.source}: its settings: {error!r}") from error
+    if shape.make_vocab_size_divisible_by > _MOST_PADDING:
+        raise CheckpointError(
+            f"{folder.source}: make_vocab_size_divisible_by: got "
+            f"{shape.make_vocab_size_divisible_by}, wanted at most {_MOST_PADDING}"
+        )
+    _check_sizes(folder, shape)
+    return shape
+
+
+def _check_number(
+    folder: NemoFolder, key: str, value: Any, least: float, most: float, whole: bool = False
+) -> None:
+    if value is None:
+        return
+    try:
+        fits = not isinstance(value, bool) and least <= float(value) <= most
+        fits = fits and (not whole or type(value) is int)
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        shown = str(value)[:40] if isinstance(value, int | float | str) else type(value).__name__
+        raise CheckpointError(
+            f"{folder.source}: {key}: got {shown}, wanted {'a whole' if whole else 'a'} number "
+            f"from {least} to {most}"
+        )
+
+
+def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
+    stored = tensors_of(folder)
+    if EMBEDDING in stored:
+        rows, *rest = stored[EMBEDDING][0]
+        if rest != [shape.hidden_size]:
+            _mismatch(folder, EMBEDDING, stored[EMBEDDING][0], ("rows", shape.hidden_size))
+        if rows < shape.vocab_size:
+            raise CheckpointError(
+                f"{folder.source}: {folder.prefix}{EMBEDDING}: got {rows} rows, wanted at least "
+                f"the vocabulary of {shape.vocab_size}"
+            )
+    heads = shape.num_attention_heads * shape.kv_channels
+    groups = shape.num_query_groups * shape.kv_channels
+    of_layer = {
+        "self_attention.linear_qkv.weight": (heads + 2 * groups, shape.hidden_size),
+        "self_attention.linear_proj.weight": (shape.hidden_size, heads),
+        "mlp.linear_fc2.weight": (shape.hidden_size, shape.ffn_hidden_size),
+    }
+    for name, size in of_layer.items():
+        if is_per_layer(stored):
+            got = [stored[key][0] for key in stored if key.startswith(_LAYERS) and name in key]
+            if got != [size] * shape.num_layers:
+                shown = f"{len(got)} of {list(got[0]) if got else '?'}"
+                wanted = f"{shape.num_layers} of {list(size)}"
+                raise CheckpointError(
+                    f"{folder.source}: {_LAYERS}*.{name}: got {shown}, wanted {wanted}"
+                )
+        elif _LAYERS + name in stored:
+            whole = (shape.num_layers, *size)
+            if stored[_LAYERS + name][0] != whole:
+                _mismatch(folder, _LAYERS + name, stored[_LAYERS + name][0], whole)
+        else:
+            raise CheckpointError(
+                f"{folder.source}: {folder.prefix}{_LAYERS}{name} is missing; it holds "
+                f"{len(stored)} tensors named {folder.prefix}*, "
+                f"{len(stored_tensors(folder.weights))} in all"
+            )
+
+
+def _mismatch(
+    folder: NemoFolder, name: str, got: tuple[int, ...], wanted: tuple[int | str, ...]
+) -> None:
+    raise CheckpointError(
+        f"{folder.source}: {folder.prefix}{name}: got shape {list(got)}, "
+        f"its settings want {list(wanted)}"
+    )
+
+
+def tensors_of(folder: NemoFolder) -> Stored:
+    """Name (without the checkpoint's prefix) -> (shape, dtype) of every tensor that is a weight."""
+    return {
+        name.removeprefix(folder.prefix): entry
+        for name, entry in stored_tensors(folder.weights).items()
+        if name.startswith(folder.prefix) and not is_optimizer_state(name)
+    }
+
+
+def is_per_layer(stored: Stored) -> bool:
+    """Whether every layer has names of its own; else one tensor holds the same part of all."""
+    return any(name.startswith(f"{_LAYERS}0.") for name in stored)
+
+
+def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
+    """Fill all of ``model`` but its head; every rank calls it.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or has no place in the model.
+    """
+    stored = tensors_of(folder)
+    request = model.sharded_state_dict(
+        prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(stored)}
+    )
+    request.pop(folder.prefix + HEAD, None)
+    _check_unexpected(request, stored, folder)
+    state = load_tensors(request, folder.weights)
+    plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(plain, strict=False)
+    # TransformerEngine's opaque state is never loaded.
+    lost = [key for key in missing if "_extra_state" not in key and key != HEAD]
+    if lost or unexpected:
+        raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
+
+
+def _check_unexpected(request: Mapping[str, Any], stored: Stored, folder: NemoFolder) -> None:
+    """A weight without a place, such as a bias, would be another model without it."""
+    keys = {
+        entry.key.removeprefix(folder.prefix)
+        for entry in request.values()
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }
+    known = set().union(*gather_objects(keys), {HEAD, HEAD_BIAS, OUTPUT_LAYER})
+    unknown = sorted(stored.keys() - known)
+    if unknown:
+        raise CheckpointError(
+            f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
+            f"describe, the first is {folder.prefix}{unknown[0]}"
+        )
+
+
+def read_head(folder: NemoFolder, name: str) -> Tensor:
+    """A tensor of the reward head in fp32, whole; every rank calls it."""
+    shape, _ = tensors_of(folder)[name]
+    key = folder.prefix + name
+    request = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.float32))}
+    return load_tensors(request, folder.weights)[key]

@@ -1,0 +1,281 @@
+"""Checkpoints as NeMo, NeMo-Aligner, Megatron-LM and Megatron-Bridge lay them out, tiny.
+
+The tensors are written by megatron-core itself, under the keys that each of them uses; the settings
+are written by hand, after their public sources.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from tests import tiny
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+PADDED = 384  # rows of embeddings, of which the tokenizer has tiny.SHAPE["vocab_size"]
+HEX = "0123456789abcdef" * 2
+LAYERS = tiny.SHAPE["num_hidden_layers"]
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """An archive's tensors, whole, without the prefix; norms are made to differ from 1."""
+    from megatron.core import dist_checkpointing
+
+    from nemo_aligner.checkpoint.nemo import open_nemo
+
+    with open_nemo(path) as folder:
+        plain = dist_checkpointing.load_plain_tensors(str(folder.weights))
+    tensors = {key.removeprefix("model."): tensor for key, tensor in plain.items()}
+    generator = torch.Generator().manual_seed(3)
+    for key, tensor in tensors.items():
+        if "norm" in key:
+            tensor.uniform_(0.5, 1.5, generator=generator)
+    embedding = tensors["embedding.word_embeddings.weight"]
+    padding = torch.full((PADDED - len(embedding), embedding.shape[1]), 7.0)
+    tensors["embedding.word_embeddings.weight"] = torch.cat([embedding, padding])
+    return tensors
+
+
+def save(folder: Path, tensors: dict[str, Tensor], prefix: str, **common: Any) -> None:
+    """By megatron-core: ``tensors`` under ``prefix``, and what lies beside them in real ones."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    folder.mkdir(parents=True)
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(prefix + key, tensor)
+        for key, tensor in tensors.items()
+    }
+    opaque = f"{prefix}decoder.layers.mlp.linear_fc1._extra_state"
+    state["opaque"] = ShardedObject(opaque, io.BytesIO(b"opaque"), (1,), (0,))
+    state["moment"] = ShardedTensor.from_rank_offsets(
+        f"optimizer.state.exp_avg.{prefix}decoder.final_layernorm.weight", torch.zeros(4)
+    )
+    dist_checkpointing.save({**state, **common}, str(folder))
+
+
+def per_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with names of its own for every layer, as newer Megatron writes them."""
+    split = {}
+    for key, tensor in tensors.items():
+        if key.startswith("decoder.layers."):
+            for layer in range(LAYERS):
+                name = key.replace("decoder.layers.", f"decoder.layers.{layer}.")
+                split[name] = tensor[layer].clone()
+        else:
+            split[key] = tensor
+    return split
+
+
+def nemo1_config(**changes: Any) -> dict[str, Any]:
+    """``model_config.yaml`` as NeMo 1.x has it: no ``vocab_size``, keys of training beside."""
+    return {
+        "mcore_gpt": True,
+        "micro_batch_size": 1,
+        "tensor_model_parallel_size": 2,
+        "encoder_seq_length": 256,
+        "max_position_embeddings": 256,
+        "num_layers": LAYERS,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": None,
+        "normalization": "rmsnorm",
+        "layernorm_epsilon": 1e-5,
+        "activation": "fast-swiglu",
+        "bias": False,
+        "make_vocab_size_divisible_by": 128,
+        "position_embedding_type": "rope",
+        "rotary_percentage": 1.0,
+        "rotary_base": 10000.0,
+        "scale_positional_embedding": True,
+        "scale_factor": 4,
+        "share_embeddings_and_output_weights": False,
+        "tokenizer": {"library": "huggingface", "type": f"nemo:{HEX}_tokenizer"},
+        "optim": {"name": "distributed_fused_adam", "lr": 1e-6},
+        **changes,
+    }
+
+
+def write_nemo1(
+    folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any
+) -> dict[str, Any]:
+    """An unpacked NeMo 1.x archive."""
+    config = nemo1_config(**changes)
+    save(folder / "model_weights", tensors, "model.")
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+    shutil.copytree(tokenizer, folder / f"{HEX}_tokenizer")
+    return config
+
+
+def pack(folder: Path, path: Path, mode: str) -> Path:
+    """As NeMo packs it; ``mode`` ``w`` or ``w:gz``."""
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        archive.add(folder, ".")
+    return path
+
+
+def function(name: str) -> dict[str, Any]:
+    return {"_target_": name, "_call_": False}
+
+
+def provider(**changes: Any) -> dict[str, Any]:
+    """Fields of ``TransformerConfig`` and its heirs, as NeMo 2 and Bridge write them."""
+    return {
+        "activation_func": function("torch.nn.functional.silu"),
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "attention_dropout": 0.0,
+        "ffn_hidden_size": 128,
+        "gated_linear_unit": True,
+        "hidden_size": 64,
+        "high_freq_factor": 4.0,
+        "kv_channels": None,
+        "layernorm_epsilon": 1e-5,
+        "layernorm_zero_centered_gamma": False,
+        "low_freq_factor": 1.0,
+        "make_vocab_size_divisible_by": 128,
+        "multi_latent_attention": False,
+        "normalization": "RMSNorm",
+        "num_attention_heads": 4,
+        "num_layers": LAYERS,
+        "num_moe_experts": None,
+        "num_query_groups": 2,
+        "old_context_len": 8192,
+        "params_dtype": function("torch.bfloat16"),
+        "position_embedding_type": "rope",
+        "qk_layernorm": False,
+        "rotary_base": 10000.0,
+        "rotary_interleaved": False,
+        "rotary_percent": 1.0,
+        "scale_factor": 4.0,
+        "seq_len_interpolation_factor": None,
+        "seq_length": 256,
+        "share_embeddings_and_output_weights": False,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        **changes,
+    }
+
+
+def write_nemo2(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any) -> None:
+    """``weights/`` and ``context/``, as NeMo 2's ``io_dump`` names them."""
+    save(folder / "weights", tensors, "module.")
+    model = {
+        "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
+        "config": {
+            "_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B",
+            **provider(**changes),
+        },
+        "model_transform": None,
+        "optim": {"_target_": "nemo.lightning.pytorch.optim.megatron.MegatronOptimizerModule"},
+        "tokenizer": {
+            "_target_": "nemo...AutoTokenizer",
+            "pretrained_model_name": "./nemo_tokenizer",
+        },
+    }
+    (folder / "context").mkdir()
+    (folder / "context" / "model.yaml").write_text(yaml.safe_dump(model))
+    shutil.copytree(tokenizer, folder / "context" / "nemo_tokenizer")
+
+
+def write_bridge(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any) -> Path:
+    """A run's folder of Megatron-Bridge; gives ``iter_0000010``."""
+    inner = folder / "iter_0000010"
+    save(inner, per_layer(tensors), "")
+    target = "megatron.bridge.models.llama.llama_provider.Llama31ModelProvider"
+    model = {"_target_": target, **provider(vocab_size=tiny.SHAPE["vocab_size"], **changes)}
+    run = {"model": model, "rng": {"seed": 1234}, "peft": None}
+    (inner / "run_config.yaml").write_text(yaml.safe_dump(run))
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    shutil.copytree(tokenizer, inner / "tokenizer")
+    return inner
+
+
+def write_megatron_lm(
+    folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any
+) -> Path:
+    """A run's folder of Megatron-LM, its arguments in ``common.pt``; gives ``iter_0000123``."""
+    arguments = {
+        "num_layers": LAYERS,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-5,
+        "swiglu": True,
+        "squared_relu": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "apply_layernorm_1p": False,
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_base": 10000,
+        "rotary_interleaved": False,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 4.0,
+        "seq_length": 256,
+        "max_position_embeddings": 256,
+        "untie_embeddings_and_output_weights": True,
+        "padded_vocab_size": PADDED,
+        "make_vocab_size_divisible_by": 128,
+        "params_dtype": torch.bfloat16,
+        **changes,
+    }
+    inner = folder / "iter_0000123"
+    save(inner, tensors, "", args=Namespace(**arguments), iteration=123, checkpoint_version=3.0)
+    (folder / "latest_checkpointed_iteration.txt").write_text("123\n")
+    shutil.copytree(tokenizer, folder / "tokenizer")
+    return inner
+
+
+def write_zarr(folder: Path, tensors: dict[str, Tensor], prefix: str = "model.") -> None:
+    """As megatron-core 0.15 still did: an array of zarr's version 2 for each tensor.
+
+    Its pieces are of one layer's size, and not compressed.
+    """
+    folder.mkdir(parents=True)
+    for key, tensor in tensors.items():
+        path = folder / (prefix + key)
+        path.mkdir()
+        chunks = list(tensor.shape)
+        if key.startswith("decoder.layers."):
+            chunks[0] = 1
+        dtype = {torch.float32: "<f4", torch.bfloat16: "bfloat16"}[tensor.dtype]
+        header = {
+            "zarr_format": 2,
+            "shape": list(tensor.shape),
+            "chunks": chunks,
+            "dtype": dtype,
+            "compressor": None,
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+        }
+        (path / ".zarray").write_text(json.dumps(header))
+        for place, piece in enumerate(tensor.split(chunks[0])):
+            name = ".".join([str(place), *["0"] * (tensor.ndim - 1)])
+            (path / name).write_bytes(piece.contiguous().view(torch.uint8).numpy().tobytes())
+    (folder / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
+    )
