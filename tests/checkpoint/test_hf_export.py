@@ -406,7 +406,7 @@ def test_what_cannot_be_exported_is_refused(three: Path, layout: Any, tmp_path: 
         export(base, tmp_path / "out", layout)
     for extra, complaint in (
         ("model.rm_head.bias", "its reward head has a bias"),
-        ("model.decoder.layers.mlp.router.weight", r"router\.weight: .* no place for it"),
+        ("model.decoder.layers.mlp.router.weight", r"no place .*router\.weight"),
     ):
         path = with_tensor(three, extra, tmp_path / "extra.nemo")
         with pytest.raises(CheckpointError, match=complaint):
