@@ -22,7 +22,8 @@ def main(export: str, policy: str, conversations: str) -> None:
         trainer = GRPOTrainer(
             model=policy,
             reward_funcs=export,
-            args=GRPOConfig(output_dir=work, use_cpu=True, report_to=[]),
+            # In bf16, its default, rewards would be rounded.
+            args=GRPOConfig(output_dir=work, use_cpu=True, bf16=False, report_to=[]),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
         )
         inputs = [{"prompt": prompt} for prompt in prompts]
