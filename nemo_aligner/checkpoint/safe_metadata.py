@@ -118,13 +118,14 @@ def _check_structure(metadata: Any) -> None:
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
                 raise ValueError(f"{name}: a shape has other than whole numbers")
     for index, info in (metadata.storage_data or {}).items():
-        if any(type(number) is not int or number < 0 for number in (info.offset, info.length)):
-            raise ValueError(f"{index}: got {info.offset} and {info.length}, wanted a place")
+        place = info.relative_path, info.offset, info.length
+        if not isinstance(place[0], str) or any(type(n) is not int or n < 0 for n in place[1:]):
+            raise ValueError(f"{index}: got {place}, wanted a file, a place in it and a length")
 
 
 def _check_locations(path: Path, metadata: Metadata) -> None:
     for info in (metadata.storage_data or {}).values():
-        name = str(info.relative_path)
+        name = info.relative_path
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
             raise CheckpointError(f"{path}: the data file {name!r} is not in its folder")
         if (path.parent / name).is_symlink():
@@ -155,7 +156,7 @@ def check_data(folder: Path) -> None:
         if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
             try:
                 for info, least in _pieces(metadata, name, entry):
-                    pieces[str(info.relative_path)].append((info, least, name))
+                    pieces[info.relative_path].append((info, least, name))
             except (KeyError, ValueError) as error:
                 raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
     for file, found in pieces.items():
