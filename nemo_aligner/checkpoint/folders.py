@@ -9,9 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_aligner.checkpoint.megatron_config import from_arguments, from_transformer_config
 from nemo_aligner.checkpoint.plain_data import read_json, read_text, read_yaml
-from nemo_aligner.checkpoint.weights import read_common
+from nemo_aligner.checkpoint.safe_metadata import is_optimizer_state
+from nemo_aligner.checkpoint.weights import read_common, stored_tensors
 from nemo_aligner.data.tokenizer import load_tokenizer
 from nemo_aligner.errors import CheckpointError
 
@@ -95,6 +98,15 @@ class NemoFolder:
                     f"not read; wanted a distributed checkpoint in {WEIGHTS_NAME}/"
                 )
         raise CheckpointError(f"{self.source}: it holds no {WEIGHTS_NAME} folder")
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name (without the prefix) -> (shape, dtype) of every tensor that is a weight."""
+        return {
+            name.removeprefix(self.prefix): entry
+            for name, entry in stored_tensors(self.weights).items()
+            if name.startswith(self.prefix) and not is_optimizer_state(name)
+        }
 
     @property
     def tokenizer(self) -> Path:

@@ -27,7 +27,6 @@ from nemo_aligner.checkpoint.model_weights import (
     load_backbone,
     model_shape,
     read_head,
-    tensors_of,
 )
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo
 from nemo_aligner.checkpoint.reward_model import save_reward_model, set_head
@@ -182,7 +181,7 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
 
 
 def _read_head(folder: NemoFolder) -> Head | None:
-    stored = tensors_of(folder)
+    stored = folder.tensors
     if HEAD not in stored:
         return None
     bias = read_head(folder, HEAD_BIAS) if HEAD_BIAS in stored else None
@@ -193,7 +192,7 @@ def _read_head(folder: NemoFolder) -> Head | None:
 
 
 def _precision(folder: NemoFolder) -> Precision:
-    stored = tensors_of(folder)
+    stored = folder.tensors
     dtype = stored[EMBEDDING][1] if EMBEDDING in stored else None
     if dtype not in _PRECISIONS:
         raise CheckpointError(

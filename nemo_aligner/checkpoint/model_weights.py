@@ -9,8 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from nemo_aligner.checkpoint.nemo import NemoFolder, load_tensors, stored_tensors
-from nemo_aligner.checkpoint.safe_metadata import is_optimizer_state
+from nemo_aligner.checkpoint.nemo import NemoFolder, load_tensors
 from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
@@ -83,16 +82,12 @@ def _check_number(
 
 
 def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
-    stored = tensors_of(folder)
-    if EMBEDDING in stored:
-        rows, *rest = stored[EMBEDDING][0]
-        if rest != [shape.hidden_size]:
-            _mismatch(folder, EMBEDDING, stored[EMBEDDING][0], ("rows", shape.hidden_size))
-        if rows < shape.vocab_size:
-            raise CheckpointError(
-                f"{folder.source}: {folder.prefix}{EMBEDDING}: got {rows} rows, wanted at least "
-                f"the vocabulary of {shape.vocab_size}"
-            )
+    rows, *columns = folder.tensors.get(EMBEDDING, ((0,),))[0]
+    if rows < shape.vocab_size or columns != [shape.hidden_size]:
+        raise CheckpointError(
+            f"{folder.source}: {folder.prefix}{EMBEDDING}: got shape {[rows, *columns]}, its "
+            f"settings want at least {shape.vocab_size} rows of {shape.hidden_size}"
+        )
     heads = shape.num_attention_heads * shape.kv_channels
     groups = shape.num_query_groups * shape.kv_channels
     of_layer = {
@@ -101,42 +96,26 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
         "mlp.linear_fc2.weight": (shape.hidden_size, shape.ffn_hidden_size),
     }
     for name, size in of_layer.items():
-        if is_per_layer(stored):
-            got = [stored[key][0] for key in stored if key.startswith(_LAYERS) and name in key]
-            if got != [size] * shape.num_layers:
-                shown = f"{len(got)} of {list(got[0]) if got else '?'}"
-                wanted = f"{shape.num_layers} of {list(size)}"
-                raise CheckpointError(
-                    f"{folder.source}: {_LAYERS}*.{name}: got {shown}, wanted {wanted}"
-                )
-        elif _LAYERS + name in stored:
-            whole = (shape.num_layers, *size)
-            if stored[_LAYERS + name][0] != whole:
-                _mismatch(folder, _LAYERS + name, stored[_LAYERS + name][0], whole)
-        else:
+        layers, got = _of_layers(folder.tensors, name)
+        if (layers, got) != (shape.num_layers, size):
             raise CheckpointError(
-                f"{folder.source}: {folder.prefix}{_LAYERS}{name} is missing; it holds "
-                f"{len(stored)} tensors named {folder.prefix}*, "
-                f"{len(stored_tensors(folder.weights))} in all"
+                f"{folder.source}: {folder.prefix}{_LAYERS}{name}: got {layers} layers of shape "
+                f"{list(got)}, its settings want {shape.num_layers} of {list(size)}; it holds "
+                f"{len(folder.tensors)} tensors named {folder.prefix}*"
             )
 
 
-def _mismatch(
-    folder: NemoFolder, name: str, got: tuple[int, ...], wanted: tuple[int | str, ...]
-) -> None:
-    raise CheckpointError(
-        f"{folder.source}: {folder.prefix}{name}: got shape {list(got)}, "
-        f"its settings want {list(wanted)}"
-    )
-
-
-def tensors_of(folder: NemoFolder) -> Stored:
-    """Name (without the checkpoint's prefix) -> (shape, dtype) of every tensor that is a weight."""
-    return {
-        name.removeprefix(folder.prefix): entry
-        for name, entry in stored_tensors(folder.weights).items()
-        if name.startswith(folder.prefix) and not is_optimizer_state(name)
-    }
+def _of_layers(stored: Stored, name: str) -> tuple[int, tuple[int, ...]]:
+    """How many layers have the tensor ``name``, and its shape in each; () where they differ."""
+    if not is_per_layer(stored):
+        layers, *shape = stored.get(_LAYERS + name, ((0,),))[0]
+        return layers, tuple(shape)
+    shapes = [
+        entry[0]
+        for key, entry in stored.items()
+        if key.startswith(_LAYERS) and key.endswith(f".{name}")
+    ]
+    return len(shapes), shapes[0] if len(set(shapes)) == 1 else ()
 
 
 def is_per_layer(stored: Stored) -> bool:
@@ -150,7 +129,7 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     Raises:
         CheckpointError: a tensor is missing, has another shape, or has no place in the model.
     """
-    stored = tensors_of(folder)
+    stored = folder.tensors
     request = model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(stored)}
     )
@@ -183,7 +162,7 @@ def _check_unexpected(request: Mapping[str, Any], stored: Stored, folder: NemoFo
 
 def read_head(folder: NemoFolder, name: str) -> Tensor:
     """A tensor of the reward head in fp32, whole; every rank calls it."""
-    shape, _ = tensors_of(folder)[name]
+    shape, _ = folder.tensors[name]
     key = folder.prefix + name
     request = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.float32))}
     return load_tensors(request, folder.weights)[key]

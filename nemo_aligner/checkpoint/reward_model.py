@@ -17,7 +17,6 @@ from nemo_aligner.checkpoint.model_weights import (
     load_backbone,
     model_shape,
     read_head,
-    tensors_of,
 )
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, save_weights, write_nemo
 from nemo_aligner.config.schema import Precision, Recompute
@@ -185,7 +184,7 @@ def _contract(folder: NemoFolder) -> ScoringContract | None:
 
 def _check_head(folder: NemoFolder, num_attributes: int) -> bool:
     """Whether the archive has a reward head that fits."""
-    stored = tensors_of(folder)
+    stored = folder.tensors
     if HEAD not in stored:
         return False
     if HEAD_BIAS in stored:

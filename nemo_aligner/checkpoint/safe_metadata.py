@@ -97,17 +97,35 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as stream:
             metadata = _AllowListUnpickler(stream).load()
-    except Exception as error:  # a broken pickle may raise anything
+        _check_structure(metadata)
+    except Exception as error:  # a broken pickle may raise anything, and lack anything
         raise CheckpointError(f"{path}: refused or unreadable: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise CheckpointError(f"{path}: got {type(metadata).__name__}, wanted a checkpoint index")
     _check_locations(path, metadata)
     return metadata
 
 
+def _check_structure(metadata: Any) -> None:
+    """Raise an exception of any kind where an index is not what its types promise."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"got {type(metadata).__name__}, wanted a checkpoint index")
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shapes = [entry.size]
+            for chunk in entry.chunks:
+                shapes += [chunk.offsets, chunk.sizes]
+            if not isinstance(entry.properties.dtype, torch.dtype) or not isinstance(name, str):
+                raise TypeError(f"{name!r}: got {entry.properties.dtype!r}, wanted a dtype")
+            if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
+                raise ValueError(f"{name}: a shape has other than whole numbers")
+    for index, info in (metadata.storage_data or {}).items():
+        place = info.relative_path, info.offset, info.length
+        if not isinstance(place[0], str) or any(type(n) is not int or n < 0 for n in place[1:]):
+            raise ValueError(f"{index}: got {place}, wanted a file, a place in it and a length")
+
+
 def _check_locations(path: Path, metadata: Metadata) -> None:
     for info in (metadata.storage_data or {}).values():
-        name = str(getattr(info, "relative_path", ""))
+        name = info.relative_path
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
             raise CheckpointError(f"{path}: the data file {name!r} is not in its folder")
         if (path.parent / name).is_symlink():
@@ -134,13 +152,13 @@ def check_data(folder: Path) -> None:
     """
     metadata = read_metadata(folder)
     pieces = defaultdict(list)
-    try:
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
+            try:
                 for info, least in _pieces(metadata, name, entry):
                     pieces[info.relative_path].append((info, least, name))
-    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{folder}: .metadata: unreadable: {error!r}") from error
+            except (KeyError, ValueError) as error:
+                raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
     for file, found in pieces.items():
         _check_file(folder / file, found)
 
@@ -158,16 +176,16 @@ def _pieces(
     volumes = []
     for chunk in entry.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
-        if not all(start >= 0 and 0 <= length <= whole - start for start, length, whole in bounds):
-            raise ValueError(f"{name}: a piece of shape {tuple(chunk.sizes)} lies outside {size}")
+        if any(start + length > whole for start, length, whole in bounds):
+            raise ValueError(f"a piece of shape {tuple(chunk.sizes)} lies outside {size}")
         volumes.append(math.prod(chunk.sizes))
-        info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{name}: it is stored in another form than torch's own")
+            raise ValueError("it is stored in another form than torch's own")
         yield info, volumes[-1] * item
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
-        raise ValueError(f"{name}: its pieces do not make up its shape {size}")
+        raise ValueError(f"its pieces do not make up its shape {size}")
 
 
 def _check_file(path: Path, pieces: list[tuple[Any, int, str]]) -> None:

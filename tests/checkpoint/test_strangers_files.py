@@ -274,7 +274,7 @@ def test_sizes_are_checked_before_anything_is_allocated(
 
     monkeypatch.setattr(reward_model, "build_reward_model", build)
     edit(folder, **changes)
-    refuse(folder, layout, next(iter(changes)) + "|got shape|rows")
+    refuse(folder, layout, next(iter(changes)) + "|layers of shape|rows of")
 
 
 def test_an_index_that_promises_too_much_is_refused(folder: Path, layout: Any) -> None:
@@ -379,6 +379,40 @@ def test_an_index_may_not_change_the_classes_that_it_names(folder: Path, layout:
     assert not hasattr(Metadata, "planted")
 
 
+def break_info(metadata: Any, name: str) -> None:
+    object.__delattr__(next(iter(metadata.storage_data.values())), name)
+
+
+def break_entry(metadata: Any, name: str) -> None:
+    object.__delattr__(metadata.state_dict_metadata["model.decoder.final_layernorm.weight"], name)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda metadata: break_info(metadata, "offset"),
+        lambda metadata: break_info(metadata, "length"),
+        lambda metadata: break_info(metadata, "relative_path"),
+        lambda metadata: break_entry(metadata, "size"),
+        lambda metadata: break_entry(metadata, "properties"),
+        lambda metadata: break_entry(metadata, "chunks"),
+        lambda metadata: delattr(metadata, "state_dict_metadata"),
+        lambda metadata: setattr(metadata, "storage_data", {}),
+        lambda metadata: setattr(metadata, "storage_data", [1]),
+        lambda metadata: metadata.state_dict_metadata.clear(),
+    ],
+)
+def test_an_index_that_lacks_something_is_refused(
+    damage: Callable[[Any], None], folder: Path, layout: Any
+) -> None:
+    from nemo_aligner.checkpoint.safe_metadata import read_metadata
+
+    metadata = read_metadata(folder / "model_weights")
+    damage(metadata)
+    (folder / "model_weights" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuse(folder, layout, r"\.metadata|got shape \[0\]")
+
+
 def test_a_wrong_shape_and_an_unknown_family_are_named(folder: Path, layout: Any) -> None:
     from nemo_aligner.checkpoint.nemo import save_weights
     from tests.checkpoint.test_weights import sharded
@@ -388,7 +422,7 @@ def test_a_wrong_shape_and_an_unknown_family_are_named(folder: Path, layout: Any
         {"a": sharded("model.decoder.final_layernorm.weight", torch.zeros(3))},
         folder / "model_weights",
     )
-    refuse(folder, layout, "is missing; it holds 1 tensors")
+    refuse(folder, layout, r"word_embeddings\.weight: got shape \[0\]")
     edit(folder, position_embedding_type="alibi")
     refuse(folder, layout, "position_embedding_type: got 'alibi'")
 

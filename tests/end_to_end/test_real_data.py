@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -130,3 +131,64 @@ def test_just_eval_ratings(smollm2: Path, tmp_path: Path) -> None:
             float(logged[f"validation-heldout/{name}"]), abs=1e-4
         )
     assert "length_only_pearson_mean" in report["metrics"]
+
+
+MEASURED = """
+import runpy, sys
+del sys.argv[0]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print(open("/proc/self/status").read())
+"""
+
+
+def peak_memory(*command: str) -> int:
+    """Bytes that a script had in memory at most, its imports included."""
+    environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *command],
+        cwd=tiny.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # Not the usage that wait4 gives: that begins with this process's own.
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)
+    return int(kilobytes) * 1024
+
+
+def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.reward_model import load_pretrained, save_reward_model
+    from nemo_aligner.config.schema import DataConfig, ModelConfig, Precision
+    from nemo_aligner.data.contract import build_contract
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+
+    reward_model = tmp_path / "rm.nemo"
+    with launch():
+        layout = initialize_layout()
+        loaded = load_pretrained(smollm2, layout, num_attributes=1, precision=Precision.fp32)
+        settings = ModelConfig(data=DataConfig(template="chatml"))
+        contract = build_contract(settings, loaded.tokenizer, Precision.fp32)
+        save_reward_model(reward_model, loaded.model, loaded.config, loaded.tokenizer, contract)
+        destroy_layout()
+        del loaded
+    folder, again = tmp_path / "hf", tmp_path / "again.nemo"
+    done = tiny.run_script(
+        "scripts/convert_nemo_to_hf.py",
+        *("--input", str(reward_model), "--output", str(folder), "--dtype", "bf16"),
+        timeout=900,
+    )
+    assert "checked: 7 texts" in done.stdout
+    size = (folder / "model.safetensors").stat().st_size
+    assert 269e6 < size < 270e6
+    script = "scripts/convert_hf_to_nemo.py"
+    used = peak_memory(script, "--input", str(folder), "--output", str(again))
+    assert used < 3 * size
+    # Less than the libraries and one copy of the weights: it streams.
+    tiny.write_hf_reward_model(tmp_path / "tiny")
+    libraries = peak_memory(script, "--input", str(tmp_path / "tiny"), "--output", str(again))
+    assert used < libraries + 0.8 * size
