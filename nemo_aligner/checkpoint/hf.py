@@ -216,22 +216,26 @@ def _labels(found: Source) -> list[str] | None:
         CheckpointError: the head is not one linear map without a bias, or its outputs have no
             names that fit.
     """
-    architecture = str((found.config.get("architectures") or [""])[0])
+    architectures = found.config.get("architectures") or [""]
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"architectures: got {architectures!r}, wanted a list of names")
+    architecture = str(architectures[0])
     if not architecture.endswith(REWARD_SUFFIX):
         return None
     if "score.bias" in found.tensors:
         raise CheckpointError("score.bias: got a head with a bias, wanted one without")
     if HF_HEAD not in found.tensors:
         raise CheckpointError(f"got a {architecture} without {HF_HEAD}, wanted it as its head")
-    rows = found.tensors[HF_HEAD].shape[0]
     names = found.config.get("id2label")
-    if names is None:
-        count = found.config.get("num_labels", rows)
-        names = {number: f"LABEL_{number}" for number in range(count)}
     try:
+        if names is None:
+            rows = next(iter(found.tensors[HF_HEAD].shape), 0)
+            names = {n: f"LABEL_{n}" for n in range(found.config.get("num_labels", rows))}
         labels = [str(name) for _, name in sorted((int(key), names[key]) for key in names)]
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"id2label: got {names!r}, wanted numbers and names") from error
+        raise CheckpointError(
+            f"id2label: got {names!r}, wanted numbers and names (or num_labels)"
+        ) from error
     return ["reward"] if labels == ["LABEL_0"] else labels
 
 

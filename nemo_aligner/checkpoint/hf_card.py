@@ -32,8 +32,8 @@ Licence of the base model: {license}.
 {offsets}
 
 The reward is read at the last token that is not padding, so a text must not end with the pad token,
-{pad_token}. Loaded in fp32 the rewards are those of the archive within 1e-4. A head in bf16 rounds
-them to steps of 0.4 %; keep it in fp32 where the body is not.
+{pad_token}. Loaded in fp32 the rewards are, within 1e-4, those of the archive with the weights as
+they are rounded here. Loaded in bf16 the head is rounded too: rewards come in steps of 0.4 %.
 
 ## What a reward means
 
@@ -112,9 +112,10 @@ def _offsets(contract: ScoringContract) -> str:
     if not any(contract.label_means):
         return "The logits are the rewards; nothing is to be added, and no sigmoid applied."
     return (
-        "**The logits alone are not the rewards.** The model learned labels less their means, and "
-        "the head of a `ForSequenceClassification` has no bias to keep these. Add them, as above; "
-        "they are `label_means` in `config.json`. Differences of two replies are right without."
+        "**The logits alone are not the rewards.** The rule adds a constant to each, the mean of "
+        "its labels, and the head of a `ForSequenceClassification` has no bias to keep it. Add "
+        "them, as above; they are `label_means` in `config.json`. Differences of two replies are "
+        "right without."
     )
 
 

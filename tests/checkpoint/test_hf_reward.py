@@ -159,6 +159,7 @@ def replace_tensor(name: str, value: Tensor | None) -> Callable[[dict[str, Tenso
     ("name", "value", "complaint"),
     [
         ("score.bias", torch.zeros(1), r"score\.bias: got a head with a bias"),
+        ("score.weight", torch.tensor(1.0), r"score\.weight: got shape \[\], wanted \[1, 64\]"),
         ("score.weight", None, r"LlamaForSequenceClassification without score\.weight"),
         ("score.weight", torch.zeros(2, 64), r"score\.weight: got shape \[2, 64\], wanted \[1, 64"),
         ("v_head.weight", torch.zeros(1, 64), r"no place in a llama model.* v_head\.weight"),
@@ -186,6 +187,9 @@ def test_a_tensor_that_does_not_fit_is_named(
     [
         ({"id2label": {"0": "a", "1": "b"}}, r"got shape \[1, 64\], wanted \[2, 64\]"),
         ({"id2label": {"zero": "a"}}, r"id2label: got .*, wanted numbers and names"),
+        ({"id2label": None, "num_labels": "two"}, r"id2label: got None, wanted numbers"),
+        ({"id2label": None, "num_labels": 2}, r"got shape \[1, 64\], wanted \[2, 64\]"),
+        ({"architectures": {"a": "b"}}, r"architectures: got .*, wanted a list"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config: got"),
         ({"model_type": "mamba"}, r"model_type: got 'mamba'"),
     ],
