@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo import NemoFolder, load_tensors
+from nemo_aligner.checkpoint.weights import check_data
 from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
@@ -82,6 +83,7 @@ def _check_number(
 
 
 def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
+    check_data(folder.weights, read=False)  # else the index may say anything
     rows, *columns = folder.tensors.get(EMBEDDING, ((0,),))[0]
     if rows < shape.vocab_size or columns != [shape.hidden_size]:
         raise CheckpointError(

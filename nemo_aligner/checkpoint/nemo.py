@@ -109,7 +109,7 @@ def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder
             verify_folder(root, wanted)
         folder = opened(root)
         if with_weights and not has_checksums(root):
-            check_data(folder.weights)
+            check_data(folder.weights, read=True)
     except BaseException:
         _remove(root, path)
         raise

@@ -141,11 +141,12 @@ def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype
     }
 
 
-def check_data(folder: Path) -> None:
-    """Read every stored tensor once, so that a damaged one is known before any is used.
+def check_data(folder: Path, *, read: bool) -> None:
+    """Find what is missing or damaged before any tensor is used.
 
-    The index has to lay each tensor out without a gap, inside its files. Each piece is a zip file
-    of torch's, whose CRC-32 is compared. Optimizer state is left out: it is never read.
+    The index has to lay each tensor out without a gap, inside its files. To ``read`` is to compare
+    content, too: each piece is a zip file of torch's, which has a CRC-32. Optimizer state is left
+    out: it is never read.
 
     Raises:
         CheckpointError: a piece is missing, cut off, of another size, or damaged.
@@ -160,7 +161,7 @@ def check_data(folder: Path) -> None:
             except (KeyError, ValueError) as error:
                 raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
     for file, found in pieces.items():
-        _check_file(folder / file, found)
+        _check_file(folder / file, found, read)
 
 
 def is_optimizer_state(name: str) -> bool:
@@ -188,7 +189,7 @@ def _pieces(
         raise ValueError(f"its pieces do not make up its shape {size}")
 
 
-def _check_file(path: Path, pieces: list[tuple[Any, int, str]]) -> None:
+def _check_file(path: Path, pieces: list[tuple[Any, int, str]], read: bool) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, wanted the data of {pieces[0][2]}")
     end = 0
@@ -205,15 +206,20 @@ def _check_file(path: Path, pieces: list[tuple[Any, int, str]]) -> None:
                 raise CheckpointError(
                     f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
                 )
-            try:
-                with zipfile.ZipFile(BufferedReader(_Part(file, info.offset, end))) as piece:
-                    if any(member.compress_type for member in piece.infolist()):
-                        raise ValueError("it is compressed, wanted torch's own form")
-                    damaged = piece.testzip()
-            except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
-                raise CheckpointError(f"{where}: damaged: {error}") from error
-            if damaged is not None:
-                raise CheckpointError(f"{where}: damaged: {damaged} has another CRC-32")
+            if read:
+                _check_piece(_Part(file, info.offset, end), where)
+
+
+def _check_piece(part: _Part, where: str) -> None:
+    try:
+        with zipfile.ZipFile(BufferedReader(part)) as piece:
+            if any(member.compress_type for member in piece.infolist()):
+                raise ValueError("it is compressed, wanted torch's own form")
+            damaged = piece.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+        raise CheckpointError(f"{where}: damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{where}: damaged: {damaged} has another CRC-32")
 
 
 class _Part(RawIOBase):

@@ -251,12 +251,16 @@ def read_common(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{common}: refused or unreadable: {error}") from error
 
 
-def check_data(folder: Path) -> None:
-    """Read all stored weights once, to know that they are whole."""
+def check_data(folder: Path, *, read: bool) -> None:
+    """Find what is missing of the stored weights; ``read`` them once to find what is damaged.
+
+    Raises:
+        CheckpointError: a piece is missing, of another size, or damaged.
+    """
     if read_format(folder) == ZARR:
         zarr_weights.check_data(folder)
     else:
-        safe_metadata.check_data(folder)
+        safe_metadata.check_data(folder, read=read)
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

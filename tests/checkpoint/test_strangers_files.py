@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from nemo_aligner.checkpoint.archive import sha256_of
 from nemo_aligner.checkpoint.nemo import open_nemo
 from nemo_aligner.config.schema import Precision
 from nemo_aligner.errors import CheckpointError
@@ -81,6 +82,10 @@ def load(path: Path, layout: Any) -> Any:
 def refuse(path: Path, layout: Any, complaint: str) -> None:
     with pytest.raises(CheckpointError, match=complaint):
         load(path, layout)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -277,8 +282,11 @@ def test_sizes_are_checked_before_anything_is_allocated(
     refuse(folder, layout, next(iter(changes)) + "|layers of shape|rows of")
 
 
-def test_an_index_that_promises_too_much_is_refused(folder: Path, layout: Any) -> None:
-    """Settings and index agree on a size that the files do not have."""
+@pytest.mark.parametrize("has_checksums", [False, True])
+def test_an_index_that_promises_too_much_is_refused(
+    has_checksums: bool, folder: Path, layout: Any
+) -> None:
+    """Settings and index agree on a size that the files do not have; a stranger can write sums."""
     from nemo_aligner.checkpoint.safe_metadata import read_metadata
 
     weights = folder / "model_weights"
@@ -289,6 +297,9 @@ def test_an_index_that_promises_too_much_is_refused(folder: Path, layout: Any) -
     entry.chunks[0].sizes = size
     (weights / ".metadata").write_bytes(pickle.dumps(metadata))
     edit(folder, vocab_size=2**30)
+    if has_checksums:
+        sums = {file.relative_to(folder).as_posix(): sha256_of(file) for file in files_of(folder)}
+        (folder / "checksums.json").write_text(json.dumps(sums))
     refuse(folder, layout, "wanted at least 68719476736")
 
 
@@ -454,12 +465,11 @@ def test_a_tokenizer_that_is_not_text_is_refused(folder: Path) -> None:
 def test_the_checksums_are_those_of_sha256sum(archive: Path, tmp_path: Path) -> None:
     import hashlib
 
-    shutil.unpack_archive(archive, tmp_path / "ours", "tar")
-    sums = json.loads((tmp_path / "ours" / "checksums.json").read_text())
     root = tmp_path / "ours"
-    files = [path for path in root.rglob("*") if path.is_file()]
+    shutil.unpack_archive(archive, root, "tar")
+    sums = json.loads((root / "checksums.json").read_text())
     assert sums == {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
+        for path in files_of(root)
         if path.name != "checksums.json"
     }
