@@ -27,7 +27,7 @@ from nemo_aligner.errors import CheckpointError, ConfigError, DataError
 from tests import tiny
 
 SECONDS = 60
-FEW, MANY = 150, 3000
+FEW, MANY = 150, 1500
 TINY = {
     "hidden_size": 16,
     "intermediate_size": 16,
