@@ -204,4 +204,13 @@ def wrap_for_training(
     wrapped = DistributedDataParallel(model.config, config, model)
     if overlaps:
         model.config.no_sync_func = wrapped.no_sync
+        _gather_in_order_of_use(wrapped)
     return wrapped
+
+
+def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
+    """Megatron goes through its buffers backwards, and has the fp32 head's at the beginning."""
+    places = {parameter: place for place, parameter in enumerate(wrapped.module.parameters())}
+    groups = sorted(wrapped.bucket_groups, key=lambda group: min(places[p] for p in group.params))
+    for group, following in zip(groups, [*groups[1:], None], strict=True):
+        group.next_param_gather_bucket_group = following

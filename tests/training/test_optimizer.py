@@ -172,5 +172,6 @@ def test_buckets_are_reduced_and_gathered_beside_the_computing(
     assert found["reduced"] == [0, *[found["buckets"]] * 3]
     # Weights are gathered as they are needed, or for a checkpoint.
     assert found["gathered"] == [0, found["buckets"]]
+    assert "already been dispatched" not in done.stderr
     assert found["difference"] == 0
     assert found["resumed_is_same"]
