@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.parallel.pipeline import pipeline_options
+from nemo_aligner.parallel.pipeline import PipelineMessages
 
 RewardLoss = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Rewards ``[R, sequences, A]`` and labels ``[R, A]`` -> (sum of losses, how many were summed)."""
@@ -125,8 +125,8 @@ def _run_schedule(
 ) -> list[Tensor]:
     multiple = layout.tp if layout.sequence_parallel else 1
     padded = [batch.padded_to_multiple(multiple) for batch in batches]
-    options = _pipeline_options(model, padded, multiple) if layout.pp > 1 else {}
-    return get_forward_backward_func()(
+    run = partial(
+        get_forward_backward_func(),
         forward_step_func=forward_step,
         data_iterator=iter(padded),
         model=[model],
@@ -135,8 +135,15 @@ def _run_schedule(
         seq_length=padded[0].num_tokens,
         micro_batch_size=1,
         forward_only=forward_only,
-        **options,
     )
+    if layout.pp == 1:
+        return run()
+    config = get_model_config(model)
+    shapes = [(batch.num_tokens // multiple, 1, config.hidden_size) for batch in padded]
+    messages = PipelineMessages(config, shapes)
+    outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
+    messages.finish()
+    return outputs
 
 
 def _value_step(
@@ -145,14 +152,6 @@ def _value_step(
     output = model(next(batches).to(current_device()))
     # The schedule scales what it gets in place: keep a copy.
     return output, lambda values, **unused: (values.sum(), values.clone())
-
-
-def _pipeline_options(
-    model: torch.nn.Module, batches: Sequence[PackedBatch], split: int
-) -> dict[str, Any]:
-    config = get_model_config(model)
-    shapes = [(batch.num_tokens // split, 1, config.hidden_size) for batch in batches]
-    return pipeline_options(config, shapes)
 
 
 def _forward_step(
