@@ -62,7 +62,11 @@ class ShardWriter:
     def _flush(self) -> None:
         self._files.append(list(self._waiting))
         tensors = {name: tensor.contiguous() for name, tensor in self._waiting.items()}
-        save_file(tensors, self._path(len(self._files)), metadata={"format": "pt"})
+        path = self._path(len(self._files))
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors lets nobody else read what it writes
         self._waiting, self._bytes = {}, 0
 
     def _path(self, number: int) -> Path:

@@ -104,6 +104,9 @@ def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -
         )
         for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
             assert after[key] == before[key]
+        # Whoever may read the one may read the other.
+        files = [folder / "out" / name for name in ("config.json", "model.safetensors")]
+        assert len({file.stat().st_mode for file in files}) == 1
         if case != "one_label":
             continue
         again = convert(folder / "out", folder / "again.nemo")
