@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -212,5 +213,5 @@ def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
     """Megatron goes through its buffers backwards, and has the fp32 head's at the beginning."""
     places = {parameter: place for place, parameter in enumerate(wrapped.module.parameters())}
     groups = sorted(wrapped.bucket_groups, key=lambda group: min(places[p] for p in group.params))
-    for group, following in zip(groups, [*groups[1:], None], strict=True):
+    for group, following in zip_longest(groups, groups[1:]):
         group.next_param_gather_bucket_group = following
