@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,6 @@ from tests.checkpoint import strangers
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Any]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,7 @@ from safetensors.torch import load_file
 
 from tests import families, tiny
 
-
-@pytest.fixture(scope="module", autouse=True)
-def layout() -> Iterator[Any]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
+pytestmark = pytest.mark.usefixtures("layout")
 
 
 def write_reward_model(folder: Path, case: str, dtype: torch.dtype) -> None:

@@ -43,16 +43,6 @@ Member = tuple[tarfile.TarInfo, bytes]
 Members = list[Member]
 
 
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Any]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
-
-
 @dataclass(frozen=True)
 class Content:
     """What an archive loads as."""
@@ -223,14 +213,6 @@ MUTATIONS = [
 ]  # fmt: skip
 # Of a stranger's archive, these change what is as good as it was.
 HARMLESS = (flip_member, flip_index, rename, rearrange, edit_config)
-
-
-@pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    return folder
 
 
 @pytest.mark.parametrize("has_checksums", [True, False], ids=["ours", "strangers"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,8 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf_names import pack_qkv, unpack_qkv
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
+from tests.families import LLAMA3_ROPE
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.5,
-    "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 32,
-}
 CASES: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {"tie_word_embeddings": False},
@@ -33,15 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def layout() -> Iterator[None]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        initialize_layout()
-        yield
-        destroy_layout()
+pytestmark = pytest.mark.usefixtures("layout")
 
 
 def convert(

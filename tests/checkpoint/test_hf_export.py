@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,7 @@ from tests.checkpoint.test_hf_reward import CASES, NAMES, LiveBytes, convert
 WEIGHTS, MEANS = (0.5, -2.0, 0.25), (1.5, 0.0, -0.5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def layout() -> Iterator[Any]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
+pytestmark = pytest.mark.usefixtures("layout")
 
 
 @pytest.fixture(scope="module")

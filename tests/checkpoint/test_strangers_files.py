@@ -8,7 +8,7 @@ import json
 import pickle
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,6 @@ class Bomb:
 
 
 @pytest.fixture(scope="module")
-def layout() -> Iterator[Any]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
-
-
-@pytest.fixture(scope="module")
 def archive(layout: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_base_nemo(tmp_path_factory.mktemp("strangers") / "base.nemo", **SHAPE)
 
@@ -62,14 +52,6 @@ def folder(archive: Path, tmp_path: Path) -> Path:
     shutil.unpack_archive(archive, tmp_path / "folder", "tar")
     (tmp_path / "folder" / "checksums.json").unlink()
     return tmp_path / "folder"
-
-
-@pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "scratch"
-    path.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(path))
-    return path
 
 
 def load(path: Path, layout: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,16 +38,6 @@ CONFIG = {
 }
 SHAPE = ModelShape.from_config(CONFIG)
 FP32 = Precision.fp32
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[ParallelLayout]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
 
 
 def test_keys_are_those_that_a_pack_attends_to() -> None:

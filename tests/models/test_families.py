@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,16 +38,6 @@ class Case:
     config: dict[str, Any]
     ours: Any
     theirs: Any
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[ParallelLayout]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,6 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[ParallelLayout]:
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
 
 
 def load(  # type: ignore[no-untyped-def]
