@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -141,6 +142,20 @@ class NemoFolder:
             f"the file {name!r}" if path.is_file() else f"no tokenizer folder {name!r}"
         )
 
+    def _tokenizer_among(self, folders: Iterable[Path], usual: str) -> Path:
+        for folder in folders:
+            if (folder / "tokenizer.json").is_file():
+                return folder
+        raise self._no_tokenizer(f"none in {usual}")
+
+    def _transformer_config(self, name: str, key: str) -> dict[str, Any]:
+        """The section ``key`` of a file, in which megatron-core's own settings are."""
+        where = f"{self.source}: {name}"
+        section = read_yaml(self.root / name, where).get(key)
+        if not isinstance(section, dict):
+            raise CheckpointError(f"{where}: {key}: got {section!r}, wanted a mapping")
+        return from_transformer_config(section, f"{where}: {key}")
+
     def _no_tokenizer(self, got: str) -> CheckpointError:
         return CheckpointError(
             f"{self.source}: tokenizer: got {got}, wanted a folder with a tokenizer.json; "
@@ -160,18 +175,12 @@ class Nemo2Folder(NemoFolder):
         return _existing(self.root / "weights", self.source)
 
     def _own_config(self) -> dict[str, Any]:
-        where = f"{self.source}: {_MODEL_YAML}"
-        model = read_yaml(self.root / _MODEL_YAML, where).get("config")
-        if not isinstance(model, dict):
-            raise CheckpointError(f"{where}: config: got {model!r}, wanted a mapping")
-        return from_transformer_config(model, f"{where}: config")
+        return self._transformer_config(_MODEL_YAML, "config")
 
     def _own_tokenizer(self) -> Path:
-        for name in ("nemo_tokenizer", "artifacts", "."):
-            folder = self.root / "context" / name
-            if (folder / "tokenizer.json").is_file():
-                return folder
-        raise self._no_tokenizer("none in context/nemo_tokenizer")
+        names = ("nemo_tokenizer", "artifacts", ".")
+        folders = (self.root / "context" / name for name in names)
+        return self._tokenizer_among(folders, "context/nemo_tokenizer")
 
 
 class MegatronFolder(NemoFolder):
@@ -187,11 +196,7 @@ class MegatronFolder(NemoFolder):
 
     def _own_config(self) -> dict[str, Any]:
         if (self.root / _RUN_CONFIG).is_file():
-            where = f"{self.source}: {_RUN_CONFIG}"
-            model = read_yaml(self.root / _RUN_CONFIG, where).get("model")
-            if not isinstance(model, dict):
-                raise CheckpointError(f"{where}: model: got {model!r}, wanted a mapping")
-            return from_transformer_config(model, f"{where}: model")
+            return self._transformer_config(_RUN_CONFIG, "model")
         arguments = read_common(self.root).get("args")
         if not isinstance(arguments, Namespace):
             raise CheckpointError(
@@ -201,10 +206,8 @@ class MegatronFolder(NemoFolder):
         return from_arguments(vars(arguments), f"{self.source}: common.pt")
 
     def _own_tokenizer(self) -> Path:
-        for folder in (self.root / TOKENIZER_NAME, self.root.parent / TOKENIZER_NAME):
-            if (folder / "tokenizer.json").is_file():
-                return folder
-        raise self._no_tokenizer("none in its folder tokenizer/")
+        folders = (self.root / TOKENIZER_NAME, self.root.parent / TOKENIZER_NAME)
+        return self._tokenizer_among(folders, "its folder tokenizer/")
 
 
 def _existing(folder: Path, source: Path) -> Path:

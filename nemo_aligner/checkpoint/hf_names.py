@@ -185,19 +185,25 @@ _FINAL_NORM = "decoder.final_layernorm.weight"
 _ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
 _MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 
+
+def _layer(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
+    """A layer with a norm before attention, and one before a gated MLP."""
+    return (
+        norm(_ATTENTION_NORM, "input_layernorm.weight"),
+        _qkv("weight"),
+        _PROJECTION,
+        norm(_MLP_NORM, "post_attention_layernorm.weight"),
+        _GATED,
+        _DOWN,
+    )
+
+
 LLAMA = Family(
     name="llama",
     to_nemo=hf_configs.llama_to_nemo,
     to_hf=hf_configs.llama_to_hf,
     model=(_EMBEDDING, _norm(_FINAL_NORM, "model.norm.weight")),
-    layer=(
-        _norm(_ATTENTION_NORM, "input_layernorm.weight"),
-        _qkv("weight"),
-        _PROJECTION,
-        _norm(_MLP_NORM, "post_attention_layernorm.weight"),
-        _GATED,
-        _DOWN,
-    ),
+    layer=_layer(_norm),
     untied=Rule("output_layer.weight", ("lm_head.weight",)),
     unused=("rotary_emb.inv_freq",),
 )
@@ -234,14 +240,7 @@ GEMMA = replace(
     to_nemo=hf_configs.gemma_to_nemo,
     to_hf=hf_configs.gemma_to_hf,
     model=(_EMBEDDING, _zero_centered_norm(_FINAL_NORM, "model.norm.weight")),
-    layer=(
-        _zero_centered_norm(_ATTENTION_NORM, "input_layernorm.weight"),
-        _qkv("weight"),
-        _PROJECTION,
-        _zero_centered_norm(_MLP_NORM, "post_attention_layernorm.weight"),
-        _GATED,
-        _DOWN,
-    ),
+    layer=_layer(_zero_centered_norm),
 )
 
 GEMMA2 = replace(
