@@ -16,20 +16,7 @@ from nemo_aligner.errors import AlignerError
 def main() -> int:
     arguments = _parse()
     # Imported here: --help needs no torch.
-    from nemo_aligner.parallel.launch import launch
-
-    with launch():
-        try:
-            print(_run(arguments))
-        except AlignerError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    return 0
-
-
-def _run(arguments: argparse.Namespace) -> str:
     from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
 
     names = arguments.attributes
     options = ImportOptions(
@@ -39,11 +26,12 @@ def _run(arguments: argparse.Namespace) -> str:
         attributes=tuple(names.split(",")) if names else (),
         keep_scaling=arguments.keep_scaling,
     )
-    layout = initialize_layout()
     try:
-        return import_checkpoint(arguments.input, arguments.output, layout, options)
-    finally:
-        destroy_layout()
+        print(import_checkpoint(arguments.input, arguments.output, options))
+    except AlignerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _parse() -> argparse.Namespace:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nemo_aligner.checkpoint.decoder_tensors import PREFIX
 from nemo_aligner.checkpoint.megatron_config import from_arguments, from_transformer_config
 from nemo_aligner.checkpoint.plain_data import read_json, read_text, read_yaml
 from nemo_aligner.checkpoint.safe_metadata import is_optimizer_state
@@ -52,7 +53,7 @@ class NemoFolder:
     @property
     def prefix(self) -> str:
         """What the names of the stored tensors begin with."""
-        return "model."
+        return PREFIX
 
     @cached_property
     def _stated(self) -> dict[str, Any]:

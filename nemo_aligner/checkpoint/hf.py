@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf_names import Rule, add_zero_groups, find_family, hf_layer_name
 from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME, Source, open_source
 from nemo_aligner.checkpoint.hf_tensors import (
-    HEAD,
+    HEAD_KEY,
     HF_HEAD,
     REWARD_SUFFIX,
     check_tensors,
@@ -139,15 +137,12 @@ def _convert(
         archived["num_query_groups"] += zero_groups
         archived["zero_query_groups"] = zero_groups
     output.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=".convert_", dir=output.parent) as scratch,
-        _single_process_group(),
-    ):
+    with tempfile.TemporaryDirectory(prefix=".convert_", dir=output.parent) as scratch:
         weights, tokenizer = Path(scratch, "weights"), Path(scratch, "tokenizer")
         found.save_tokenizer(tokenizer)
         contract = _contract(found, labels, tokenizer, Precision(DTYPE_NAMES[stored]), options)
         if contract is not None:
-            tensors[HEAD] = _as_fp32(found.tensors[HF_HEAD])
+            tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": len(contract.attributes)}
         save_unread(tensors, layers, weights)
@@ -281,18 +276,3 @@ def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: st
     ):
         if got != wanted:
             raise CheckpointError(f"{name}: got {got}, {CONTRACT_NAME} wants {wanted}")
-
-
-@contextmanager
-def _single_process_group() -> Iterator[None]:
-    """megatron-core saves through torch.distributed; lend it a group of one where there is none."""
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise CheckpointError("a conversion runs in one process")
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

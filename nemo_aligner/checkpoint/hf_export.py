@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
+from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, PREFIX
 from nemo_aligner.checkpoint.hf import DTYPE_NAMES
 from nemo_aligner.checkpoint.hf_card import model_card
 from nemo_aligner.checkpoint.hf_check import (
@@ -44,13 +45,7 @@ from nemo_aligner.checkpoint.hf_names import (
     remove_zero_groups,
 )
 from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME
-from nemo_aligner.checkpoint.hf_tensors import (
-    HEAD,
-    HF_HEAD,
-    PREFIX,
-    megatron_key,
-    model_rules,
-)
+from nemo_aligner.checkpoint.hf_tensors import HEAD_KEY, HF_HEAD, megatron_key, model_rules
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, stored_tensors, sync_to_disk
 from nemo_aligner.checkpoint.reward_model import reward_model_of
 from nemo_aligner.checkpoint.streaming import TensorReader
@@ -61,7 +56,6 @@ from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 
-_EMBEDDING = PREFIX + "embedding.word_embeddings.weight"
 _HF_EMBEDDING = "model.embed_tokens.weight"
 # What a config may leave out.
 _WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
@@ -168,7 +162,7 @@ class _Archive:
         }
         family = family_of(config)
         rules = model_rules(family, config, is_reward_model=True)
-        known = {HEAD, *(megatron_key(rule, layer) for rule, layer in rules)}
+        known = {HEAD_KEY, *(megatron_key(rule, layer) for rule, layer in rules)}
         stored = stored_tensors(folder.weights)
         unknown = sorted(stored.keys() - known)
         if unknown:
@@ -208,7 +202,7 @@ def _export(
     archive = _Archive.of(folder)
     contract = ScoringContract.from_dict(folder.contract or {})
     exported = _exported_contract(contract, options)
-    dtype = options.dtype or archive.dtypes[_EMBEDDING]
+    dtype = options.dtype or archive.dtypes[PREFIX + EMBEDDING]
     _round_as_exported(loaded.model, archive, options.dtype)
     tokenizer = loaded.tokenizer
     texts = encode_texts(contract, tokenizer)
@@ -274,7 +268,7 @@ def _write_weights(
         if name == _HF_EMBEDDING:
             tensor = F.pad(tensor, (0, 0, 0, vocab_size - tensor.size(0)))  # the pad token, if new
         writer.add(name, tensor)
-    head = archive.reader.read(HEAD).float()
+    head = archive.reader.read(HEAD_KEY).float()
     if options.merge:
         head = torch.tensor(contract.attribute_weights)[None] @ head
     writer.add(HF_HEAD, head)

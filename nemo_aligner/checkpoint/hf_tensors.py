@@ -6,12 +6,21 @@ from collections.abc import Mapping
 
 import torch
 
+from nemo_aligner.checkpoint.decoder_tensors import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    OUTPUT_LAYER,
+    PREFIX,
+    layer_tensors,
+    model_tensors,
+)
 from nemo_aligner.checkpoint.hf_names import Config, Family, Rule, hf_layer_name
 from nemo_aligner.checkpoint.streaming import UnreadTensor
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.shape import ModelShape
 
-PREFIX = "model."
-HEAD = PREFIX + "rm_head.weight"
+HEAD_KEY = PREFIX + HEAD
 HF_HEAD = "score.weight"
 REWARD_SUFFIX = "ForSequenceClassification"
 
@@ -29,34 +38,18 @@ def model_rules(
 
 def megatron_key(rule: Rule, layer: int | None) -> str:
     """The key of a rule's tensor in a distributed checkpoint; all layers share one."""
-    return PREFIX + ("" if layer is None else "decoder.layers.") + rule.megatron
-
-
-def megatron_shape(rule: Rule, config: Config) -> tuple[int, ...]:
-    """The shape of a rule's Megatron tensor, without vocabulary padding or added query groups."""
-    hidden, channels = config["hidden_size"], config["kv_channels"]
-    *_, module, kind = rule.megatron.split(".")
-    if "norm" in rule.megatron:
-        of_a_head = module in ("q_layernorm", "k_layernorm")
-        return (channels if of_a_head else hidden,)
-    heads, groups = config["num_attention_heads"], config["num_query_groups"]
-    rows, columns = {
-        "word_embeddings": (config["vocab_size"], hidden),
-        "output_layer": (config["vocab_size"], hidden),
-        "linear_qkv": ((heads + 2 * groups) * channels, hidden),
-        "linear_proj": (hidden, heads * channels),
-        # A gated activation has two matrices, one on the other.
-        "linear_fc1": (config["ffn_hidden_size"] * len(rule.hf), hidden),
-        "linear_fc2": (hidden, config["ffn_hidden_size"]),
-    }[module]
-    return (rows, columns) if kind == "weight" else (rows,)
+    return PREFIX + ("" if layer is None else LAYERS) + rule.megatron
 
 
 def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every Hugging Face tensor by its name."""
+    """The shape of every Hugging Face tensor by its name; ``config`` has no added query groups."""
+    decoder = ModelShape.from_config(config)
+    of_model, of_layer = model_tensors(decoder), layer_tensors(decoder)
+    of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
     shapes = {}
     for rule, layer in rules:
-        whole = torch.empty(megatron_shape(rule, config), device="meta")
+        size = (of_model if layer is None else of_layer)[rule.megatron]
+        whole = torch.empty(size, device="meta")
         for name, part in zip(rule.hf, rule.split(whole, config), strict=True):
             shapes[hf_layer_name(name, layer)] = tuple(part.shape)
     return shapes

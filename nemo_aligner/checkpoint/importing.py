@@ -12,6 +12,7 @@ Formulas and keys are those of NeMo-Aligner's ``RewardModelHead`` and ``Megatron
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.model_weights import (
+from nemo_aligner.checkpoint.decoder_tensors import (
     EMBEDDING,
     HEAD,
     HEAD_BIAS,
-    load_backbone,
-    model_shape,
-    read_head,
+    LAYERS,
+    OUTPUT_LAYER,
+    PREFIX,
+    layer_tensors,
+    model_tensors,
 )
-from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo
-from nemo_aligner.checkpoint.reward_model import save_reward_model, set_head
+from nemo_aligner.checkpoint.model_weights import is_per_layer, model_shape
+from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, write_nemo
+from nemo_aligner.checkpoint.streaming import TensorReader, UnreadTensor, save_unread
 from nemo_aligner.config.schema import Overlong, Precision, RewardModelType
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
 from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.errors import CheckpointError, ConfigError
-from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.models.shape import ModelShape
 
 RAW_TEXT = "none"
 _PRECISIONS = {
@@ -76,45 +79,80 @@ class Head:
     offsets: Tensor
 
 
-def import_checkpoint(
-    source: str | Path, output: str | Path, layout: ParallelLayout, options: ImportOptions
-) -> str:
-    """Write ``source`` as the archive ``output``, and say what it became; every rank calls it.
+def import_checkpoint(source: str | Path, output: str | Path, options: ImportOptions) -> str:
+    """Write ``source`` as the archive ``output``, and say what it became; one process calls it.
 
-    Memory: each rank holds its part of the model once, in the dtype that is stored. The output
-    layer of a language model is not carried: a reward model has none.
+    No model is built, and tensors are read one after the other as they are written.
 
     NeMo-Aligner's reward models ignore rope and embedding scaling that their settings ask for, in
     training as in serving. To score as they did, it is switched off unless ``keep_scaling``.
 
     Raises:
-        CheckpointError: see ``open_nemo`` and ``load_backbone``; or a head that cannot be written
-            as a linear map of the last token.
+        CheckpointError: see ``open_nemo`` and ``model_shape``; or a head that cannot be written as
+            a linear map of the last token.
         ConfigError: the template is missing or unfit.
     """
+    output = Path(output)
     with open_nemo(source, tokenizer=options.tokenizer, config=options.config) as folder:
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
         tokenizer = load_tokenizer(folder.tokenizer)
-        head = _read_head(folder)
         config = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
         ignored: list[str] = []
-        if head is not None and not options.keep_scaling:
+        if HEAD in folder.tensors and not options.keep_scaling:
             ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if config.get(key)]
             config.update(dict.fromkeys(ignored, False))
         shape, precision = model_shape(folder, config), _precision(folder)
+        head = _read_head(folder, shape)
         contract = None if head is None else _contract(folder, tokenizer, head, options, precision)
-        model = build_reward_model(
-            shape,
-            layout,
-            num_attributes=1 if head is None else len(head.weight),
-            precision=precision,
-        )
-        load_backbone(model, folder)
+        tensors, layers = _unread(folder, shape)
         if head is not None:
-            set_head(model, head.weight, folder)
-        save_reward_model(output, model, config, tokenizer, contract)
-        return _summary(Path(output), folder, ignored, contract)
+            tensors.pop(PREFIX + OUTPUT_LAYER, None)
+            tensors[PREFIX + HEAD] = _in_memory(head.weight)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".import_", dir=output.parent) as scratch:
+            save_unread(tensors, layers, Path(scratch, "weights"))
+            tokenizer.save(Path(scratch, "tokenizer"))
+            write_nemo(
+                output,
+                config,
+                Path(scratch, "weights"),
+                Path(scratch, "tokenizer"),
+                None if contract is None else contract.to_dict(),
+            )
+        return _summary(output, folder, ignored, contract)
+
+
+def _unread(
+    folder: NemoFolder, shape: ModelShape
+) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
+    """The decoder's tensors by key, outside the layers and inside, without vocabulary padding."""
+    stored, reader = folder.tensors, TensorReader(folder.weights)
+    is_numbered = is_per_layer(stored)
+
+    def outside(name: str) -> UnreadTensor:
+        size, dtype = stored[name]
+        rows = min(size[0], shape.vocab_size) if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
+        return UnreadTensor(
+            (rows, *size[1:]), dtype, lambda: reader.read(folder.prefix + name)[:rows]
+        )
+
+    def inside(name: str, layer: int) -> UnreadTensor:
+        key = f"{LAYERS}{layer}.{name}" if is_numbered else LAYERS + name
+        size, dtype = stored[key]
+        place = None if is_numbered else layer
+        size = size if is_numbered else size[1:]
+        return UnreadTensor(size, dtype, lambda: reader.read(folder.prefix + key, place))
+
+    names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
+    return {PREFIX + name: outside(name) for name in names}, {
+        PREFIX + LAYERS + name: [inside(name, layer) for layer in range(shape.num_layers)]
+        for name in layer_tensors(shape)
+    }
+
+
+def _in_memory(tensor: Tensor) -> UnreadTensor:
+    return UnreadTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def _summary(
@@ -126,7 +164,7 @@ def _summary(
         f"vocabulary of {config['vocab_size']}, {folder.vocab_size_from}",
     ]
     if contract is None:
-        lines.append("a base model; an output layer, if there was one, is left out")
+        lines.append("a base model")
     else:
         lines.append(f"a reward model of {', '.join(contract.attributes)}")
         lines.append(f"scoring contract {contract.hash}, offsets {list(contract.label_means)}")
@@ -180,13 +218,20 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
     return [float(value) for value in values]
 
 
-def _read_head(folder: NemoFolder) -> Head | None:
+def _read_head(folder: NemoFolder, shape: ModelShape) -> Head | None:
     stored = folder.tensors
     if HEAD not in stored:
         return None
-    bias = read_head(folder, HEAD_BIAS) if HEAD_BIAS in stored else None
+    size = stored[HEAD][0]
+    if size[1:] != (shape.hidden_size,):
+        raise CheckpointError(
+            f"{folder.source}: {HEAD}: got shape {list(size)}, wanted rows of {shape.hidden_size}"
+        )
+    reader = TensorReader(folder.weights)
+    weight = reader.read(folder.prefix + HEAD).float()
+    bias = reader.read(folder.prefix + HEAD_BIAS).float() if HEAD_BIAS in stored else None
     try:
-        return fold_head(read_head(folder, HEAD), bias, folder.config)
+        return fold_head(weight, bias, folder.config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder.source}: {error}") from error
 

@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
+from nemo_aligner.checkpoint.decoder_tensors import (
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    LAYERS,
+    OUTPUT_LAYER,
+    layer_tensors,
+    model_tensors,
+)
 from nemo_aligner.checkpoint.nemo import NemoFolder, load_tensors
 from nemo_aligner.checkpoint.weights import check_data
 from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.collectives import gather_objects
 
-HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
-EMBEDDING = "embedding.word_embeddings.weight"
-# A reward model has its head in the place of this one.
-OUTPUT_LAYER = "output_layer.weight"
-_LAYERS = "decoder.layers."
 _COUNTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings",
@@ -83,60 +86,70 @@ def _check_number(
 
 
 def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
+    """Every weight that such a model has is stored in its size, and no other.
+
+    One without a place, such as a bias, would be another model without it.
+    """
     check_data(folder.weights, read=False)  # else the index may say anything
-    rows, *columns = folder.tensors.get(EMBEDDING, ((0,),))[0]
-    if rows < shape.vocab_size or columns != [shape.hidden_size]:
-        raise CheckpointError(
-            f"{folder.source}: {folder.prefix}{EMBEDDING}: got shape {[rows, *columns]}, its "
-            f"settings want at least {shape.vocab_size} rows of {shape.hidden_size}"
-        )
-    heads = shape.num_attention_heads * shape.kv_channels
-    groups = shape.num_query_groups * shape.kv_channels
-    of_layer = {
-        "self_attention.linear_qkv.weight": (heads + 2 * groups, shape.hidden_size),
-        "self_attention.linear_proj.weight": (shape.hidden_size, heads),
-        "mlp.linear_fc2.weight": (shape.hidden_size, shape.ffn_hidden_size),
-    }
+    stored, of_model, of_layer = folder.tensors, model_tensors(shape), layer_tensors(shape)
+    complaint = f"{folder.source}: {folder.prefix}"
+    for name, size in of_model.items():
+        got = stored.get(name, ((),))[0]
+        is_padded = name == EMBEDDING and got[1:] == size[1:] and got > size
+        if got != size and not is_padded:
+            least = "at least " if name == EMBEDDING else ""
+            raise CheckpointError(
+                f"{complaint}{name}: got {f'shape {list(got)}' if name in stored else 'none'}, its "
+                f"settings want {least}{list(size)}; it holds {len(stored)} tensors named "
+                f"{folder.prefix}*"
+            )
     for name, size in of_layer.items():
-        layers, got = _of_layers(folder.tensors, name)
+        layers, got = _of_layers(stored, name)
         if (layers, got) != (shape.num_layers, size):
             raise CheckpointError(
-                f"{folder.source}: {folder.prefix}{_LAYERS}{name}: got {layers} layers of shape "
-                f"{list(got)}, its settings want {shape.num_layers} of {list(size)}; it holds "
-                f"{len(folder.tensors)} tensors named {folder.prefix}*"
+                f"{complaint}{LAYERS}{name}: got {layers} layers of shape {list(got)}, "
+                f"its settings want {shape.num_layers} of {list(size)}"
             )
+    places = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
+    known = {LAYERS + place + name for place in places for name in of_layer}
+    unknown = sorted(stored.keys() - known - of_model.keys() - {HEAD, HEAD_BIAS, OUTPUT_LAYER})
+    if unknown:
+        raise CheckpointError(
+            f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
+            f"describe, the first is {folder.prefix}{unknown[0]}"
+        )
 
 
 def _of_layers(stored: Stored, name: str) -> tuple[int, tuple[int, ...]]:
     """How many layers have the tensor ``name``, and its shape in each; () where they differ."""
     if not is_per_layer(stored):
-        layers, *shape = stored.get(_LAYERS + name, ((0,),))[0]
-        return layers, tuple(shape)
+        shape = stored.get(LAYERS + name, ((0,),))[0]
+        return sum(shape[:1]), shape[1:]
     shapes = [
         entry[0]
         for key, entry in stored.items()
-        if key.startswith(_LAYERS) and key.endswith(f".{name}")
+        if key.startswith(LAYERS) and key.endswith(f".{name}")
     ]
     return len(shapes), shapes[0] if len(set(shapes)) == 1 else ()
 
 
 def is_per_layer(stored: Stored) -> bool:
     """Whether every layer has names of its own; else one tensor holds the same part of all."""
-    return any(name.startswith(f"{_LAYERS}0.") for name in stored)
+    return any(name.startswith(f"{LAYERS}0.") for name in stored)
 
 
 def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
-    """Fill all of ``model`` but its head; every rank calls it.
+    """Fill all of ``model``, which has the ``model_shape`` of ``folder``, but its head.
+
+    Every rank calls it.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or has no place in the model.
+        CheckpointError: a tensor cannot be read.
     """
-    stored = folder.tensors
     request = model.sharded_state_dict(
-        prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(stored)}
+        prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
     )
     request.pop(folder.prefix + HEAD, None)
-    _check_unexpected(request, stored, folder)
     state = load_tensors(request, folder.weights)
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)
@@ -144,22 +157,6 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     lost = [key for key in missing if "_extra_state" not in key and key != HEAD]
     if lost or unexpected:
         raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
-
-
-def _check_unexpected(request: Mapping[str, Any], stored: Stored, folder: NemoFolder) -> None:
-    """A weight without a place, such as a bias, would be another model without it."""
-    keys = {
-        entry.key.removeprefix(folder.prefix)
-        for entry in request.values()
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
-    }
-    known = set().union(*gather_objects(keys), {HEAD, HEAD_BIAS, OUTPUT_LAYER})
-    unknown = sorted(stored.keys() - known)
-    if unknown:
-        raise CheckpointError(
-            f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
-            f"describe, the first is {folder.prefix}{unknown[0]}"
-        )
 
 
 def read_head(folder: NemoFolder, name: str) -> Tensor:

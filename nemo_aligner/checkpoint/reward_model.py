@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.model_weights import (
-    HEAD,
-    HEAD_BIAS,
-    load_backbone,
-    model_shape,
-    read_head,
-)
+from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_BIAS, PREFIX
+from nemo_aligner.checkpoint.model_weights import load_backbone, model_shape, read_head
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, save_weights, write_nemo
 from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.data.contract import ScoringContract
@@ -26,8 +21,6 @@ from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.parallel.collectives import barrier, on_main
 from nemo_aligner.parallel.layout import ParallelLayout
-
-_PREFIX = "model."
 
 
 @dataclass(frozen=True)
@@ -158,9 +151,9 @@ def save_reward_model(
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
-    weights = model.sharded_state_dict(prefix=_PREFIX)
+    weights = model.sharded_state_dict(prefix=PREFIX)
     if contract is None:
-        weights.pop(_PREFIX + HEAD, None)
+        weights.pop(PREFIX + HEAD, None)
     save_weights(weights, staging / "weights")
 
     def write() -> None:
@@ -211,10 +204,10 @@ def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str 
 def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:
     load_backbone(model, folder)
     if with_head:
-        set_head(model, read_head(folder, HEAD), folder)
+        _set_head(model, read_head(folder, HEAD), folder)
 
 
-def set_head(model: GPTRewardModel, weight: Tensor, folder: NemoFolder) -> None:
+def _set_head(model: GPTRewardModel, weight: Tensor, folder: NemoFolder) -> None:
     """Make ``weight [A, hidden]`` the reward head, on the ranks that have one."""
     if not model.post_process:
         return

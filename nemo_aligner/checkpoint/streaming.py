@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
@@ -21,8 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from nemo_aligner.checkpoint import zarr_weights
 from nemo_aligner.checkpoint.safe_metadata import read_metadata
-from nemo_aligner.checkpoint.weights import PLANNING, PendingSave
+from nemo_aligner.checkpoint.weights import PLANNING, ZARR, PendingSave, read_format
 from nemo_aligner.errors import CheckpointError
 
 
@@ -62,8 +65,8 @@ def save_unread(
 ) -> None:
     """Write ``tensors``, and ``layers`` stacked under one key each, reading one after the other.
 
-    One process calls it, where torch.distributed is initialised. torch's writer holds on to the
-    last tensor of every key, so that the most in memory is ``tensors`` and two layers.
+    One process calls it. torch's writer holds on to the last tensor of every key, so that the most
+    in memory is ``tensors`` and two layers.
 
     Raises:
         CheckpointError: the folder cannot be written to, or a tensor not be read.
@@ -80,7 +83,23 @@ def save_unread(
             )
             unread[key, (number, *(0,) * len(tensor.shape))] = tensor
     folder.mkdir(parents=True, exist_ok=True)
-    PendingSave(request, folder, _ReadingPlanner(unread)).finish()
+    with _single_process_group():
+        PendingSave(request, folder, _ReadingPlanner(unread)).finish()
+
+
+@contextmanager
+def _single_process_group() -> Iterator[None]:
+    """megatron-core saves through torch.distributed; lend it a group of one where there is none."""
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise CheckpointError("a conversion runs in one process")
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class _IntoTensor(torch_checkpoint.DefaultLoadPlanner):
@@ -98,12 +117,12 @@ class _IntoTensor(torch_checkpoint.DefaultLoadPlanner):
 class TensorReader:
     """Reads tensors of the checkpoint in ``folder`` one by one, as they are stored.
 
-    megatron-core itself would load all layers. ``check_format`` has let the folder pass.
+    torch_dist or zarr. megatron-core itself would load all layers.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metadata = read_metadata(folder)
+        self._metadata = None if read_format(folder) == ZARR else read_metadata(folder)
 
     def read(self, key: str, layer: int | None = None) -> Tensor:
         """The tensor ``key``; of stacked layers, one layer's.
@@ -111,6 +130,8 @@ class TensorReader:
         Raises:
             CheckpointError: there is none, or the data is damaged.
         """
+        if self._metadata is None:
+            return zarr_weights.read(self._folder, key, layer)
         entry = self._metadata.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self._folder}: the tensor {key} is missing")

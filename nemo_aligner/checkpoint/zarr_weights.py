@@ -75,6 +75,11 @@ def load(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
     return dict_list_map_inplace(fill, tensors)
 
 
+def read(folder: Path, key: str, layer: int | None = None) -> Tensor:
+    """The array ``key`` as it is stored; of stacked layers, one layer's."""
+    return _read(folder / key, (...,) if layer is None else (layer,))
+
+
 def _arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for header in sorted(folder.glob(f"*/{_HEADER}")):
         if not is_optimizer_state(header.parent.name):
@@ -104,7 +109,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**40
 
 
-def _read(path: Path, place: tuple[int | slice, ...]) -> Tensor:
+def _read(path: Path, place: tuple[Any, ...]) -> Tensor:
     try:
         values = _import_zarr(path.parent).open_array(str(path), mode="r")[place]
     except (OSError, ValueError, RuntimeError, KeyError) as error:

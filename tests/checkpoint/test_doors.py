@@ -65,10 +65,10 @@ def check(model: Any, tensors: Tensors) -> None:
     assert seen == wanted.keys() - {"output_layer.weight", "rm_head.weight", "rm_head.bias"}
 
 
-def import_nemo(source: Path, output: Path, layout: Any, **options: Any) -> str:
+def import_nemo(source: Path, output: Path, **options: Any) -> str:
     from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
 
-    return import_checkpoint(source, output, layout, ImportOptions(**options))
+    return import_checkpoint(source, output, ImportOptions(**options))
 
 
 def nemo1(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
@@ -119,10 +119,14 @@ def test_the_model_is_the_one_that_was_written(
     loaded = load(source, layout)
     check(loaded.model, tensors)
     assert loaded.tokenizer.chat_template == tiny.CHATML
-    summary = import_nemo(source, tmp_path / "ours.nemo", layout)
+    summary = import_nemo(source, tmp_path / "ours.nemo")
     assert "a base model" in summary
     ours = load(tmp_path / "ours.nemo", layout)
     check(ours.model, tensors)
+    stored = strangers.tensors_of(tmp_path / "ours.nemo")
+    output_layer = tensors["output_layer.weight"][: tiny.SHAPE["vocab_size"]]
+    torch.testing.assert_close(stored["output_layer.weight"][: len(output_layer)], output_layer)
+    assert stored.keys() == tensors.keys()
     batch = [PackedBatch.pack(SEQUENCES, range(4), 1)]
     # Not the weights alone: the settings make the same model of them, rope scaling included.
     reference = load(nemo1(tmp_path / "reference", tensors, tokenizer), layout)
@@ -155,9 +159,9 @@ def test_the_vocabulary_is_of_whoever_says_it(
 ) -> None:
     strangers.write_nemo1(tmp_path / "a", tensors, tokenizer)
     strangers.write_nemo1(tmp_path / "b", tensors, tokenizer, override_vocab_size=strangers.PADDED)
-    from_tokenizer = import_nemo(tmp_path / "a", tmp_path / "a.nemo", layout)
+    from_tokenizer = import_nemo(tmp_path / "a", tmp_path / "a.nemo")
     assert "vocabulary of 320, by its tokenizer" in from_tokenizer
-    given = import_nemo(tmp_path / "b", tmp_path / "b.nemo", layout)
+    given = import_nemo(tmp_path / "b", tmp_path / "b.nemo")
     assert "vocabulary of 384, by override_vocab_size" in given
 
 
@@ -177,7 +181,7 @@ def test_another_form_of_tokenizer_wants_a_folder(
     (tmp_path / "theirs" / "ab_tokenizer.model").write_bytes(b"sentencepiece")
     with pytest.raises(CheckpointError, match=f"{complaint}.*--tokenizer FOLDER"):
         load(tmp_path / "theirs", layout)
-    import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", layout, tokenizer=tokenizer)
+    import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", tokenizer=tokenizer)
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
 
 
@@ -190,7 +194,7 @@ def test_common_pt_without_arguments_wants_a_config(
         load(tmp_path / "theirs", layout)
     config = tmp_path / "model_config.yaml"
     config.write_text(yaml.safe_dump({**strangers.nemo1_config(), "vocab_size": 320}))
-    import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", layout, config=config)
+    import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", config=config)
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
 
 
@@ -228,7 +232,7 @@ def test_a_tensor_too_few_or_too_many_is_named(
         load(more, layout)
     name = "decoder.final_layernorm.weight"
     few = {key: tensor for key, tensor in tensors.items() if key != name}
-    with pytest.raises(CheckpointError, match=r"missing.*final_layernorm"):
+    with pytest.raises(CheckpointError, match=r"final_layernorm\.weight: got none"):
         load(door(tmp_path / "fewer", few, tokenizer), layout)
 
 
@@ -239,7 +243,7 @@ def test_nothing_under_the_prefix_is_nothing(
     strangers.write_nemo1(tmp_path / "theirs", tensors, tokenizer)
     shutil.rmtree(tmp_path / "theirs" / "model_weights")
     strangers.save(tmp_path / "theirs" / "model_weights", tensors, "module.")
-    with pytest.raises(CheckpointError, match=r"model\.embedding.*: got shape \[0\]"):
+    with pytest.raises(CheckpointError, match=r"model\.embedding.*: got none"):
         load(tmp_path / "theirs", layout)
 
 
@@ -302,7 +306,7 @@ def test_a_nemo_aligner_reward_model_scores_as_it_did(
     folder = tmp_path / "theirs"
     strangers.write_nemo1(folder, {**tensors, **head}, tokenizer, **settings)
     archive = strangers.pack(folder, tmp_path / "theirs.nemo", "w:gz")
-    import_nemo(archive, tmp_path / "ours.nemo", layout, template="tokenizer")
+    import_nemo(archive, tmp_path / "ours.nemo", template="tokenizer")
 
     scorer = load_scorer(tmp_path / "ours.nemo", layout, micro_batch_tokens=256)
     chat = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}]
@@ -336,7 +340,7 @@ def test_scaling_is_kept_where_it_is_asked_for(
     strangers.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(1)}, tokenizer)
     for keep in (False, True):
         path = tmp_path / f"{keep}.nemo"
-        said = import_nemo(tmp_path / "theirs", path, layout, template="none", keep_scaling=keep)
+        said = import_nemo(tmp_path / "theirs", path, template="none", keep_scaling=keep)
         assert ("scale_positional_embedding is switched off" in said) is not keep
         with open_nemo(path, with_weights=False) as folder:
             assert folder.config["scale_positional_embedding"] is keep
@@ -372,7 +376,7 @@ def test_a_head_that_would_change_is_refused(
 ) -> None:
     strangers.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(2)}, tokenizer, **settings)
     with pytest.raises(kind, match=complaint):
-        import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", layout, **options)
+        import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
@@ -394,7 +398,7 @@ def test_zarr(
     path = zarr_folder(tmp_path / "theirs", cast, tokenizer)
     check(load(path, layout).model, {key: tensor.float() for key, tensor in cast.items()})
     archive = strangers.pack(path, tmp_path / "theirs.nemo", "w")
-    import_nemo(archive, tmp_path / "ours.nemo", layout)
+    import_nemo(archive, tmp_path / "ours.nemo")
     check(
         load(tmp_path / "ours.nemo", layout).model,
         {key: tensor.float() for key, tensor in cast.items()},

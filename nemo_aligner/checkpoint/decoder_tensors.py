@@ -1,0 +1,52 @@
+"""Which weights a decoder has: Megatron's names, without a prefix, and whole shapes."""
+
+from __future__ import annotations
+
+from nemo_aligner.models.shape import ModelShape
+
+EMBEDDING = "embedding.word_embeddings.weight"
+# A reward model has its head in the place of this one.
+OUTPUT_LAYER = "output_layer.weight"
+HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
+LAYERS = "decoder.layers."
+# What they begin with in an archive of this package, and in NeMo 1's.
+PREFIX = "model."
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def model_tensors(shape: ModelShape) -> Shapes:
+    """The weights outside the layers, but for an output layer; no vocabulary padding."""
+    return {
+        EMBEDDING: (shape.vocab_size, shape.hidden_size),
+        **_norm(shape, "decoder.final_layernorm."),
+    }
+
+
+def layer_tensors(shape: ModelShape) -> Shapes:
+    """The weights of each layer, by their names behind ``decoder.layers.<number>.``"""
+    hidden, channels = shape.hidden_size, shape.kv_channels
+    heads = shape.num_attention_heads * channels
+    rows = heads + 2 * shape.num_query_groups * channels
+    tensors: Shapes = {
+        **_norm(shape, "self_attention.linear_qkv.layer_norm_"),
+        "self_attention.linear_qkv.weight": (rows, hidden),
+        "self_attention.linear_proj.weight": (hidden, heads),
+        **_norm(shape, "mlp.linear_fc1.layer_norm_"),
+        "mlp.linear_fc1.weight": ((1 + shape.is_gated) * shape.ffn_hidden_size, hidden),
+        "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
+    }
+    if shape.qkv_bias:
+        tensors["self_attention.linear_qkv.bias"] = (rows,)
+    if shape.qk_layernorm:
+        tensors |= _norm(shape, "self_attention.q_layernorm.", channels)
+        tensors |= _norm(shape, "self_attention.k_layernorm.", channels)
+    if shape.post_layernorms:
+        tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
+        tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
+    return tensors
+
+
+def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
+    kinds = ("weight", "bias") if shape.normalization == "layernorm1p" else ("weight",)
+    return {name + kind: (width or shape.hidden_size,) for kind in kinds}
