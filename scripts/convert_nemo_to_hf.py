@@ -22,7 +22,7 @@ def main() -> int:
     from nemo_aligner.checkpoint.hf_export import ExportOptions, export_to_hf
     from nemo_aligner.config.schema import Precision
     from nemo_aligner.models.backbone import DTYPES
-    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.launch import single_process
     from nemo_aligner.parallel.layout import initialize_layout
 
     options = ExportOptions(
@@ -32,7 +32,7 @@ def main() -> int:
         base_license=arguments.base_license,
     )
     try:
-        with launch():
+        with single_process():
             summary = export_to_hf(arguments.input, arguments.output, initialize_layout(), options)
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf_source import open_source
+from nemo_aligner.checkpoint.hf_tensors import HF_HEAD
+from nemo_aligner.checkpoint.layerwise import compute_in_fp32
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.data.records import Text
@@ -18,7 +21,6 @@ from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import CheckpointError, DataError
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import current_device, gather_rewards, infer, record_ids_of
-from nemo_aligner.parallel.cpu import return_freed_memory
 from nemo_aligner.parallel.layout import ParallelLayout
 
 TOLERANCE = 1e-4
@@ -66,7 +68,7 @@ def our_logits(
     model: GPTRewardModel, token_lists: Sequence[list[int]], layout: ParallelLayout
 ) -> Tensor:
     """What the head gives for each, ``[N, A]`` float32, label means not added."""
-    packs = pack_sequences(token_lists, _LONGEST)
+    packs = pack_sequences(token_lists, sum(map(len, token_lists)))  # the weights are read once
     attributes = model.rm_head.weight.size(0)
     shape = (len(token_lists), 1, attributes)
     return gather_rewards(infer(model, packs, layout), record_ids_of(packs), shape, layout)[:, 0]
@@ -92,11 +94,8 @@ def check_folder(
 
     Raises:
         CheckpointError: transformers does not load it, makes other token ids, or other logits by
-            more than 1e-4 and 1e-5 of them in fp32; alone or among others.
+            more than 1e-4 and 1e-5 of them in fp32; alone, or padded beside a longer one.
     """
-    # transformers loads in threads, to which malloc gives nothing of what is free in this one.
-    gc.collect()
-    return_freed_memory()
     try:
         tokenizer, model = _load(folder)
     except Exception as error:  # a library that is not ours, and files that may be wrong
@@ -111,10 +110,13 @@ def check_folder(
                 f"transformers tokenizes {text!r} as {ids}, wanted the scoring contract's {wanted}"
             )
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
-    batches = [[ids] for ids in token_lists]
-    alone = torch.cat([_their_logits(model, tokenizer, batch) for batch in batches])
-    together = _their_logits(model, tokenizer, token_lists)
-    for how, got in (("alone", alone), ("in a padded batch", together)):
+    alone = torch.cat([_their_logits(model, tokenizer, [ids]) for ids in token_lists])
+    padded = alone.clone()
+    by_length = sorted(range(len(texts)), key=lambda row: len(token_lists[row]))
+    for shorter, longer in pairwise(by_length):
+        batch = [token_lists[shorter], token_lists[longer]]
+        padded[shorter] = _their_logits(model, tokenizer, batch)[0]
+    for how, got in (("alone", alone), ("padded", padded)):
         difference = (got - logits).abs()
         # Not a number is no number that is small enough.
         wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
@@ -124,20 +126,25 @@ def check_folder(
                 f"transformers scores {texts[row][0]!r} {how} as {got[row, column]:.6g}, "
                 f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
             )
-    return float(torch.stack([alone - logits, together - logits]).abs().max())
+    return float(torch.stack([alone - logits, padded - logits]).abs().max())
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # In the dtype of the files, which are then mapped and not copied.
     model, report = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
     lost = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if lost:
         raise CheckpointError(f"tensors do not match: {', '.join(map(str, lost))}")
-    return tokenizer, model.to(current_device()).eval()
+    model = model.to(current_device()).eval()
+    # fp32 in the files, and the body's dtype in what was loaded.
+    model.score.weight.data = open_source(folder).tensors[HF_HEAD].read().to(model.device)
+    compute_in_fp32(model)
+    return tokenizer, model
 
 
 def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:

@@ -7,19 +7,20 @@ and must give the same token ids, and rewards within 1e-4 in fp32, as the archiv
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD, PREFIX
 from nemo_aligner.checkpoint.hf import DTYPE_NAMES
 from nemo_aligner.checkpoint.hf_card import model_card
 from nemo_aligner.checkpoint.hf_check import (
@@ -46,13 +47,13 @@ from nemo_aligner.checkpoint.hf_names import (
 )
 from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME
 from nemo_aligner.checkpoint.hf_tensors import HEAD_KEY, HF_HEAD, megatron_key, model_rules
+from nemo_aligner.checkpoint.layerwise import read_as_it_runs
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, stored_tensors, sync_to_disk
-from nemo_aligner.checkpoint.reward_model import reward_model_of
+from nemo_aligner.checkpoint.reward_model import reward_model_without_weights
 from nemo_aligner.checkpoint.streaming import TensorReader
 from nemo_aligner.config.schema import Precision
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 
@@ -141,7 +142,7 @@ class _Archive:
     """A reward model's archive; ``config`` is without added query groups."""
 
     reader: TensorReader
-    dtypes: dict[str, torch.dtype]
+    embedding_dtype: torch.dtype
     family: Family
     config: dict[str, Any]
     num_query_groups: int
@@ -170,8 +171,8 @@ class _Archive:
                 f"{folder.source}: {unknown[0]}: a {family.name} reward model of Hugging Face has "
                 "no place for it"
             )
-        dtypes = {key: dtype for key, (_, dtype) in stored.items()}
-        return cls(TensorReader(folder.weights), dtypes, family, config, groups, rules)
+        dtype = stored[PREFIX + EMBEDDING][1]
+        return cls(TensorReader(folder.weights), dtype, family, config, groups, rules)
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
         """A whole Megatron tensor in Hugging Face's parts, without what was added to it."""
@@ -187,6 +188,14 @@ class _Archive:
         kept = self.config["num_query_groups"]
         return add_zero_groups(rule.megatron, data, kept, self.num_query_groups)
 
+    def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
+        """A Megatron tensor with the numbers that the folder has: its parts are rounded there."""
+        if name == HEAD:
+            return self.reader.read(HEAD_KEY)
+        (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
+        parts = self.split(rule, self.reader.read(megatron_key(rule, layer), layer))
+        return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
+
     def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored."""
         for rule, layer in self.rules:
@@ -198,17 +207,17 @@ class _Archive:
 def _export(
     folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: ExportOptions
 ) -> ExportSummary:
-    loaded = reward_model_of(folder, layout, Precision.fp32)
+    loaded = reward_model_without_weights(folder, layout, Precision.fp32)
     archive = _Archive.of(folder)
-    contract = ScoringContract.from_dict(folder.contract or {})
+    contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
     exported = _exported_contract(contract, options)
-    dtype = options.dtype or archive.dtypes[PREFIX + EMBEDDING]
-    _round_as_exported(loaded.model, archive, options.dtype)
-    tokenizer = loaded.tokenizer
+    dtype = options.dtype or archive.embedding_dtype
     texts = encode_texts(contract, tokenizer)
+    read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     logits = our_logits(loaded.model, token_lists, layout)
-    del loaded  # two models would take twice the memory
+    del loaded
+    gc.collect()  # modules refer to themselves
     if options.merge:
         logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
@@ -273,16 +282,3 @@ def _write_weights(
         head = torch.tensor(contract.attribute_weights)[None] @ head
     writer.add(HF_HEAD, head)
     return writer.finish()
-
-
-def _round_as_exported(model: GPTRewardModel, archive: _Archive, dtype: torch.dtype | None) -> None:
-    """Give the fp32 model the numbers that the folder has: the parts are what is rounded there."""
-    rules = {megatron_key(rule, layer): rule for rule, layer in archive.rules}
-    with torch.no_grad():
-        for entry in nested_values(model.sharded_state_dict(prefix=PREFIX)):
-            rule = rules.get(entry.key)
-            if rule is not None:
-                parts = archive.split(rule, entry.data.to(archive.dtypes[entry.key]))
-                rounded = [part.to(dtype or part.dtype).float() for part in parts]
-                whole = archive.join(rule, rounded)
-                entry.data[: whole.size(0)].copy_(whole)

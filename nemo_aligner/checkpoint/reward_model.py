@@ -103,6 +103,18 @@ def reward_model_of(
     folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
 ) -> LoadedRewardModel:
     """``load_reward_model`` of an archive that is open."""
+    outline = reward_model_without_weights(folder, layout, precision)
+    _load_into(outline.model, folder, with_head=True)
+    return outline
+
+
+def reward_model_without_weights(
+    folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """``reward_model_of``, whose weights are still to be filled in; they were found to fit.
+
+    On a CPU they take no memory until then.
+    """
     contract = _contract(folder)
     if contract is None:
         raise CheckpointError(
@@ -120,7 +132,6 @@ def reward_model_of(
         num_attributes=num_attributes,
         precision=precision or Precision(contract.dtype),
     )
-    _load_into(model, folder, with_head=True)
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
@@ -27,6 +25,7 @@ from nemo_aligner.checkpoint import zarr_weights
 from nemo_aligner.checkpoint.safe_metadata import read_metadata
 from nemo_aligner.checkpoint.weights import PLANNING, ZARR, PendingSave, read_format
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.parallel.launch import single_process
 
 
 @dataclass(frozen=True)
@@ -83,23 +82,8 @@ def save_unread(
             )
             unread[key, (number, *(0,) * len(tensor.shape))] = tensor
     folder.mkdir(parents=True, exist_ok=True)
-    with _single_process_group():
+    with single_process():
         PendingSave(request, folder, _ReadingPlanner(unread)).finish()
-
-
-@contextmanager
-def _single_process_group() -> Iterator[None]:
-    """megatron-core saves through torch.distributed; lend it a group of one where there is none."""
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise CheckpointError("a conversion runs in one process")
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class _IntoTensor(torch_checkpoint.DefaultLoadPlanner):

@@ -193,11 +193,24 @@ def keep_freed_memory() -> None:
     Else every large tensor is new memory from the system, which takes longer to get, page by page,
     than most operations take to fill it.
     """
+    trim_threshold, mmap_max = -1, -4  # as malloc.h numbers them
+    _set_malloc(trim_threshold, -1)
+    _set_malloc(mmap_max, 0)
+
+
+def return_freed_memory() -> None:
+    """Have malloc hand every tensor's memory back to the system when it is freed.
+
+    By itself it would soon keep freed memory of up to 32 MiB, between pieces that are in use.
+    """
+    mmap_threshold = -3
+    _set_malloc(mmap_threshold, 2**19)
+
+
+def _set_malloc(option: int, value: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4  # as malloc.h numbers them
-        mallopt(trim_threshold, -1)
-        mallopt(mmap_max, 0)
+        mallopt(option, value)
 
 
 def lacks_bf16() -> bool:
@@ -210,13 +223,6 @@ def lacks_bf16() -> bool:
     if torch.cuda.is_available():
         return False
     return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-
-
-def return_freed_memory() -> None:
-    """Have malloc hand back what is free now, for what does not come by way of this thread."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 _AFTER_IMPORT = {

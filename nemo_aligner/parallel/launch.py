@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.parallel.cpu import keep_freed_memory
+from nemo_aligner.parallel.cpu import keep_freed_memory, return_freed_memory
 
 _DEFAULT_PORT = 29400
 
@@ -71,6 +71,28 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 def is_launched() -> bool:
     """Whether torchrun or srun started this process as one of several."""
     return _find_place(os.environ).master is not None
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """A process group of one where there is none yet, for a conversion: see ``launch`` for work.
+
+    What is freed goes back to the system: a conversion reads much, and is to hold little.
+
+    Raises:
+        ConfigError: this is one process of several.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise ConfigError(f"got {dist.get_world_size()} processes, wanted one for a conversion")
+        yield
+        return
+    return_freed_memory()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _find_place(env: Mapping[str, str]) -> _Place:

@@ -1,0 +1,83 @@
+"""A model whose weights come and go computes what the whole model does, and holds a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_aligner.batch import PackedBatch
+from nemo_aligner.config.schema import Precision
+from tests import families
+
+pytestmark = pytest.mark.usefixtures("layout")
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "nemotron_untied", "qwen3_untied"])
+def test_layers_are_there_while_they_run(case: str, layout: Any, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.layerwise import read_as_it_runs
+    from nemo_aligner.checkpoint.reward_model import load_pretrained
+    from nemo_aligner.models.reward_model import build_reward_model
+    from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.models.step import infer
+
+    path = families.write_base_nemo(tmp_path / "base.nemo", case)
+    precision = Precision.fp32
+    loaded = load_pretrained(path, layout, num_attributes=2, precision=precision)
+    batches = [PackedBatch.pack(families.SEQUENCES, range(6), 1)]
+    wanted = infer(loaded.model, batches, layout)
+
+    metadata = {"non_homogeneous_layers": True}
+    entries = loaded.model.sharded_state_dict(metadata=metadata).values()
+    weights = {
+        entry.key: entry.data.detach() for entry in entries if "_extra_state" not in entry.key
+    }
+    shape = ModelShape.from_config(loaded.config)
+    model = build_reward_model(shape, layout, num_attributes=2, precision=precision, seed=7)
+    filled: list[tuple[int, set[int]]] = []
+
+    def read(name: str, layer: int | None) -> torch.Tensor:
+        if layer is not None:
+            filled.append((layer, set(not_empty(model))))
+            name = f"decoder.layers.{layer}.{name}"
+        return weights[name].clone()
+
+    read_as_it_runs(model, read)
+    assert not set(not_empty(model))
+    for _ in range(2):
+        torch.testing.assert_close(infer(model, batches, layout), wanted, rtol=0, atol=0)
+    assert not set(not_empty(model))
+    assert {layer for layer, _ in filled} == set(range(shape.num_layers))
+    assert all(others <= {layer} for layer, others in filled)
+
+
+def not_empty(model: Any) -> Iterator[int]:
+    for number, layer in enumerate(model.decoder.layers):
+        if any(parameter.numel() for parameter in layer.parameters()):
+            yield number
+
+
+@pytest.mark.parametrize("case", families.CASES)
+def test_in_fp32_as_the_whole_model_would(case: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    from nemo_aligner.checkpoint.layerwise import compute_in_fp32
+
+    config = families.hf_config(case)
+    config.num_labels, config.pad_token_id = 2, 0
+    torch.manual_seed(0)
+    # Not by .to(), which would round the rotary frequencies, too.
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).eval()
+    whole = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    whole.load_state_dict(model.state_dict())
+    ids = torch.tensor([families.SEQUENCES[0]])
+    with torch.no_grad():
+        rounded = model(input_ids=ids).logits
+        compute_in_fp32(model)
+        got, wanted = model(input_ids=ids).logits, whole(input_ids=ids).logits
+    assert rounded.dtype is torch.bfloat16
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
