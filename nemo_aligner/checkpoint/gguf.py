@@ -46,6 +46,8 @@ class _Stored:
 class GgufCheckpoint:
     """``config`` is as in ``config.json``; ``tensors`` are under their Hugging Face names.
 
+    ``fields`` are all that the file says by key, but for the vocabulary.
+
     Raises:
         CheckpointError: not a GGUF file, not of a known family, or with a tensor or a field that
             the family does not have; whoever asked for the file has to name it.
@@ -53,8 +55,8 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        fields, self._stored = _open(path)
-        self._architecture = find_architecture(fields.get("general.architecture"))
+        self.fields, self._stored = _open(path)
+        self._architecture = find_architecture(self.fields.get("general.architecture"))
         divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
         self.tensors = {
             self._hf_name(name): UnreadTensor(
@@ -66,7 +68,7 @@ class GgufCheckpoint:
         if "token_embd.weight" not in self._stored:
             raise CheckpointError("token_embd.weight: the tensor is missing")
         self.config = {
-            **read_config(fields, divisors),
+            **read_config(self.fields, divisors),
             "vocab_size": self._stored["token_embd.weight"].unpacked_shape[0],
             "tie_word_embeddings": "output.weight" not in self._stored,
         }
@@ -112,11 +114,11 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
         raise CheckpointError("GGUF files need the gguf package (extra [gguf])") from error
     try:
         reader = gguf.GGUFReader(path)
-        # Not the tokenizer's: the reader makes arrays of every word of the vocabulary.
+        # Not the vocabulary: the reader makes an array of every word.
         fields = {
             key: _value(field)
             for key, field in reader.fields.items()
-            if not key.startswith("tokenizer.")
+            if not (key.startswith("tokenizer.") and field.types[0].name == "ARRAY")
         }
         return fields, {tensor.name: _Stored.of(tensor) for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError) as error:

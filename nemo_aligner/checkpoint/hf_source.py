@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_aligner.checkpoint.gguf import GgufCheckpoint
+from nemo_aligner.checkpoint.gguf_tokenizer import add_rules, adds_bos, check_cut
 from nemo_aligner.checkpoint.streaming import UnreadTensor
 from nemo_aligner.errors import CheckpointError
 
@@ -80,18 +81,32 @@ def _open_gguf(path: Path) -> Source:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     checkpoint = GgufCheckpoint(path)
-    return Source(checkpoint.config, checkpoint.tensors, partial(_save_gguf_tokenizer, path))
+    save_tokenizer = partial(_save_gguf_tokenizer, path, checkpoint.fields)
+    return Source(checkpoint.config, checkpoint.tensors, save_tokenizer)
 
 
-def _save_gguf_tokenizer(path: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
+def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) -> None:
+    # Not AutoTokenizer, which has to know the model, and adds tokens of its own to Gemma 2's.
+    from transformers import PreTrainedTokenizerFast
 
+    check_cut(fields)
     # From a folder of its own: transformers would also take other tokenizer files that lie beside.
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, "model.gguf").symlink_to(path.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(
-            alone, gguf_file="model.gguf", local_files_only=True
-        )
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                alone,
+                gguf_file="model.gguf",
+                local_files_only=True,
+                add_bos_token=adds_bos(fields),
+            )
+        except Exception as error:  # whatever the library raises
+            raise CheckpointError(
+                f"tokenizer.ggml.model: got {fields.get('tokenizer.ggml.model')!r}, of which "
+                f"transformers makes no tokenizer ({error}); wanted the Hugging Face folder that "
+                "the file was made of"
+            ) from error
+    add_rules(tokenizer.backend_tokenizer, fields)
     tokenizer.save_pretrained(str(folder))
 
 
