@@ -163,8 +163,8 @@ def read_config(fields: Mapping[str, Any], rope_divisors: Tensor | None) -> dict
     Raises:
         CheckpointError: a field is missing, no family has it, or its value is not supported.
     """
-    kind = str(fields.get("general.architecture"))
-    architecture = find_architecture(kind)
+    architecture = find_architecture(fields.get("general.architecture"))
+    kind = fields["general.architecture"]
     read = _Fields(fields, kind)
     _refuse_others(read, architecture)
     config: dict[str, Any] = {"model_type": kind}

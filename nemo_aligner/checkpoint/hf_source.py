@@ -32,6 +32,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Files in folders, and Mistral's second copy of its weights, are not read.
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]
+# Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
+_GGUF_TRANSFORMERS = (5, 23)
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -86,15 +88,22 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) -> None:
-    # Not AutoTokenizer, which has to know the model, and adds tokens of its own to Gemma 2's.
-    from transformers import PreTrainedTokenizerFast
+    import transformers
 
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < _GGUF_TRANSFORMERS:
+        wanted = ".".join(map(str, _GGUF_TRANSFORMERS))
+        raise CheckpointError(
+            f"got transformers {version}, which mistakes tokenizers of GGUF files; wanted {wanted} "
+            "or newer (extra [gguf])"
+        )
     check_cut(fields)
     # From a folder of its own: transformers would also take other tokenizer files that lie beside.
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, "model.gguf").symlink_to(path.resolve())
         try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            # Not AutoTokenizer, which has to know the model, and adds a token to Gemma 2's.
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
                 alone,
                 gguf_file="model.gguf",
                 local_files_only=True,

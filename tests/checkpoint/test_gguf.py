@@ -1,4 +1,4 @@
-"""A GGUF file converts to the very tensors that it was made of, with transformers' tokenizer.
+"""A GGUF file converts to the very tensors that it was made of, with its tokenizer.
 
 The files are written here as llama.cpp's ``convert_hf_to_gguf.py`` writes them: names by the gguf
 package's own table, changed tensors and fields as read in its source.
@@ -346,6 +346,15 @@ def test_the_tokenizer_is_the_one_that_was_written(case: str, tmp_path: Path) ->
         assert (carried.bos_token, carried.eos_token) == ("<|im_start|>", "<|im_end|>")
         assert carried.vocab_size == wanted.vocab_size
         assert carried.encode_batch(TEXTS) == wanted.encode_batch(TEXTS)
+
+
+def test_an_old_transformers_makes_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.9.1")
+    tiny.write_hf_checkpoint(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"got transformers 5\.9\.1.*wanted 5\.23 or newer"):
+        carried_tokenizer(write_gguf(tmp_path / "tiny.gguf", tmp_path / "hf"), tmp_path)
 
 
 def sentencepiece(special: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
