@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_aligner.checkpoint.gguf import GgufCheckpoint
+from nemo_aligner.checkpoint.gguf_tokenizer import add_rules, adds_bos, check_cut
 from nemo_aligner.checkpoint.streaming import UnreadTensor
 from nemo_aligner.errors import CheckpointError
 
@@ -31,6 +32,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Files in folders, and Mistral's second copy of its weights, are not read.
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]
+# Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
+_GGUF_TRANSFORMERS = (5, 23)
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -80,18 +83,39 @@ def _open_gguf(path: Path) -> Source:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     checkpoint = GgufCheckpoint(path)
-    return Source(checkpoint.config, checkpoint.tensors, partial(_save_gguf_tokenizer, path))
+    save_tokenizer = partial(_save_gguf_tokenizer, path, checkpoint.fields)
+    return Source(checkpoint.config, checkpoint.tensors, save_tokenizer)
 
 
-def _save_gguf_tokenizer(path: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
+def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) -> None:
+    import transformers
 
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < _GGUF_TRANSFORMERS:
+        wanted = ".".join(map(str, _GGUF_TRANSFORMERS))
+        raise CheckpointError(
+            f"got transformers {version}, which mistakes tokenizers of GGUF files; wanted {wanted} "
+            "or newer (extra [gguf])"
+        )
+    check_cut(fields)
     # From a folder of its own: transformers would also take other tokenizer files that lie beside.
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, "model.gguf").symlink_to(path.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(
-            alone, gguf_file="model.gguf", local_files_only=True
-        )
+        try:
+            # Not AutoTokenizer, which has to know the model, and adds a token to Gemma 2's.
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+                alone,
+                gguf_file="model.gguf",
+                local_files_only=True,
+                add_bos_token=adds_bos(fields),
+            )
+        except Exception as error:  # whatever the library raises
+            raise CheckpointError(
+                f"tokenizer.ggml.model: got {fields.get('tokenizer.ggml.model')!r}, of which "
+                f"transformers makes no tokenizer ({error}); wanted the Hugging Face folder that "
+                "the file was made of"
+            ) from error
+    add_rules(tokenizer.backend_tokenizer, fields)
     tokenizer.save_pretrained(str(folder))
 
 

@@ -1,0 +1,55 @@
+"""What a GGUF file says of its tokenizer, and transformers does not read there.
+
+As llama.cpp has it: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nemo_aligner.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Fields = Mapping[str, Any]
+_MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+# A word that is in the vocabulary is one token, whatever the merges say.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+_SMOLLM = "smollm"
+# How byte-level BPE cuts a text into words; where it is not said, as GPT-2 does.
+_CUTS = (None, "gpt-2", "qwen2", "deepseek-r1-qwen", "megrez", _SMOLLM, *_WHOLE_WORDS)
+
+
+def check_cut(fields: Fields) -> None:
+    """Refuse a rule for cutting texts that transformers would take for GPT-2's.
+
+    Raises:
+        CheckpointError: the rule is not known.
+    """
+    cut = fields.get(_PRE)
+    if fields.get(_MODEL) == "gpt2" and cut not in _CUTS:
+        known = ", ".join(name for name in _CUTS if name)
+        raise CheckpointError(f"{_PRE}: got {cut!r}, wanted one of: {known}")
+
+
+def adds_bos(fields: Fields) -> bool:
+    """Whether a bare text begins with BOS; where the file does not say, its kind does."""
+    by_kind = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _WHOLE_WORDS
+    has_bos = "tokenizer.ggml.bos_token_id" in fields
+    return bool(fields.get("tokenizer.ggml.add_bos_token", by_kind and has_bos))
+
+
+def add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
+    """Give transformers' tokenizer of a file the rules that it left out."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
+
+    if fields.get(_PRE) in _WHOLE_WORDS:
+        backend.model.ignore_merges = True
+    if fields.get(_PRE) == _SMOLLM:
+        bytes_of_words = ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), bytes_of_words])
+    has_prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+    if not has_prefix and isinstance(backend.pre_tokenizer, Metaspace):
+        backend.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
