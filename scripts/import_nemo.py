@@ -44,7 +44,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, type=Path, help="the .nemo file to write")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="with a tokenizer.json; default: its own"
+        "--tokenizer",
+        metavar="FOLDER_OR_HUB_NAME",
+        help="with a tokenizer.json; default: its own",
     )
     parser.add_argument(
         "--config", type=Path, metavar="YAML", help="model_config.yaml; default: its own"

@@ -160,7 +160,7 @@ class NemoFolder:
     def _no_tokenizer(self, got: str) -> CheckpointError:
         return CheckpointError(
             f"{self.source}: tokenizer: got {got}, wanted a folder with a tokenizer.json; "
-            "scripts/import_nemo.py --tokenizer FOLDER makes an archive with one"
+            "scripts/import_nemo.py --tokenizer FOLDER_OR_HUB_NAME makes an archive with one"
         )
 
 

@@ -56,6 +56,11 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.fields, self._stored = _open(path)
+        if self.fields.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(
+                f"split.count: got one of {self.fields['split.count']} files, wanted a whole one; "
+                "llama.cpp's llama-gguf-split --merge makes it"
+            )
         self._architecture = find_architecture(self.fields.get("general.architecture"))
         divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
         self.tensors = {

@@ -30,7 +30,8 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Files in folders, and Mistral's second copy of its weights, are not read.
-_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
+_TOKENIZER = ["*.json", "*.jinja"]
+_DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]
 # Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
 _GGUF_TRANSFORMERS = (5, 23)
@@ -61,17 +62,30 @@ def open_source(source: str | Path) -> Source:
     path = Path(source)
     if path.suffix == ".gguf":
         return _open_gguf(path)
-    if not path.exists() and _HUB_NAME.fullmatch(str(source)):
-        path = _download(str(source))
-    return _open_folder(path)
+    return _open_folder(_local(source, _DOWNLOADED))
 
 
-def _download(name: str) -> Path:
+def tokenizer_folder(source: str | Path) -> Path:
+    """The folder ``source``, or one with the tokenizer of that model of the hub.
+
+    Raises:
+        CheckpointError: there is none, or the hub cannot be reached.
+    """
+    folder = _local(source, _TOKENIZER)
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder}: got no tokenizer.json; wanted a fast tokenizer's file")
+    return folder
+
+
+def _local(source: str | Path, files: list[str]) -> Path:
+    """A folder as it is, or what the hub has of a model under that name."""
+    if Path(source).exists() or not _HUB_NAME.fullmatch(str(source)):
+        return Path(source)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
-            snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+            snapshot_download(str(source), allow_patterns=files, ignore_patterns=_NOT_DOWNLOADED)
         )
     except Exception as error:  # whatever the network's library raises
         raise CheckpointError(
@@ -126,8 +140,7 @@ def _open_folder(folder: Path) -> Source:
             f"quantization_config: got {config['quantization_config']}, which is not supported; "
             "wanted weights as they were trained"
         )
-    if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{folder}: got no tokenizer.json; wanted a fast tokenizer's file")
+    tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
     return Source(
         config,

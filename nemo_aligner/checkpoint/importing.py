@@ -31,6 +31,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
+from nemo_aligner.checkpoint.hf_source import tokenizer_folder
 from nemo_aligner.checkpoint.model_weights import is_per_layer, model_shape
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, write_nemo
 from nemo_aligner.checkpoint.streaming import TensorReader, UnreadTensor, save_unread
@@ -59,12 +60,13 @@ _IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scali
 class ImportOptions:
     """What a checkpoint does not say itself.
 
+    ``tokenizer`` is a folder, or a model's name on the hub.
     ``template`` is for reward models: how a conversation becomes text, by the names of
     ``model.data.template``; ``none`` takes raw texts only. ``attributes`` name the outputs of one
     that has several. ``keep_scaling``: see ``import_checkpoint``.
     """
 
-    tokenizer: Path | None = None
+    tokenizer: str | Path | None = None
     config: Path | None = None
     template: str | None = None
     attributes: tuple[str, ...] = ()
@@ -93,7 +95,8 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
         ConfigError: the template is missing or unfit.
     """
     output = Path(output)
-    with open_nemo(source, tokenizer=options.tokenizer, config=options.config) as folder:
+    given = None if options.tokenizer is None else tokenizer_folder(options.tokenizer)
+    with open_nemo(source, tokenizer=given, config=options.config) as folder:
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
         tokenizer = load_tokenizer(folder.tokenizer)

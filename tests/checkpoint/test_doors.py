@@ -179,10 +179,38 @@ def test_another_form_of_tokenizer_wants_a_folder(
     text = yaml.safe_dump({**config, "tokenizer": section})
     (tmp_path / "theirs" / "model_config.yaml").write_text(text)
     (tmp_path / "theirs" / "ab_tokenizer.model").write_bytes(b"sentencepiece")
-    with pytest.raises(CheckpointError, match=f"{complaint}.*--tokenizer FOLDER"):
+    with pytest.raises(CheckpointError, match=f"{complaint}.*--tokenizer FOLDER_OR"):
         load(tmp_path / "theirs", layout)
     import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", tokenizer=tokenizer)
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
+
+
+def test_a_tokenizer_may_be_one_of_the_hub(
+    tensors: Tensors,
+    tokenizer: Path,
+    layout: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(name=name, **options)
+        return str(tokenizer)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "theirs"
+    strangers.write_nemo1(theirs, tensors, tokenizer)
+    shutil.rmtree(theirs / f"{strangers.HEX}_tokenizer")
+    import_nemo(theirs, tmp_path / "ours.nemo", tokenizer="some-org/Base")
+    assert asked["name"] == "some-org/Base"
+    assert asked["allow_patterns"] == ["*.json", "*.jinja"]
+    check(load(tmp_path / "ours.nemo", layout).model, tensors)
+    with pytest.raises(CheckpointError, match=r"theirs: got no tokenizer\.json"):
+        import_nemo(theirs, tmp_path / "again.nemo", tokenizer=theirs)
 
 
 def test_common_pt_without_arguments_wants_a_config(

@@ -457,6 +457,7 @@ def test_rules_of_a_byte_level_vocabulary(tmp_path: Path) -> None:
             r"tokenizer\.ggml\.pre: got 'falcon', wanted one of: gpt-2",
         ),
         ({"ARCH.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type: got 'yarn'"),
+        ({"split.count": 3}, r"split\.count: got one of 3 files"),
         ({"ARCH.expert_count": 8}, r"llama\.expert_count: got 8, which is not supported"),
         ({"ARCH.attention.sliding_window": 8}, r"llama\.attention\.sliding_window: got 8"),
         ({"ARCH.attention.causal": False}, r"llama\.attention\.causal: got False"),

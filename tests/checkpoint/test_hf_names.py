@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -222,6 +224,16 @@ def test_added_groups_have_biases_of_zeros() -> None:
     assert padded[: bias.numel()].equal(bias)
     assert not padded[bias.numel() :].any()
     assert remove_zero_groups(rule.megatron, padded, 3, 2).equal(bias)
+
+
+@pytest.mark.skipif(
+    find_spec("transformer_engine") is not None, reason="TransformerEngine is installed"
+)
+def test_megatron_core_carries_no_experts_yet() -> None:
+    """Why Mixtral and Qwen's mixtures are refused; once this fails, they need not be."""
+    router = import_module("megatron.core.transformer.moe.moe_utils").router_gating_linear
+    with pytest.raises(NameError, match="te_general_gemm"):
+        router(torch.ones(1, 4), torch.ones(2, 4), None, torch.float32)
 
 
 def test_smollm_is_a_llama() -> None:
