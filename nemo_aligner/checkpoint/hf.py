@@ -41,6 +41,7 @@ from nemo_aligner.config.schema import (
 from nemo_aligner.data.contract import ScoringContract, build_contract
 from nemo_aligner.data.tokenizer import load_tokenizer
 from nemo_aligner.errors import AlignerError, CheckpointError
+from nemo_aligner.parallel.launch import single_process
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -107,7 +108,8 @@ def convert_hf_to_nemo(
             of another shape than the config says; or a reward model whose contract cannot be.
     """
     try:
-        return _convert(open_source(source), Path(output), dtype, tensor_parallel, options)
+        with single_process():
+            return _convert(open_source(source), Path(output), dtype, tensor_parallel, options)
     except AlignerError as error:
         raise CheckpointError(f"{source}: {error}") from error
 

@@ -41,6 +41,7 @@ from nemo_aligner.data.templates import BUILT_IN_TEMPLATES, check_template, reso
 from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.launch import single_process
 
 RAW_TEXT = "none"
 _PRECISIONS = {
@@ -96,7 +97,10 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
     """
     output = Path(output)
     given = None if options.tokenizer is None else tokenizer_folder(options.tokenizer)
-    with open_nemo(source, tokenizer=given, config=options.config) as folder:
+    with (
+        single_process(),
+        open_nemo(source, tokenizer=given, config=options.config) as folder,
+    ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
         tokenizer = load_tokenizer(folder.tokenizer)
@@ -135,7 +139,7 @@ def _unread(
 
     def outside(name: str) -> UnreadTensor:
         size, dtype = stored[name]
-        rows = min(size[0], shape.vocab_size) if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
+        rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
         return UnreadTensor(
             (rows, *size[1:]), dtype, lambda: reader.read(folder.prefix + name)[:rows]
         )

@@ -93,11 +93,12 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
     check_data(folder.weights, read=False)  # else the index may say anything
     stored, of_model, of_layer = folder.tensors, model_tensors(shape), layer_tensors(shape)
     complaint = f"{folder.source}: {folder.prefix}"
+    if OUTPUT_LAYER in stored:
+        of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
     for name, size in of_model.items():
-        got = stored.get(name, ((),))[0]
-        is_padded = name == EMBEDDING and got[1:] == size[1:] and got > size
-        if got != size and not is_padded:
-            least = "at least " if name == EMBEDDING else ""
+        got, may_be_padded = stored.get(name, ((),))[0], name in (EMBEDDING, OUTPUT_LAYER)
+        if got != size and not (may_be_padded and got[1:] == size[1:] and got > size):
+            least = "at least " if may_be_padded else ""
             raise CheckpointError(
                 f"{complaint}{name}: got {f'shape {list(got)}' if name in stored else 'none'}, its "
                 f"settings want {least}{list(size)}; it holds {len(stored)} tensors named "
@@ -112,7 +113,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
             )
     places = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     known = {LAYERS + place + name for place in places for name in of_layer}
-    unknown = sorted(stored.keys() - known - of_model.keys() - {HEAD, HEAD_BIAS, OUTPUT_LAYER})
+    unknown = sorted(stored.keys() - known - of_model.keys() - {HEAD, HEAD_BIAS})
     if unknown:
         raise CheckpointError(
             f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "

@@ -25,7 +25,6 @@ from nemo_aligner.checkpoint import zarr_weights
 from nemo_aligner.checkpoint.safe_metadata import read_metadata
 from nemo_aligner.checkpoint.weights import PLANNING, ZARR, PendingSave, read_format
 from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.launch import single_process
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ def save_unread(
 ) -> None:
     """Write ``tensors``, and ``layers`` stacked under one key each, reading one after the other.
 
-    One process calls it. torch's writer holds on to the last tensor of every key, so that the most
-    in memory is ``tensors`` and two layers.
+    One process calls it, where torch.distributed is initialised. torch's writer holds on to the
+    last tensor of every key, so that the most in memory is ``tensors`` and two layers.
 
     Raises:
         CheckpointError: the folder cannot be written to, or a tensor not be read.
@@ -82,8 +81,7 @@ def save_unread(
             )
             unread[key, (number, *(0,) * len(tensor.shape))] = tensor
     folder.mkdir(parents=True, exist_ok=True)
-    with single_process():
-        PendingSave(request, folder, _ReadingPlanner(unread)).finish()
+    PendingSave(request, folder, _ReadingPlanner(unread)).finish()
 
 
 class _IntoTensor(torch_checkpoint.DefaultLoadPlanner):

@@ -82,9 +82,11 @@ def single_process() -> Iterator[None]:
     Raises:
         ConfigError: this is one process of several.
     """
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise ConfigError(f"got {dist.get_world_size()} processes, wanted one for a conversion")
+    is_there = dist.is_initialized()
+    count = dist.get_world_size() if is_there else _find_place(os.environ).world_size
+    if count > 1:
+        raise ConfigError(f"got {count} processes, wanted one for a conversion")
+    if is_there:
         yield
         return
     return_freed_memory()

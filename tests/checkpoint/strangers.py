@@ -46,9 +46,11 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     for key, tensor in tensors.items():
         if "norm" in key:
             tensor.uniform_(0.5, 1.5, generator=generator)
-    embedding = tensors["embedding.word_embeddings.weight"]
-    padding = torch.full((PADDED - len(embedding), embedding.shape[1]), 7.0)
-    tensors["embedding.word_embeddings.weight"] = torch.cat([embedding, padding])
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if key in tensors:
+            rows = tensors[key]
+            padding = torch.full((PADDED - len(rows), rows.shape[1]), 7.0)
+            tensors[key] = torch.cat([rows, padding])
     return tensors
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.parallel.launch import _find_place, first_host, launch
+from nemo_aligner.parallel.launch import _find_place, first_host, launch, single_process
 
 TORCHRUN = {
     "RANK": "5",
@@ -75,3 +75,21 @@ def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launched.world_size == dist.get_world_size() == 1
         assert launched.backend == ("nccl" if torch.cuda.is_available() else "gloo")
     assert not dist.is_initialized()
+
+
+def test_a_conversion_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in TORCHRUN:
+        monkeypatch.delenv(key, raising=False)
+    with single_process():
+        assert dist.get_world_size() == 1
+        with single_process():
+            assert dist.is_initialized()
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+    for key, value in TORCHRUN.items():
+        monkeypatch.setenv(key, value)
+    with (
+        pytest.raises(ConfigError, match=f"got {TORCHRUN['WORLD_SIZE']} processes, wanted one"),
+        single_process(),
+    ):
+        pass
