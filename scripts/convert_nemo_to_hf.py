@@ -64,10 +64,11 @@ def _parse() -> argparse.Namespace:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]B)", text)
-    if match is None or int(match[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)", text.upper())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if size == 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted for example 5GB or 500MB")
-    return int(match[1]) * _UNITS[match[2]]
+    return size
 
 
 if __name__ == "__main__":

@@ -177,6 +177,13 @@ def read_config(fields: Mapping[str, Any], rope_divisors: Tensor | None) -> dict
         raise read.error("attention.value_length", f"wanted the keys' {head_dim}")
     if rotated != head_dim and not (architecture.is_partly_rotated and rotated < head_dim):
         raise read.error("rope.dimension_count", f"wanted the head's {head_dim}")
+    if architecture.is_partly_rotated and heads * head_dim != config["hidden_size"]:
+        # The converter takes the part of hidden / heads, which then is not a head's size.
+        raise read.error(
+            "attention.key_length",
+            f"wanted {config['hidden_size'] // heads}, a head's part of the hidden size: else the "
+            "file does not say how much is rotated; take the Hugging Face folder",
+        )
     rope = _rope(read, rotated, rope_divisors)
     if architecture.is_partly_rotated:
         rope["partial_rotary_factor"] = rotated / head_dim

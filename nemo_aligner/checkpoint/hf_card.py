@@ -69,9 +69,17 @@ texts = [tokenizer.apply_chat_template(conversation, tokenize=False)]"""
 
 
 def model_card(
-    name: str, contract: ScoringContract, pad_token: str, archive: Path, base_license: str
+    name: str,
+    contract: ScoringContract,
+    pad_token: str,
+    archive: Path,
+    base_license: str,
+    trained_in: str,
 ) -> str:
-    """``README.md`` of the folder ``name``; the run is looked for where ``archive`` lies."""
+    """``README.md`` of the folder ``name``; the run is looked for where ``archive`` lies.
+
+    ``trained_in`` is the dtype before the export, by the contract's names.
+    """
     return _CARD.format(
         name=name,
         license=base_license,
@@ -82,7 +90,7 @@ def model_card(
         offsets=_offsets(contract),
         pad_token=f"`{pad_token}`",
         hash=contract.hash,
-        rules="\n".join(f"- {rule}" for rule in _rules(contract)),
+        rules="\n".join(f"- {rule}" for rule in _rules(contract, trained_in)),
         statistics=_statistics(contract),
         training="\n".join(_training(archive))
         or "The archive does not say on what it was trained.",
@@ -119,7 +127,7 @@ def _offsets(contract: ScoringContract) -> str:
     )
 
 
-def _rules(contract: ScoringContract) -> Iterator[str]:
+def _rules(contract: ScoringContract, trained_in: str) -> Iterator[str]:
     if contract.template:
         yield (
             "A conversation is written by the chat template in `chat_template.jinja`, reply "
@@ -141,7 +149,8 @@ def _rules(contract: ScoringContract) -> Iterator[str]:
         if contract.overlong == "truncate_left"
         else "A longer text is refused by the trainer and its server; transformers will not refuse."
     )
-    yield f"The body was trained in {contract.dtype}; the head in fp32."
+    stored = "" if contract.dtype == trained_in else f" and is rounded to {contract.dtype} here"
+    yield f"The body was trained in {trained_in}{stored}; the head in fp32."
     if any(weight != 1.0 for weight in contract.attribute_weights):
         weights = dict(zip(contract.attributes, contract.attribute_weights, strict=True))
         yield f"One number of all: the sum with the weights {weights}."

@@ -131,7 +131,9 @@ def check_folder(
 
 def _load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     # In the dtype of the files, which are then mapped and not copied.
     model, report = AutoModelForSequenceClassification.from_pretrained(

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +46,13 @@ from nemo_aligner.checkpoint.hf_names import (
 from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME
 from nemo_aligner.checkpoint.hf_tensors import HEAD_KEY, HF_HEAD, megatron_key, model_rules
 from nemo_aligner.checkpoint.layerwise import read_as_it_runs
-from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, stored_tensors, sync_to_disk
+from nemo_aligner.checkpoint.nemo import (
+    NemoFolder,
+    open_nemo,
+    scratch_beside,
+    stored_tensors,
+    sync_to_disk,
+)
 from nemo_aligner.checkpoint.reward_model import reward_model_without_weights
 from nemo_aligner.checkpoint.streaming import TensorReader
 from nemo_aligner.config.schema import Precision
@@ -114,27 +118,15 @@ def export_to_hf(
     output = Path(output)
     if layout.tp * layout.pp * layout.dp > 1:
         raise CheckpointError("an export runs in one process")
-    if output.exists():
-        raise CheckpointError(f"{output}: it exists, wanted a new folder")
-    with open_nemo(archive) as folder, _staging(output) as staging:
+    with scratch_beside(output) as scratch, open_nemo(archive) as folder:
+        staging = scratch / "folder"
+        staging.mkdir()
         summary = _export(folder, staging, output, layout, options)
         for file in staging.iterdir():
             sync_to_disk(file)
         staging.rename(output)
     sync_to_disk(output.parent)
     return summary
-
-
-@contextmanager
-def _staging(output: Path) -> Iterator[Path]:
-    """A folder beside ``output``, which is gone afterwards unless it was renamed."""
-    staging = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)  # left by a killed export
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -229,7 +221,9 @@ def _export(
     write_json(staging / "config.json", config)
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, tokenizer, exported, pad_token)
-    card = model_card(output.name, exported, pad_token, folder.source, options.base_license)
+    card = model_card(
+        output.name, exported, pad_token, folder.source, options.base_license, contract.dtype
+    )
     (staging / "README.md").write_text(card, encoding="utf-8")
     return ExportSummary(
         output=output,

@@ -8,12 +8,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf_names import Family
 from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.data.tokenizer import Tokenizer
+from nemo_aligner.errors import CheckpointError
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
@@ -65,7 +67,12 @@ class ShardWriter:
         path = self._path(len(self._files))
         path.touch()
         mode = path.stat().st_mode
-        save_file(tensors, path, metadata={"format": "pt"})
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self._folder}: the weights cannot be written: {error}"
+            ) from error
         path.chmod(mode)  # safetensors lets nobody else read what it writes
         self._waiting, self._bytes = {}, 0
 

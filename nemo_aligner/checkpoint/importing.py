@@ -12,7 +12,6 @@ Formulas and keys are those of NeMo-Aligner's ``RewardModelHead`` and ``Megatron
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 )
 from nemo_aligner.checkpoint.hf_source import tokenizer_folder
 from nemo_aligner.checkpoint.model_weights import is_per_layer, model_shape
-from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.streaming import TensorReader, UnreadTensor, save_unread
 from nemo_aligner.config.schema import Overlong, Precision, RewardModelType
 from nemo_aligner.data.contract import ScoringContract
@@ -99,6 +98,7 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
     given = None if options.tokenizer is None else tokenizer_folder(options.tokenizer)
     with (
         single_process(),
+        scratch_beside(output) as scratch,
         open_nemo(source, tokenizer=given, config=options.config) as folder,
     ):
         if folder.contract is not None:
@@ -116,17 +116,10 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
         if head is not None:
             tensors.pop(PREFIX + OUTPUT_LAYER, None)
             tensors[PREFIX + HEAD] = _in_memory(head.weight)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".import_", dir=output.parent) as scratch:
-            save_unread(tensors, layers, Path(scratch, "weights"))
-            tokenizer.save(Path(scratch, "tokenizer"))
-            write_nemo(
-                output,
-                config,
-                Path(scratch, "weights"),
-                Path(scratch, "tokenizer"),
-                None if contract is None else contract.to_dict(),
-            )
+        save_unread(tensors, layers, scratch / "weights")
+        tokenizer.save(scratch / "tokenizer")
+        rules = None if contract is None else contract.to_dict()
+        write_nemo(output, config, scratch / "weights", scratch / "tokenizer", rules)
         return _summary(output, folder, ignored, contract)
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -48,6 +49,7 @@ __all__ = [
     "load_weights",
     "open_nemo",
     "save_weights",
+    "scratch_beside",
     "stored_tensors",
     "write_nemo",
 ]
@@ -138,6 +140,24 @@ def _outcome(prepare: Callable[[], Path]) -> tuple[Path | None, str | None]:
         return prepare(), None
     except CheckpointError as error:
         return None, str(error)
+
+
+@contextmanager
+def scratch_beside(output: Path) -> Iterator[Path]:
+    """A folder on the disk of ``output``, which is to be new; it is gone afterwards.
+
+    Raises:
+        CheckpointError: ``output`` exists, or nothing can be written where it is to be.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output}: it exists, wanted the name of a new one")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written: {error}") from error
+    with scratch as folder:
+        yield Path(folder)
 
 
 def write_nemo(

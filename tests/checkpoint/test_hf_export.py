@@ -194,6 +194,8 @@ def test_a_bf16_export_is_rounded_once(three: Path, layout: Any, tmp_path: Path)
     summary = export(three, tmp_path / "out", layout, dtype=torch.bfloat16)
     assert summary.contract.dtype == summary.dtype == "bf16"
     assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
+    card = (tmp_path / "out/README.md").read_text()
+    assert "trained in fp32 and is rounded to bf16 here" in card
     wanted = tensors_of(three.parent / "hf")
     rounded = {name: tensor.bfloat16() for name, tensor in wanted.items()}
     assert_same(tensors_of(tmp_path / "out"), {**rounded, "score.weight": wanted["score.weight"]})
@@ -395,8 +397,11 @@ def test_its_own_contract_is_checked_on_the_way_back(
 
 def test_what_cannot_be_exported_is_refused(three: Path, layout: Any, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match="it exists, wanted a new folder"):
+    with pytest.raises(CheckpointError, match="it exists, wanted the name of a new one"):
         export(three, tmp_path / "there", layout)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file/out: cannot be written"):
+        export(three, tmp_path / "file" / "out", layout)
     base = tiny.write_base_nemo(tmp_path / "base.nemo", tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"base\.nemo: it has no scoring contract"):
         export(base, tmp_path / "out", layout)
@@ -432,7 +437,7 @@ def with_tensor(archive: Path, key: str, path: Path) -> Path:
 def test_the_script_exports_and_fails_clearly(three: Path, tmp_path: Path) -> None:
     script, output = "scripts/convert_nemo_to_hf.py", str(tmp_path / "out")
     arguments = ("--input", str(three), "--output", output, "--dtype", "bf16", "--merge")
-    done = tiny.run_script(script, *arguments, "--max-shard-size", "100KB")
+    done = tiny.run_script(script, *arguments, "--max-shard-size", "0.1mb")
     assert "LlamaForSequenceClassification of reward, weights in bf16" in done.stdout
     assert "WARNING: the logits are not yet the rewards" in done.stdout
     failed = tiny.run_script(script, *arguments, check=False)
@@ -440,6 +445,7 @@ def test_the_script_exports_and_fails_clearly(three: Path, tmp_path: Path) -> No
     assert "error: " in failed.stderr
     assert "it exists" in failed.stderr
     assert "Traceback" not in failed.stderr
+    assert "Loading weights" not in done.stderr
     wrong = tiny.run_script(script, *arguments, "--max-shard-size", "5", check=False)
     assert wrong.returncode == 2
     assert "wanted for example 5GB" in wrong.stderr
