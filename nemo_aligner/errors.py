@@ -1,5 +1,7 @@
 """The errors a user can meet; each message says where, what was got and what was wanted."""
 
+_MOST_SHOWN = 300
+
 
 class AlignerError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -23,3 +25,17 @@ class ServingError(AlignerError, RuntimeError):
 
 class TrainingError(AlignerError, RuntimeError):
     """A step whose numbers are no longer finite; the message names step, rank and records."""
+
+
+def shown(value: object) -> str:
+    """``repr`` for an error message, short: whoever wrote the value may have written a lot."""
+    try:
+        return short(repr(value))
+    except (ValueError, RecursionError):  # a number of 5000 digits, or lists in lists
+        return type(value).__name__
+
+
+def short(text: object) -> str:
+    """The beginning of a text, or of what another program says, for an error message."""
+    text = str(text)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

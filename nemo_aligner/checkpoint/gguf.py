@@ -21,6 +21,7 @@ from nemo_aligner.checkpoint.gguf_families import (
     find_architecture,
     read_config,
 )
+from nemo_aligner.checkpoint.gguf_header import check_header
 from nemo_aligner.checkpoint.streaming import UnreadTensor
 from nemo_aligner.errors import CheckpointError
 
@@ -118,6 +119,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
     except ImportError as error:
         raise CheckpointError("GGUF files need the gguf package (extra [gguf])") from error
     try:
+        check_header(path)
         reader = gguf.GGUFReader(path)
         # Not the vocabulary: the reader makes an array of every word.
         fields = {

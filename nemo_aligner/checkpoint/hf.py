@@ -39,8 +39,8 @@ from nemo_aligner.config.schema import (
     RewardModelType,
 )
 from nemo_aligner.data.contract import ScoringContract, build_contract
-from nemo_aligner.data.tokenizer import load_tokenizer
-from nemo_aligner.errors import AlignerError, CheckpointError
+from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.errors import AlignerError, CheckpointError, short, shown
 from nemo_aligner.parallel.launch import single_process
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
@@ -142,7 +142,10 @@ def _convert(
     with tempfile.TemporaryDirectory(prefix=".convert_", dir=output.parent) as scratch:
         weights, tokenizer = Path(scratch, "weights"), Path(scratch, "tokenizer")
         found.save_tokenizer(tokenizer)
-        contract = _contract(found, labels, tokenizer, Precision(DTYPE_NAMES[stored]), options)
+        # Looked at for a base model, too: a damaged one would only be found by training.
+        read = load_tokenizer(tokenizer, "tokenizer")
+        _ = read.fingerprint
+        contract = _contract(found, labels, read, Precision(DTYPE_NAMES[stored]), options)
         if contract is not None:
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
@@ -215,14 +218,16 @@ def _labels(found: Source) -> list[str] | None:
     """
     architectures = found.config.get("architectures") or [""]
     if not isinstance(architectures, list):
-        raise CheckpointError(f"architectures: got {architectures!r}, wanted a list of names")
+        raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")
     architecture = str(architectures[0])
     if not architecture.endswith(REWARD_SUFFIX):
         return None
     if "score.bias" in found.tensors:
         raise CheckpointError("score.bias: got a head with a bias, wanted one without")
     if HF_HEAD not in found.tensors:
-        raise CheckpointError(f"got a {architecture} without {HF_HEAD}, wanted it as its head")
+        raise CheckpointError(
+            f"got a {short(architecture)} without {HF_HEAD}, wanted it as its head"
+        )
     names = found.config.get("id2label")
     try:
         if names is None:
@@ -231,7 +236,7 @@ def _labels(found: Source) -> list[str] | None:
         labels = [str(name) for _, name in sorted((int(key), names[key]) for key in names)]
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"id2label: got {names!r}, wanted numbers and names (or num_labels)"
+            f"id2label: got {shown(names)}, wanted numbers and names (or num_labels)"
         ) from error
     return ["reward"] if labels == ["LABEL_0"] else labels
 
@@ -239,7 +244,7 @@ def _labels(found: Source) -> list[str] | None:
 def _contract(
     found: Source,
     labels: list[str] | None,
-    tokenizer_folder: Path,
+    tokenizer: Tokenizer,
     precision: Precision,
     options: ContractOptions | None,
 ) -> ScoringContract | None:
@@ -249,7 +254,6 @@ def _contract(
         raise CheckpointError(f"got options for a scoring contract, but {why}")
     if labels is None:
         return None
-    tokenizer = load_tokenizer(tokenizer_folder)
     if found.contract is not None:
         contract = ScoringContract.from_dict(found.contract)
         _check_own(contract, labels, tokenizer.fingerprint)
@@ -277,4 +281,6 @@ def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: st
         ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),
     ):
         if got != wanted:
-            raise CheckpointError(f"{name}: got {got}, {CONTRACT_NAME} wants {wanted}")
+            raise CheckpointError(
+                f"{name}: got {shown(got)}, {CONTRACT_NAME} wants {shown(wanted)}"
+            )

@@ -6,12 +6,11 @@ the weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.errors import CheckpointError, shown
+from nemo_aligner.models.shape import LEAST_NUMBER, MOST, MOST_NUMBER, ModelShape
 
 Config = Mapping[str, Any]
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -28,22 +27,30 @@ class _Settings:
     def number(self, key: str, default: float | None = None) -> Any:
         value: Any = self.config.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{key}: got {value!r}, wanted a number above 0")
+        if type(value) not in (int, float) or not LEAST_NUMBER <= value <= MOST_NUMBER:
+            raise CheckpointError(
+                f"{key}: got {shown(value)}, wanted a number above 0, from {LEAST_NUMBER} to "
+                f"{MOST_NUMBER}"
+            )
         return value
 
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         value: Any = self.config.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < least:
-            raise CheckpointError(f"{key}: got {value!r}, wanted a whole number from {least} on")
+        if type(value) is not int or not least <= value <= most:
+            raise CheckpointError(
+                f"{key}: got {shown(value)}, wanted a whole number from {least} on, at most {most}"
+            )
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        if not isinstance(value, bool | None):
+            raise CheckpointError(f"{key}: got {shown(value)}, wanted true or false")
+        return default if value is None else value
+
     def layers(self) -> int:
-        value = self.count("num_hidden_layers")
-        if value > _MOST_LAYERS:
-            raise CheckpointError(f"num_hidden_layers: got {value}, wanted at most {_MOST_LAYERS}")
-        return value
+        return self.count("num_hidden_layers", most=_MOST_LAYERS)
 
     def window(self) -> int | None:
         """``sliding_window``, whose null is none, and whose absence is 4096."""
@@ -55,7 +62,9 @@ class _Settings:
         value = self.config.get(key, allowed[0])
         if value not in allowed:
             wanted = " or ".join(repr(choice) for choice in allowed)
-            raise CheckpointError(f"{key}: got {value!r}, which is not supported; wanted {wanted}")
+            raise CheckpointError(
+                f"{key}: got {shown(value)}, which is not supported; wanted {wanted}"
+            )
 
 
 def _decoder(config: Config, rotated: float | None = None, **family: Any) -> dict[str, Any]:
@@ -87,7 +96,7 @@ def _decoder(config: Config, rotated: float | None = None, **family: Any) -> dic
         **_rope(config, rotated),
         "vocab_size": read.count("vocab_size"),
         "make_vocab_size_divisible_by": 128,
-        "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
+        "share_embeddings_and_output_weights": read.flag("tie_word_embeddings", False),
         **family,
     }
     ModelShape.from_config(nemo)  # or it would be refused when it is loaded
@@ -98,7 +107,7 @@ def _rope(config: Config, rotated: float | None) -> dict[str, Any]:
     """Rotary settings; transformers 5 writes ``rope_parameters``, older ones several keys."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise CheckpointError(f"rope_parameters: got {rope!r}, wanted keys and values")
+        raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted keys and values")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     beside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     inside = {key: value for key, value in rope.items() if value is not None}
@@ -124,7 +133,8 @@ def _rope(config: Config, rotated: float | None) -> dict[str, Any]:
             "old_context_len": scaling.number("original_max_position_embeddings"),
         }
     raise CheckpointError(
-        f"rope_type: got {kind!r}, which is not supported; wanted 'default' or 'linear' or 'llama3'"
+        f"rope_type: got {shown(kind)}, which is not supported; wanted 'default' or 'linear' or "
+        "'llama3'"
     )
 
 
@@ -138,8 +148,8 @@ def _window(config: Config, size: int | None, kinds: list[str]) -> dict[str, Any
     if size is not None and kinds == _alternating(count):
         return {"window_size": size, "window_pattern": "alternate"}
     raise CheckpointError(
-        f"layer_types: got {kinds}, a window of {size} and {count} layers, which is not supported; "
-        "wanted a window in all layers, in none, or in the first, the third, and so on"
+        f"layer_types: got {shown(kinds)}, a window of {size} and {count} layers, which is not "
+        "supported; wanted a window in all layers, in none, or in the first, the third, and so on"
     )
 
 
@@ -187,7 +197,7 @@ def _qwen(config: Config, **family: Any) -> dict[str, Any]:
     read.only("hidden_act", "silu", "swish")
     layers, size = read.layers(), None
     kinds = [_FULL] * layers
-    if config.get("use_sliding_window"):
+    if read.flag("use_sliding_window", False):
         size = read.window()
     if size is not None:
         without = read.count("max_window_layers", 28, least=0)
@@ -228,7 +238,7 @@ def _gemma(config: Config, **family: Any) -> dict[str, Any]:
         apply_embedding_scaling=True,
         # As Gemma stores it: 1 + weight would round a bf16 weight once more.
         layernorm_zero_centered_gamma=True,
-        share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings", True)),
+        share_embeddings_and_output_weights=read.flag("tie_word_embeddings", True),
         **family,
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import hf_configs
 from nemo_aligner.checkpoint.hf_configs import Config, is_tied
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, shown
 from nemo_aligner.models.shape import ModelShape
 
 Join = Callable[[Sequence[Tensor], Config], Tensor]
@@ -297,7 +297,9 @@ def find_family(model_type: Any) -> Family:
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         experts = ", a mixture of experts" if model_type in _EXPERTS else ""
         known = ", ".join(_FAMILIES)
-        raise CheckpointError(f"model_type: got {model_type!r}{experts}, wanted one of: {known}")
+        raise CheckpointError(
+            f"model_type: got {shown(model_type)}{experts}, wanted one of: {known}"
+        )
     return _FAMILIES[model_type]
 
 

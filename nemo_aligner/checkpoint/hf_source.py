@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.gguf import GgufCheckpoint
 from nemo_aligner.checkpoint.gguf_tokenizer import add_rules, adds_bos, check_cut
+from nemo_aligner.checkpoint.plain_data import read_json
 from nemo_aligner.checkpoint.streaming import UnreadTensor
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, short, shown
 
 CONTRACT_NAME = "scoring_contract.json"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -35,6 +35,7 @@ _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]
 # Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
 _GGUF_TRANSFORMERS = (5, 23)
+_LONGEST_NAME = 255
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -134,11 +135,15 @@ def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) ->
 
 
 def _open_folder(folder: Path) -> Source:
-    config = _read_json(folder / "config.json", "a checkpoint folder or a .gguf file")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"
+        )
+    config = _read_json(folder / "config.json")
     if config.get("quantization_config") is not None:
         raise CheckpointError(
-            f"quantization_config: got {config['quantization_config']}, which is not supported; "
-            "wanted weights as they were trained"
+            f"quantization_config: got {shown(config['quantization_config'])}, which is not "
+            "supported; wanted weights as they were trained"
         )
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
@@ -146,18 +151,12 @@ def _open_folder(folder: Path) -> Source:
         config,
         _safetensors(folder),
         partial(_copy_tokenizer, folder),
-        _read_json(contract, "a scoring contract") if contract.is_file() else None,
+        _read_json(contract) if contract.is_file() else None,
     )
 
 
-def _read_json(path: Path, wanted: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}; wanted {wanted}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: got {type(content).__name__}, wanted an object")
-    return content
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_json(path, str(path))
 
 
 def _safetensors(folder: Path) -> dict[str, UnreadTensor]:
@@ -168,20 +167,24 @@ def _safetensors(folder: Path) -> dict[str, UnreadTensor]:
         found = _outlines(folder / name)
         missing = sorted(listed - found.keys())
         if missing:
-            raise CheckpointError(f"{folder / name}: tensor {missing[0]} is missing")
+            raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
         tensors.update({key: found[key] for key in listed or found})
     return tensors
 
 
 def _files_of_index(index: Path) -> dict[str, set[str]]:
     """File name -> the tensors that the index says are in it."""
-    weight_map = _read_json(index, "an index of safetensors").get("weight_map")
+    weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: got no weight_map, wanted tensor and file names")
     files: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index}: got {name!r}, wanted file names in the same folder")
+        # Not printable: no file's name, such as half of a surrogate pair.
+        is_name = isinstance(name, str) and Path(name).name == name and name.isprintable()
+        if not is_name or len(name) > _LONGEST_NAME:
+            raise CheckpointError(
+                f"{index}: got {shown(name)}, wanted file names in the same folder"
+            )
         files.setdefault(name, set()).add(tensor)
     return dict(sorted(files.items()))
 
@@ -205,14 +208,14 @@ def _outlines(path: Path) -> dict[str, UnreadTensor]:
                 kind = header.get_dtype()
                 if kind not in _DTYPES:
                     raise CheckpointError(
-                        f"{path}: tensor {name}: got {kind} numbers, wanted one of "
+                        f"{path}: tensor {short(name)}: got {kind} numbers, wanted one of "
                         f"{', '.join(_DTYPES)}; quantised weights are not read"
                     )
                 tensors[name] = UnreadTensor(
                     tuple(header.get_shape()), _DTYPES[kind], partial(_read, path, name)
                 )
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {short(error)}") from error
     return tensors
 
 

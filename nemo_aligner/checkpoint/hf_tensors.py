@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 )
 from nemo_aligner.checkpoint.hf_names import Config, Family, Rule, hf_layer_name
 from nemo_aligner.checkpoint.streaming import UnreadTensor
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, short
 from nemo_aligner.models.shape import ModelShape
 
 HEAD_KEY = PREFIX + HEAD
@@ -49,8 +49,13 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
     shapes = {}
     for rule, layer in rules:
         size = (of_model if layer is None else of_layer)[rule.megatron]
-        whole = torch.empty(size, device="meta")
-        for name, part in zip(rule.hf, rule.split(whole, config), strict=True):
+        try:
+            parts = rule.split(torch.empty(size, device="meta"), config)
+        except (RuntimeError, TypeError) as error:  # more numbers than torch can count
+            raise CheckpointError(
+                f"config.json: it asks for a {rule.megatron} of {size}"
+            ) from error
+        for name, part in zip(rule.hf, parts, strict=True):
             shapes[hf_layer_name(name, layer)] = tuple(part.shape)
     return shapes
 
@@ -75,7 +80,7 @@ def check_tensors(
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors have no place in a {family.name} model, "
-            f"the first is {unknown[0]}"
+            f"the first is {short(unknown[0])}"
         )
     for name, shape in wanted.items():
         if tensors[name].shape != shape:

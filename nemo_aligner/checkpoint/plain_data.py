@@ -40,6 +40,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
         content = json.loads(read_text(path, where))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: {_first_line(error)}") from error
+    _check_depth(content, where)
     return _mapping(content, where)
 
 
@@ -53,7 +54,7 @@ def read_text(path: Path, where: str) -> str:
         )
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
 
 
@@ -61,6 +62,14 @@ def _mapping(content: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: got {type(content).__name__}, wanted a mapping")
     return content
+
+
+def _check_depth(content: Any, where: str, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{where}: nested deeper than {_MAX_DEPTH}")
+    if isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            _check_depth(part, where, depth + 1)
 
 
 def _check_size(root: yaml.Node, where: str) -> None:

@@ -27,10 +27,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.schema import ModelConfig, Overlong, Precision, RewardModelType
+from nemo_aligner.data.contract_fields import check_fields
 from nemo_aligner.data.records import Conversation, Text, check_text, reply_of
 from nemo_aligner.data.templates import check_template, end_of_turn, render, resolve_template
 from nemo_aligner.data.tokenizer import Tokenizer
-from nemo_aligner.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.errors import CheckpointError, ConfigError, DataError, short, shown
 
 VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
@@ -87,6 +88,7 @@ class ScoringContract:
     measured_on: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         # 0 and 0.0 are the same rule and must have the same hash.
         for name in ("attribute_weights", "label_means"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
@@ -139,12 +141,14 @@ class ScoringContract:
         content = dict(values)
         version, wanted_hash = content.pop("version", None), content.pop("hash", None)
         if version != VERSION:
-            raise CheckpointError(f"scoring contract: got version {version}, wanted {VERSION}")
+            raise CheckpointError(
+                f"scoring contract: got version {shown(version)}, wanted {VERSION}"
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         if set(content) != known:
             raise CheckpointError(
                 "scoring contract: unknown or missing fields: "
-                + ", ".join(sorted(set(content) ^ known))
+                + short(", ".join(sorted(set(content) ^ known)))
             )
         for name, value in content.items():
             content[name] = tuple(value) if isinstance(value, list) else value
@@ -154,8 +158,8 @@ class ScoringContract:
             raise CheckpointError(f"scoring contract: {error}") from error
         if contract.hash != wanted_hash:
             raise CheckpointError(
-                f"scoring contract: its fields hash to {contract.hash}, it says {wanted_hash}: "
-                "it was changed after it was written"
+                f"scoring contract: its fields hash to {contract.hash}, it says "
+                f"{shown(wanted_hash)}: it was changed after it was written"
             )
         return contract
 

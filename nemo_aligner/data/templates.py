@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.data.records import Conversation
+from nemo_aligner.data.template_trial import check_it_ends
 from nemo_aligner.data.tokenizer import Tokenizer
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.errors import ConfigError, DataError, short
 
 if TYPE_CHECKING:
     import jinja2
@@ -91,8 +92,8 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer) -> None:
     where, built_in = f"{_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     try:
-        dated = {render(template, _PROBE, bos, eos, day.strftime) for day in _DAYS}
-        if len(dated) > 1:
+        check_it_ends(template, bos, eos)
+        if is_dated(template, bos, eos):
             raise ConfigError(
                 f"{where}: its text depends on the date, so a score would change over night; set "
                 f"it to one of {built_in}, or to a file of it with the date written out"
@@ -113,8 +114,14 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer) -> None:
         )
     if end[: len(end) // 2] * 2 == end:
         raise ConfigError(
-            f"{where}: it ends the reply twice ({end}); set it to a file that does once"
+            f"{where}: it ends the reply twice ({short(end)}); set it to a file that does once"
         )
+
+
+def is_dated(template: str, bos_token: str, eos_token: str) -> bool:
+    """Whether a template writes another text tomorrow."""
+    texts = {render(template, _PROBE, bos_token, eos_token, day.strftime) for day in _DAYS}
+    return len(texts) > 1
 
 
 @lru_cache(maxsize=8)
@@ -139,8 +146,6 @@ def render(
     Raises:
         DataError: the template refuses the conversation, or is no valid template.
     """
-    import jinja2
-
     try:
         return _compile(template).render(
             messages=conversation,
@@ -151,14 +156,8 @@ def render(
             eos_token=eos_token,
             **({} if strftime_now is None else {"strftime_now": strftime_now}),
         )
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-    ) as error:
-        reason = f"{type(error).__name__}: {error}"
+    except Exception as error:  # a template may raise anything, and so may its compilation
+        reason = f"{type(error).__name__}: {short(error)}"
         raise DataError(f"the chat template cannot write this conversation: {reason}") from error
 
 

@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.errors import DataError
+from nemo_aligner.data.contract_fields import is_text
+from nemo_aligner.errors import DataError, short, shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -41,9 +42,19 @@ class Tokenizer:
         try:
             self._backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(files[_JSON])
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{where}/{_JSON}: not a tokenizer: {error}") from error
+            raise DataError(f"{where}/{_JSON}: not a tokenizer: {short(error)}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._check()
+
+    def _check(self) -> None:
+        """Find now what is no tokenizer, and not at the first text."""
+        try:
+            self._backend.encode("a")
+            self._backend.encode("a", add_special_tokens=False)
+        except Exception as error:  # as above
+            raise DataError(f"{self._where}/{_JSON}: it encodes nothing: {short(error)}") from error
+        _ = self.bos_id, self.eos_id, self.pad_token, self.chat_template
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -62,8 +73,8 @@ class Tokenizer:
     def _special_token(self, name: str) -> str | None:
         value = self._config.get(name)
         token = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(token, str | None):
-            raise DataError(f"{self._where}/{_CONFIG}: {name}: got {token!r}, wanted a text")
+        if token is not None and not is_text(token):
+            raise DataError(f"{self._where}/{_CONFIG}: {name}: got {shown(token)}, wanted a text")
         return token
 
     def _special_id(self, name: str) -> int | None:
@@ -109,12 +120,12 @@ class Tokenizer:
         template = self._config.get("chat_template")
         if isinstance(template, list):
             named = {
-                entry.get("name"): entry.get("template")
+                str(entry.get("name")): entry.get("template")
                 for entry in template
                 if isinstance(entry, dict)
             }
             template = named.get("default")
-        if not isinstance(template, str | None):
+        if template is not None and not is_text(template):
             raise DataError(f"{self._where}/{_CONFIG}: chat_template: wanted a text")
         return template
 
@@ -167,8 +178,10 @@ class Tokenizer:
             (target / name).write_bytes(content)
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(folder: str | Path, where: str | None = None) -> Tokenizer:
     """Read a tokenizer folder into memory; the folder is not needed afterwards.
+
+    ``where`` names the folder in complaints, if it is a copy.
 
     Raises:
         DataError: there is no ``tokenizer.json``, or it is damaged.
@@ -177,7 +190,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     files = {name: (source / name).read_bytes() for name in _FILES if (source / name).is_file()}
     if _JSON not in files:
         raise DataError(
-            f"{source}: it has no {_JSON}; wanted the folder of a fast tokenizer, as "
+            f"{where or source}: it has no {_JSON}; wanted the folder of a fast tokenizer, as "
             "save_pretrained of Hugging Face transformers writes it"
         )
-    return Tokenizer(files, str(source))
+    return Tokenizer(files, where or str(source))

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.errors import CheckpointError, ConfigError, shown
 
+# Far past any model: what is larger would only be found out by what it overflows.
+MOST = 2**31
+LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e12
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 # The first of each is what a config means that lacks the key.
 _SUPPORTED = {
@@ -23,6 +26,8 @@ _SUPPORTED = {
             "post_layernorms",
             "apply_embedding_scaling",
             "layernorm_zero_centered_gamma",
+            "scale_positional_embedding",
+            "share_embeddings_and_output_weights",
         ),
         (False, True, None),
     ),
@@ -102,7 +107,9 @@ class ModelShape:
             value = config.get(key, values[0])
             if value not in values:
                 wanted = " or ".join(str(item) for item in values)
-                raise CheckpointError(f"model_config.yaml: {key}: got {value!r}, wanted {wanted}")
+                raise CheckpointError(
+                    f"model_config.yaml: {key}: got {shown(value)}, wanted {wanted}"
+                )
         heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
         groups = _count(config, "num_query_groups", heads)
         if heads % groups != 0:
@@ -235,21 +242,23 @@ def _read_window(value: Any) -> int | None:
     """An int, or as NeMo has it: how many keys are seen before a token, and how many behind it."""
     size = value
     if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
-        size = None if value[0] == -1 else value[0] + 1
-    if size is None or (type(size) is int and size > 0):
+        before = value[0]
+        size = None if before == -1 else before + 1 if type(before) is int else before
+    if size is None or (type(size) is int and 0 < size <= MOST):
         return size
     raise CheckpointError(
-        f"model_config.yaml: window_size: got {value!r}, wanted a number of keys above 0, or such "
-        "a number without a token's own key and a 0"
+        f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
+        "such a number without a token's own key and a 0"
     )
 
 
 def _count(config: Mapping[str, Any], key: str, default: Any = None) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 0 < value <= MOST:
         raise CheckpointError(
-            f"model_config.yaml: {key}: got {value!r}, wanted a whole number above 0"
+            f"model_config.yaml: {key}: got {shown(value)}, wanted a whole number above 0 and of "
+            f"at most {MOST}"
         )
     return value
 
@@ -257,8 +266,11 @@ def _count(config: Mapping[str, Any], key: str, default: Any = None) -> int:
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     value = default if value is None else value
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise CheckpointError(f"model_config.yaml: {key}: got {value!r}, wanted a number above 0")
+    if type(value) not in (int, float) or not LEAST_NUMBER <= value <= MOST_NUMBER:
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {shown(value)}, wanted a number above 0, from "
+            f"{LEAST_NUMBER} to {MOST_NUMBER}"
+        )
     return float(value)
 
 

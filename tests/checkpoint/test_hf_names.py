@@ -157,7 +157,7 @@ def test_layers_may_alternate_in_any_family_that_names_them() -> None:
         ("qwen3", {"layer_types": ["full_attention"] * 3}, "a window of None and 4 layers"),
         ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types: got"),
         ("mistral", {"sliding_window": 0}, "sliding_window: got 0"),
-        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers: got 1000000000000, wanted at"),
+        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers: got 10{12}, wanted .*"),
         ("llama", {"vocab_size": 320.5}, "vocab_size: got 320.5, wanted a whole number from 1 on"),
         ("llama", {"rope_theta": "x"}, "rope_theta: got 'x'"),
         ("llama", {"rope_scaling": [1]}, r"rope_parameters: got \[1\]"),

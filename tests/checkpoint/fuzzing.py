@@ -1,0 +1,233 @@
+"""Changes to a checkpoint's files, and what has to come of each: a model, or one error of ours."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.config.schema import Precision
+from nemo_aligner.errors import AlignerError
+
+SECONDS = 60
+MEMORY = 2**31  # what a case may take beside what the process has
+SHOWN = 4000  # of an error's characters
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+BOMB = "executed"
+DEEP: Any = []
+for _ in range(200):
+    DEEP = [DEEP]
+NASTY = [
+    None, True, False, 0, 1, -1, 2, 3, 2.5, 1e-320, 1e308, float("nan"), float("inf"), 10**12,
+    2**63, 10**400, "", "text", "3", "x" * 100_000, "\x00", "\ud800", "../../etc", "/etc/hostname",
+    [], [1, 2], [None], {}, {"a": "b"}, DEEP,
+]  # fmt: skip
+Files = dict[str, bytes]
+
+
+class TooLong(BaseException):
+    """Of a kind that nobody takes for an error in a file."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What an archive loads as."""
+
+    config: str
+    weights: str
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``make`` gives the files of a damaged checkpoint; ``alters``: what may load otherwise."""
+
+    make: Callable[[Files, random.Random], Files]
+    alters: tuple[str, ...] = ()
+
+
+def load(path: Path, layout: Any) -> Content:
+    """A base model's content, or a reward model's with its contract."""
+    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.reward_model import load_pretrained, load_reward_model
+
+    with open_nemo(path, with_weights=False) as folder:
+        contract = folder.contract
+    if contract is None:
+        loaded: Any = load_pretrained(path, layout, num_attributes=1, precision=Precision.fp32)
+    else:
+        loaded = load_reward_model(path, layout, Precision.fp32)
+    digest = hashlib.sha256()
+    for name, parameter in loaded.model.named_parameters():
+        digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    config = repr((loaded.config, contract))
+    return Content(config, digest.hexdigest(), loaded.tokenizer.fingerprint)
+
+
+def some_bytes(data: bytes, rng: random.Random) -> bytes:
+    """A few bytes flipped, cut out, doubled, or the end cut off."""
+    if not data:
+        return b"\x80"
+    start = rng.randrange(len(data))
+    end = min(len(data), start + rng.choice([1, 1, 2, 8, 512]))
+    how = rng.randrange(4)
+    if how == 0:
+        flipped = bytes(byte ^ (1 << rng.randrange(8)) for byte in data[start:end])
+        return data[:start] + flipped + data[end:]
+    if how == 1:
+        return data[:start] + data[end:]
+    if how == 2:
+        return data[:end] + data[start:]
+    return data[:start]
+
+
+def with_nasty_value(content: Any, rng: random.Random) -> Any:
+    """JSON or YAML data with one value, key or item, somewhere in it, changed or lost."""
+    changed = copy.deepcopy(content)
+    place = changed
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        if not keys:
+            return rng.choice(NASTY)
+        key = rng.choice(keys)
+        if not isinstance(place[key], dict | list) or rng.random() < 0.3:
+            break
+        if not place[key]:
+            break
+        place = place[key]
+    how = rng.randrange(8)
+    if how == 0:
+        del place[key]
+    elif how == 1 and isinstance(place, dict):
+        place[rng.choice(["", "x", "\ud800", "__class__", "0"])] = place.pop(key)
+    elif how == 2:
+        other = rng.choice(keys)
+        place[key], place[other] = place[other], place[key]
+    else:
+        place[key] = rng.choice(NASTY)
+    return changed
+
+
+def edited(files: Files, name: str, change: Callable[[bytes], bytes]) -> Files:
+    return {**files, name: change(files[name])}
+
+
+def files_of(folder: Path) -> Files:
+    """Every file below ``folder`` by its path there."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+class Door:
+    """A way in: ``files`` lie in a folder, of which ``source`` is the part that is converted."""
+
+    def __init__(
+        self,
+        files: Files,
+        convert: Callable[[Path, Path], Any],
+        layout: Any,
+        folder: Path,
+        scratch: Path,
+        source: str = ".",
+    ) -> None:
+        self.files = files
+        self._convert, self._layout = convert, layout
+        self._folder, self._scratch, self._source = folder, scratch, source
+        self._wanted = self._converted(files)
+        assert isinstance(self._wanted, Content), self._wanted
+
+    def check(self, mutation: Mutation, seed: int) -> bool:
+        """Whether what the mutation made was loaded; raises where anything else came of it."""
+        rng = random.Random(seed)
+        what = f"{mutation.make.__name__}, seed {seed}"
+        files = mutation.make(self.files, rng)
+        try:
+            with limited():
+                got = self._converted(files)
+        except BaseException as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
+        if isinstance(got, str):
+            assert str(self._folder) in got, f"{what}: the error names no file: {got[:500]}"
+            assert len(got) < SHOWN, f"{what}: {len(got)} characters of error: {got[:500]}"
+            return False
+        for part in ("config", "weights", "tokenizer"):
+            if part not in mutation.alters:
+                wanted = getattr(self._wanted, part)
+                assert getattr(got, part) == wanted, f"{what}: it loads with another {part}"
+        return True
+
+    def _converted(self, files: Files) -> Content | str:
+        """What an archive of ``files`` loads as, or the error that refuses them."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        source, output = self._folder / "theirs", self._folder / "out" / "ours.nemo"
+        write_files(source, files)
+        before = sorted(self._folder.rglob("*"))
+        try:
+            self._convert(source / self._source, output)
+        except AlignerError as error:
+            left = [path for path in self._folder.rglob("*") if path not in before]
+            assert not [path for path in left if path != output.parent], f"it left {left}"
+            assert not list(self._scratch.iterdir()), "it left temporary files"
+            if caused_by_memory(error):
+                raise MemoryError(str(error)) from error
+            return str(error)
+        assert sorted(output.parent.iterdir()) == [output]
+        assert not (source / BOMB).exists(), "it ran code"
+        assert not list(self._scratch.iterdir()), "it left temporary files"
+        return load(output, self._layout)
+
+
+def check_all(door: Door, mutations: Sequence[Mutation], seeds: range) -> None:
+    """Every seed's mutation is met by ``door``; some are loaded, and some refused."""
+    loaded = sum(door.check(mutations[seed % len(mutations)], seed) for seed in seeds)
+    assert len(seeds) // 50 < loaded < len(seeds) * 49 // 50, f"{loaded} of {len(seeds)} loaded"
+
+
+def caused_by_memory(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """At most a minute, and little memory: what would take more ends as an exception here."""
+
+    def stop(*unused: Any) -> None:
+        raise TooLong(f"longer than {SECONDS} s")
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
