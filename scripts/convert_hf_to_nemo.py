@@ -18,14 +18,14 @@ from nemo_aligner.errors import AlignerError
 def main() -> int:
     arguments = _parse()
     # Imported here: --help needs no torch.
-    from nemo_aligner.checkpoint.hf import ContractOptions, convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf_reward import ContractOptions
     from nemo_aligner.config.schema import Precision
     from nemo_aligner.models.backbone import DTYPES
 
     dtype = None if arguments.dtype is None else DTYPES[Precision(arguments.dtype)]
-    options = None
-    if arguments.template is not None or arguments.seq_length is not None:
-        options = ContractOptions(arguments.template, arguments.seq_length)
+    given = arguments.template, arguments.seq_length, arguments.attributes
+    options = ContractOptions(*given) if any(value is not None for value in given) else None
     try:
         summary = convert_hf_to_nemo(
             arguments.input, arguments.output, dtype, arguments.tensor_parallel, options
@@ -68,7 +68,20 @@ def _parse() -> argparse.Namespace:
         help="the most tokens of a text that a reward model scores; default: what the model was "
         "made for, but at most 4096",
     )
+    parser.add_argument(
+        "--attributes",
+        type=_names,
+        metavar="A,B",
+        help="names of a reward model's outputs; default: id2label",
+    )
     return parser.parse_args()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted names with commas between them")
+    return names
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ a ``*ForSequenceClassification`` of a known family; its head ``score`` has no bi
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,31 +17,24 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf_names import Rule, add_zero_groups, find_family, hf_layer_name
-from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME, Source, open_source
+from nemo_aligner.checkpoint.hf_reward import ContractOptions, contract_of, labels_of
+from nemo_aligner.checkpoint.hf_source import Source, open_source
 from nemo_aligner.checkpoint.hf_tensors import (
     HEAD_KEY,
     HF_HEAD,
-    REWARD_SUFFIX,
     check_tensors,
     hf_shapes,
     megatron_key,
     model_rules,
 )
-from nemo_aligner.checkpoint.nemo import write_nemo
-from nemo_aligner.checkpoint.streaming import UnreadTensor, save_unread
-from nemo_aligner.config.schema import (
-    DataConfig,
-    ModelConfig,
-    Precision,
-    RegressionConfig,
-    RewardModelType,
-)
-from nemo_aligner.data.contract import ScoringContract, build_contract
-from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.errors import AlignerError, CheckpointError, short, shown
+from nemo_aligner.checkpoint.nemo import scratch_beside, write_nemo
+from nemo_aligner.checkpoint.streaming import UnreadTensor, dtype_of_matrices, save_unread
+from nemo_aligner.config.schema import Precision
+from nemo_aligner.data.contract import ScoringContract
+from nemo_aligner.data.tokenizer import load_tokenizer
+from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.parallel.launch import single_process
 
-MAX_DEFAULT_SEQ_LENGTH = 4096
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NEMO_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: 16}
 
@@ -69,24 +60,14 @@ class ConversionSummary:
         if self.contract is not None:
             kind = f"reward model of {', '.join(self.contract.attributes)}"
             length = f"texts of up to {self.contract.seq_length} tokens"
-            meaning = f"\n{length}, scoring contract {self.contract.hash}"
+            raw = "" if self.contract.template else ", no chat template: raw texts only"
+            meaning = f"\n{length}{raw}, scoring contract {self.contract.hash}"
         added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
         return (
             f"{self.output}: {self.family} {kind}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
             f"{tied} embeddings{added}{meaning}"
         )
-
-
-@dataclass(frozen=True)
-class ContractOptions:
-    """What a reward model's folder leaves open: ``model.data.template`` and ``seq_length``.
-
-    None is the tokenizer's template, and the model's longest text, but at most 4096 tokens.
-    """
-
-    template: str | None = None
-    seq_length: int | None = None
 
 
 def convert_hf_to_nemo(
@@ -108,10 +89,13 @@ def convert_hf_to_nemo(
             of another shape than the config says; or a reward model whose contract cannot be.
     """
     try:
+        if tensor_parallel < 1:
+            raise CheckpointError(f"--tensor-parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
             return _convert(open_source(source), Path(output), dtype, tensor_parallel, options)
     except AlignerError as error:
-        raise CheckpointError(f"{source}: {error}") from error
+        named = str(error).startswith((str(source), str(output)))
+        raise CheckpointError(str(error) if named else f"{source}: {error}") from error
 
 
 def _convert(
@@ -123,7 +107,7 @@ def _convert(
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
-    labels = _labels(found)
+    labels = labels_of(found, options)
     rules = model_rules(family, config, labels is not None)
     wanted = hf_shapes(rules, config)
     if labels is not None:
@@ -132,32 +116,29 @@ def _convert(
     groups = config["num_query_groups"]
     zero_groups = -groups % tensor_parallel
     tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
-    stored = next(iter(tensors.values())).dtype
+    stored = dtype_of_matrices(_all(tensors, layers))
     archived = {**config, "precision": _NEMO_PRECISIONS.get(stored, 32)}
     if zero_groups:
         archived["num_attention_heads"] += config["num_attention_heads"] // groups * zero_groups
         archived["num_query_groups"] += zero_groups
         archived["zero_query_groups"] = zero_groups
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".convert_", dir=output.parent) as scratch:
-        weights, tokenizer = Path(scratch, "weights"), Path(scratch, "tokenizer")
-        found.save_tokenizer(tokenizer)
+    with scratch_beside(output) as scratch:
+        found.save_tokenizer(scratch / "tokenizer")
         # Looked at for a base model, too: a damaged one would only be found by training.
-        read = load_tokenizer(tokenizer, "tokenizer")
-        _ = read.fingerprint
-        contract = _contract(found, labels, read, Precision(DTYPE_NAMES[stored]), options)
+        tokenizer = load_tokenizer(scratch / "tokenizer", "tokenizer")
+        _ = tokenizer.fingerprint
+        tokenizer.check_fits(config["vocab_size"])
+        contract = contract_of(found, labels, tokenizer, Precision(DTYPE_NAMES[stored]), options)
         if contract is not None:
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": len(contract.attributes)}
-        save_unread(tensors, layers, weights)
-        write_nemo(
-            output, archived, weights, tokenizer, None if contract is None else contract.to_dict()
-        )
-    everything = [*tensors.values(), *(tensor for stack in layers.values() for tensor in stack)]
+        save_unread(tensors, layers, scratch / "weights")
+        score_rules = None if contract is None else contract.to_dict()
+        write_nemo(output, archived, scratch / "weights", scratch / "tokenizer", score_rules)
     return ConversionSummary(
         family=family.name,
-        parameters=sum(prod(tensor.shape) for tensor in everything),
+        parameters=sum(prod(tensor.shape) for tensor in _all(tensors, layers)),
         dtype=DTYPE_NAMES[stored],
         layers=config["num_layers"],
         hidden_size=config["hidden_size"],
@@ -199,6 +180,12 @@ def _plan(
     return tensors, layers
 
 
+def _all(
+    tensors: Mapping[str, UnreadTensor], layers: Mapping[str, Sequence[UnreadTensor]]
+) -> list[UnreadTensor]:
+    return [*tensors.values(), *(tensor for stack in layers.values() for tensor in stack)]
+
+
 def _read_and_join(
     parts: Sequence[UnreadTensor], join: Callable[[Sequence[Tensor]], Tensor]
 ) -> Tensor:
@@ -207,80 +194,3 @@ def _read_and_join(
 
 def _as_fp32(tensor: UnreadTensor) -> UnreadTensor:
     return UnreadTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
-
-
-def _labels(found: Source) -> list[str] | None:
-    """The names of a reward model's outputs, in order; None for a base model.
-
-    Raises:
-        CheckpointError: the head is not one linear map without a bias, or its outputs have no
-            names that fit.
-    """
-    architectures = found.config.get("architectures") or [""]
-    if not isinstance(architectures, list):
-        raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")
-    architecture = str(architectures[0])
-    if not architecture.endswith(REWARD_SUFFIX):
-        return None
-    if "score.bias" in found.tensors:
-        raise CheckpointError("score.bias: got a head with a bias, wanted one without")
-    if HF_HEAD not in found.tensors:
-        raise CheckpointError(
-            f"got a {short(architecture)} without {HF_HEAD}, wanted it as its head"
-        )
-    names = found.config.get("id2label")
-    try:
-        if names is None:
-            rows = next(iter(found.tensors[HF_HEAD].shape), 0)
-            names = {n: f"LABEL_{n}" for n in range(found.config.get("num_labels", rows))}
-        labels = [str(name) for _, name in sorted((int(key), names[key]) for key in names)]
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"id2label: got {shown(names)}, wanted numbers and names (or num_labels)"
-        ) from error
-    return ["reward"] if labels == ["LABEL_0"] else labels
-
-
-def _contract(
-    found: Source,
-    labels: list[str] | None,
-    tokenizer: Tokenizer,
-    precision: Precision,
-    options: ContractOptions | None,
-) -> ScoringContract | None:
-    """What a score of this model means: its own contract if we exported it, else a new one."""
-    if options is not None and (labels is None or found.contract is not None):
-        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
-        raise CheckpointError(f"got options for a scoring contract, but {why}")
-    if labels is None:
-        return None
-    if found.contract is not None:
-        contract = ScoringContract.from_dict(found.contract)
-        _check_own(contract, labels, tokenizer.fingerprint)
-        return contract.with_dtype(precision)
-    options = options or ContractOptions()
-    longest = int(found.config["max_position_embeddings"])
-    is_ranking = len(labels) == 1
-    settings = ModelConfig(
-        reward_model_type=RewardModelType.binary_ranking
-        if is_ranking
-        else RewardModelType.regression,
-        regression=RegressionConfig(attributes=labels),
-        data=DataConfig(
-            template=options.template,
-            seq_length=options.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
-        ),
-    )
-    contract = build_contract(settings, tokenizer, precision)
-    return dataclasses.replace(contract, attributes=tuple(labels))
-
-
-def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: str) -> None:
-    for name, got, wanted in (
-        ("config.json: id2label", list(labels), list(contract.attributes)),
-        ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),
-    ):
-        if got != wanted:
-            raise CheckpointError(
-                f"{name}: got {shown(got)}, {CONTRACT_NAME} wants {shown(wanted)}"
-            )

@@ -77,6 +77,8 @@ def _decoder(config: Config, rotated: float | None = None, **family: Any) -> dic
     read.only("attention_bias", False, None)
     read.only("mlp_bias", False, None)
     read.only("quantization_config", None)
+    read.only("is_causal", True, None)
+    read.only("use_bidirectional_attention", None, False)
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     nemo = {
         "num_layers": read.layers(),
@@ -230,7 +232,6 @@ def gemma2_to_nemo(config: Config) -> dict[str, Any]:
 
 def _gemma(config: Config, **family: Any) -> dict[str, Any]:
     read = _Settings(config)
-    read.only("use_bidirectional_attention", None, False)
     return _decoder(
         config,
         kv_channels=read.count("head_dim", 256),

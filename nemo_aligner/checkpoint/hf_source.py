@@ -61,8 +61,10 @@ def open_source(source: str | Path) -> Source:
             quantised, or the hub cannot be reached.
     """
     path = Path(source)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return _open_gguf(path)
+    if path.suffix.lower() == ".nemo":
+        raise CheckpointError("got a .nemo, which training and serving take; see import_nemo.py")
     return _open_folder(_local(source, _DOWNLOADED))
 
 
@@ -74,7 +76,10 @@ def tokenizer_folder(source: str | Path) -> Path:
     """
     folder = _local(source, _TOKENIZER)
     if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{folder}: got no tokenizer.json; wanted a fast tokenizer's file")
+        raise CheckpointError(
+            f"{folder}: got no tokenizer.json; wanted a fast tokenizer's file, as transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it"
+        )
     return folder
 
 
@@ -96,7 +101,7 @@ def _local(source: str | Path, files: list[str]) -> Path:
 
 def _open_gguf(path: Path) -> Source:
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
+        raise CheckpointError("no such file")
     checkpoint = GgufCheckpoint(path)
     save_tokenizer = partial(_save_gguf_tokenizer, path, checkpoint.fields)
     return Source(checkpoint.config, checkpoint.tensors, save_tokenizer)
@@ -135,6 +140,8 @@ def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) ->
 
 
 def _open_folder(folder: Path) -> Source:
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError("got a LoRA adapter, wanted it merged into its base model")
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"

@@ -110,6 +110,7 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
             ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if config.get(key)]
             config.update(dict.fromkeys(ignored, False))
         shape, precision = model_shape(folder, config), _precision(folder)
+        tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
         contract = None if head is None else _contract(folder, tokenizer, head, options, precision)
         tensors, layers = _unread(folder, shape)

@@ -66,8 +66,10 @@ def load_pretrained(
             has another number of attributes or a bias.
     """
     with open_nemo(path) as folder:
+        shape, tokenizer = model_shape(folder), load_tokenizer(folder.tokenizer)
+        tokenizer.check_fits(shape.vocab_size)
         model = build_reward_model(
-            model_shape(folder),
+            shape,
             layout,
             num_attributes=num_attributes,
             precision=precision,
@@ -80,7 +82,7 @@ def load_pretrained(
         return PretrainedModel(
             model=model,
             config=folder.config,
-            tokenizer=load_tokenizer(folder.tokenizer),
+            tokenizer=tokenizer,
             head_is_new=not has_head,
         )
 
@@ -126,8 +128,10 @@ def reward_model_without_weights(
     num_attributes = len(contract.attributes)
     if not _check_head(folder, num_attributes):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
+    shape = model_shape(folder)
+    tokenizer.check_fits(shape.vocab_size)
     model = build_reward_model(
-        model_shape(folder),
+        shape,
         layout,
         num_attributes=num_attributes,
         precision=precision or Precision(contract.dtype),

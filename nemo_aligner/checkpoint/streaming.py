@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ class UnreadTensor:
     def outline(self) -> Tensor:
         """The tensor without its numbers, on torch's meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def dtype_of_matrices(tensors: Iterable[UnreadTensor]) -> torch.dtype:
+    """The dtype that holds every number of the matrices; norms and biases do not count."""
+    dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 class _ReadingPlanner(MCoreSavePlanner):

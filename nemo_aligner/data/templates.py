@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_aligner.data.records import Conversation
 from nemo_aligner.data.template_trial import check_it_ends
 from nemo_aligner.data.tokenizer import Tokenizer
-from nemo_aligner.errors import ConfigError, DataError, short
+from nemo_aligner.errors import ConfigError, DataError, short, shown
 
 if TYPE_CHECKING:
     import jinja2
@@ -56,8 +56,8 @@ _PLAIN = (
 BUILT_IN_TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3, "plain": _PLAIN, "zephyr": _ZEPHYR}
 
 _KEY = "model.data.template"
-_REPLY = "the reply"
-_PROBE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _REPLY}]
+_QUESTION, _REPLY = "a question", "the reply"
+_PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
 _DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30))
 
 
@@ -86,7 +86,7 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer) -> None:
     """Refuse a template whose text would be wrong, or another one tomorrow.
 
     Raises:
-        ConfigError: it depends on the date, cannot write a question and its answer, writes BOS
+        ConfigError: it depends on the date, does not write a question and its answer, writes BOS
             twice, or writes nothing, or the same thing twice, after the reply; with what to set.
     """
     where, built_in = f"{_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
@@ -101,6 +101,12 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer) -> None:
         text = render(template, _PROBE, bos, eos)
     except DataError as error:
         raise ConfigError(f"{where}: {error}; set it to one of {built_in}, or a file") from error
+    for part in (_QUESTION, _REPLY):
+        if part not in text:
+            raise ConfigError(
+                f"{where}: it writes {shown(text)}, without the conversation's {part!r}; set it to "
+                f"one of {built_in}, or to a file of a chat template"
+            )
     if bos and tokenizer.encode(text)[:2] == [tokenizer.bos_id] * 2:
         raise ConfigError(
             f"{where}: it writes BOS ({bos!r}) twice; set it to a file of it with one"

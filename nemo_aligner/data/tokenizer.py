@@ -109,6 +109,20 @@ class Tokenizer:
         """One more than the highest id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    def check_fits(self, vocab_size: int) -> None:
+        """Refuse a model that has embeddings for ``vocab_size`` tokens, and not for all of these.
+
+        Raises:
+            DataError: a text could have ids that the model has not.
+        """
+        if self.vocab_size > vocab_size:
+            first = self._backend.id_to_token(vocab_size)
+            raise DataError(
+                f"{self._where}: got ids up to {self.vocab_size - 1} ({first!r} is {vocab_size}), "
+                f"wanted them below {vocab_size}, as the model has no embeddings beyond; resize "
+                "these, or take these tokens out"
+            )
+
     @cached_property
     def chat_template(self) -> str | None:
         """The tokenizer's own: ``chat_template.jinja``, or the config's (the one named default)."""

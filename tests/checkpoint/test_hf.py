@@ -267,3 +267,42 @@ def test_query_groups_of_zeros_change_no_logit(tmp_path: Path) -> None:
     torch.testing.assert_close(
         megatron_logits(padded, tokens), megatron_logits(plain, tokens), rtol=0, atol=1e-5
     )
+
+
+def test_what_is_there_is_not_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.nemo").write_text("precious")
+    with pytest.raises(CheckpointError, match=r"mine\.nemo: it exists"):
+        convert(checkpoint, tmp_path / "mine.nemo")
+    assert (tmp_path / "mine.nemo").read_text() == "precious"
+    with pytest.raises(CheckpointError, match=r"mine\.nemo/base\.nemo: cannot be written"):
+        convert(checkpoint, tmp_path / "mine.nemo" / "base.nemo")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("model.nemo", None, r"got a \.nemo, which training and serving take"),
+        ("adapter", "adapter_config.json", r"got a LoRA adapter, wanted it merged"),
+        ("nothing", "other.json", r"got no config\.json; wanted a checkpoint folder"),
+    ],
+)
+def test_what_is_no_checkpoint_is_directed_elsewhere(
+    name: str, content: str | None, complaint: str, tmp_path: Path
+) -> None:
+    source = tmp_path / name
+    if content is None:
+        source.touch()
+    else:
+        source.mkdir()
+        (source / content).write_text("{}")
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        convert(source, tmp_path / "base.nemo")
+    assert str(caught.value).count(str(source)) == 1
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_a_tensor_parallel_size_is_at_least_one(
+    count: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"--tensor-parallel: got {count}, wanted 1"):
+        convert(checkpoint, tmp_path / "base.nemo", tensor_parallel=count)

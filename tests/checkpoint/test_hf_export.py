@@ -374,7 +374,7 @@ def test_the_pad_token_is_never_eos(
 def test_its_own_contract_is_checked_on_the_way_back(
     three: Path, layout: Any, tmp_path: Path
 ) -> None:
-    from nemo_aligner.checkpoint.hf import ContractOptions
+    from nemo_aligner.checkpoint.hf_reward import ContractOptions
 
     export(three, tmp_path / "out", layout)
     with pytest.raises(CheckpointError, match="it brings its own"):

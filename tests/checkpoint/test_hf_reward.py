@@ -98,7 +98,7 @@ def test_rewards_are_those_of_transformers(case: str, layout: Any, tmp_path: Pat
 
 
 def test_the_contract_is_made_of_the_folder(tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf import ContractOptions
+    from nemo_aligner.checkpoint.hf_reward import ContractOptions
     from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors
     from nemo_aligner.checkpoint.reward_model import read_text_rules
 
@@ -124,9 +124,63 @@ def test_the_contract_is_made_of_the_folder(tmp_path: Path) -> None:
     assert (three.attributes, three.reward_model_type) == (NAMES, "regression")
     assert three.seq_length == 4096
     options = ContractOptions("plain", 77)
-    other = convert(tmp_path / "three", tmp_path / "three.nemo", options=options).contract
+    other = convert(tmp_path / "three", tmp_path / "other.nemo", options=options).contract
     assert other.seq_length == 77
     assert other.template != three.template
+
+
+def test_outputs_without_names_can_be_given_some(tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.hf_reward import ContractOptions
+
+    tiny.write_hf_reward_model(tmp_path / "hf", labels=2)
+    given = ContractOptions(attributes=("helpful", "honest"))
+    contract = convert(tmp_path / "hf", tmp_path / "rm.nemo", options=given).contract
+    assert contract.attributes == ("helpful", "honest")
+    wrong = ContractOptions(attributes=("helpful",))
+    with pytest.raises(CheckpointError, match=r"--attributes: got helpful, wanted 2"):
+        convert(tmp_path / "hf", tmp_path / "other.nemo", options=wrong)
+
+
+def test_a_template_has_to_write_the_conversation(changed: Path, tmp_path: Path) -> None:
+    """Else every reply would be the same text, and have the same reward."""
+    (changed / "chat_template.jinja").write_text("hello world")
+    refused(changed, tmp_path, r"it writes 'hello world', without 'a question'")
+
+
+def test_without_a_chat_template_only_raw_texts_are_scored(changed: Path, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.hf_reward import ContractOptions
+
+    (changed / "chat_template.jinja").unlink()
+    assert "raw texts only" in str(convert(changed, tmp_path / "rm.nemo"))
+    options = ContractOptions(template="tokenizer")
+    with pytest.raises(CheckpointError, match=r"--template: got 'tokenizer', but the tokenizer"):
+        convert(changed, tmp_path / "other.nemo", options=options)
+
+
+def test_a_token_without_an_embedding_is_refused(changed: Path, tmp_path: Path) -> None:
+    file = changed / "tokenizer.json"
+    content = json.loads(file.read_text())
+    rows = tiny.SHAPE["vocab_size"]
+    token = {**content["added_tokens"][0], "id": rows, "content": "<extra>"}
+    content["added_tokens"].append(token)
+    file.write_text(json.dumps(content))
+    refused(changed, tmp_path, rf"got ids up to {rows} \('<extra>' is {rows}\)")
+
+
+def test_matrices_of_two_dtypes_are_scored_in_the_wider(changed: Path, tmp_path: Path) -> None:
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        for name in ("model.embed_tokens.weight", "model.norm.weight"):
+            tensors[name] = tensors[name].bfloat16()
+
+    edit_tensors(changed, narrow)
+    assert convert(changed, tmp_path / "rm.nemo").contract.dtype == "fp32"
+    edit_tensors(
+        changed,
+        lambda tensors: tensors.update(
+            {name: data.bfloat16() for name, data in tensors.items() if data.dim() == 2}
+        ),
+    )
+    assert convert(changed, tmp_path / "narrow.nemo").contract.dtype == "bf16"
 
 
 def test_a_tied_output_layer_is_no_part_of_it(changed: Path, tmp_path: Path) -> None:
@@ -179,12 +233,16 @@ def test_a_tensor_that_does_not_fit_is_named(
     ("changes", "complaint"),
     [
         ({"id2label": {"0": "a", "1": "b"}}, r"got shape \[1, 64\], wanted \[2, 64\]"),
-        ({"id2label": {"zero": "a"}}, r"id2label: got .*, wanted numbers and names"),
-        ({"id2label": None, "num_labels": "two"}, r"id2label: got None, wanted numbers"),
+        ({"id2label": {"zero": "a"}}, r"id2label: got .*, wanted names for the numbers"),
+        ({"id2label": None, "num_labels": "two"}, r"id2label: got None, wanted names"),
         ({"id2label": None, "num_labels": 2}, r"got shape \[1, 64\], wanted \[2, 64\]"),
         ({"architectures": {"a": "b"}}, r"architectures: got .*, wanted a list"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config: got"),
         ({"model_type": "mamba"}, r"model_type: got 'mamba'"),
+        ({"id2label": {"0": "a", "2": "b"}}, r"id2label: got .*, wanted names for the numbers"),
+        ({"problem_type": "single_label_classification"}, r"a classifier are no rewards"),
+        ({"architectures": None}, r"architectures: got \[''\] beside score\.weight"),
+        ({"is_causal": False}, r"is_causal: got False, which is not supported"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
@@ -197,7 +255,7 @@ def test_a_config_that_does_not_fit_is_refused(
 def test_a_template_with_a_date_is_refused_and_another_can_be_given(
     changed: Path, tmp_path: Path
 ) -> None:
-    from nemo_aligner.checkpoint.hf import ContractOptions
+    from nemo_aligner.checkpoint.hf_reward import ContractOptions
 
     dated = "{{ strftime_now('%d %b %Y') }}" + tiny.CHATML
     (changed / "chat_template.jinja").write_text(dated)
@@ -207,7 +265,7 @@ def test_a_template_with_a_date_is_refused_and_another_can_be_given(
 
 
 def test_options_for_a_contract_need_a_model_without_one(tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf import ContractOptions
+    from nemo_aligner.checkpoint.hf_reward import ContractOptions
 
     tiny.write_hf_checkpoint(tmp_path / "base")
     options = ContractOptions(seq_length=100)

@@ -137,7 +137,7 @@ def test_a_double_bos_is_refused(
     with pytest.raises(DataError, match="begins with BOS twice"):
         contracts().encode(tokenizer, "<|im_start|><|im_start|>a")
     path = tmp_path / "double.jinja"
-    path.write_text("{{ bos_token }}<|im_start|>{{ messages[0].content }}")
+    path.write_text("{{ bos_token }}<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ConfigError, match=r"model.data.template: .*it writes BOS .* twice"):
         contracts(template=str(path))
 
