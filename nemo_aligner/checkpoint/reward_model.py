@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.model_weights import load_backbone, model_shape, re
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, save_weights, write_nemo
 from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.data.contract import ScoringContract
-from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.parallel.collectives import barrier, on_main
@@ -46,7 +46,7 @@ class LoadedRewardModel:
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
     """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
     with open_nemo(path, with_weights=False) as folder:
-        return load_tokenizer(folder.tokenizer), _contract(folder)
+        return folder.load_tokenizer(), _contract(folder)
 
 
 def load_pretrained(
@@ -80,7 +80,7 @@ def load_pretrained(
         return PretrainedModel(
             model=model,
             config=folder.config,
-            tokenizer=load_tokenizer(folder.tokenizer),
+            tokenizer=folder.load_tokenizer(),
             head_is_new=not has_head,
         )
 
@@ -121,7 +121,7 @@ def reward_model_without_weights(
             f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
             "score; wanted a reward model written by train_reward_model.py"
         )
-    tokenizer = load_tokenizer(folder.tokenizer)
+    tokenizer = folder.load_tokenizer()
     _check_tokenizer(tokenizer, contract, folder.source)
     num_attributes = len(contract.attributes)
     if not _check_head(folder, num_attributes):
