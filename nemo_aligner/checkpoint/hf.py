@@ -254,6 +254,7 @@ def _contract(
         return None
     if found.contract is not None:
         contract = ScoringContract.from_dict(found.contract)
+        contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
     options = options or ContractOptions()
