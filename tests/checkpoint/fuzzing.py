@@ -43,7 +43,7 @@ LOOP = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 TEMPLATES = [
     "", ESCAPE, LOOP, tiny.CHATML * 2000, tiny.CHATML + "x" * 2_000_000, "{% for %}", "{{ 1 / 0 }}",
     "{{ raise_exception('no') }}", "{{ messages[9].content.x }}", "{{ 'a' * 10 ** 11 }}",
-    "{{ 9 ** 9 ** 9 ** 9 }}", "{{ strftime_now('%d') }}", "{% include '/etc/hostname' %}",
+    "{{ 9 ** (9 ** (9 ** 9)) }}", "{{ strftime_now('%d') }}", "{% include '/etc/hostname' %}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ '%0999999999999d' % 1 }}",
     "{" * 5000, "{{ " + "(" * 5000 + " }}", "\ud800", tiny.CHATML + "\ud800", "{% set a = 1 %}",
     "{% if " + "not " * 5000 + "a %}{% endif %}", "{{ range(10 ** 9) }}",
