@@ -17,8 +17,8 @@ from nemo_aligner.checkpoint.megatron_config import from_arguments, from_transfo
 from nemo_aligner.checkpoint.plain_data import read_json, read_text, read_yaml
 from nemo_aligner.checkpoint.safe_metadata import is_optimizer_state
 from nemo_aligner.checkpoint.weights import read_common, stored_tensors
-from nemo_aligner.data.tokenizer import load_tokenizer
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.errors import CheckpointError, shown
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights"
@@ -32,6 +32,7 @@ _NEMO_DEFAULTS = {
     "bias": True,
     "position_embedding_type": "learned_absolute",
 }
+_PLAIN = (bool, int, float, str, type(None))
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
 _MODEL_YAML = "context/model.yaml"
@@ -70,12 +71,12 @@ class NemoFolder:
         config = self._stated
         if config.get("vocab_size") is not None:
             return config
-        size = config.get("override_vocab_size") or load_tokenizer(self.tokenizer).vocab_size
+        size = config.get("override_vocab_size") or self.load_tokenizer().vocab_size
         config = {**_NEMO_DEFAULTS, **config, "vocab_size": size}
         if "geglu" in str(config["activation"]) and not config.get("openai_gelu"):
             raise CheckpointError(
-                f"{self.source}: activation: got {config['activation']!r} without openai_gelu, "
-                "wanted the GELU with tanh (openai_gelu: true)"
+                f"{self.source}: activation: got {shown(config['activation'])} without "
+                "openai_gelu, wanted the GELU with tanh (openai_gelu: true)"
             )
         return config
 
@@ -115,6 +116,11 @@ class NemoFolder:
         """The tokenizer's folder."""
         return self.given_tokenizer or self._own_tokenizer()
 
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer; complaints name the checkpoint, which may be unpacked elsewhere."""
+        path = self.tokenizer
+        return load_tokenizer(path, f"{self.source}: {path.name}")
+
     @cached_property
     def contract(self) -> dict[str, Any] | None:
         """``scoring_contract.json``, or None in an archive that is no reward model of ours."""
@@ -132,7 +138,7 @@ class NemoFolder:
             if isinstance(value, str) and value.startswith("nemo:"):
                 return self._inside(value.removeprefix("nemo:"))
         if section.get("type") and not (self.root / TOKENIZER_NAME).is_dir():
-            raise self._no_tokenizer(f"only the name of one, {section['type']!r}")
+            raise self._no_tokenizer(f"only the name of one, {shown(section['type'])}")
         return self._inside(TOKENIZER_NAME)
 
     def _inside(self, name: str) -> Path:
@@ -140,7 +146,7 @@ class NemoFolder:
         if path.is_relative_to(self.root.resolve()) and path.is_dir():
             return path
         raise self._no_tokenizer(
-            f"the file {name!r}" if path.is_file() else f"no tokenizer folder {name!r}"
+            f"the file {name!r}" if path.is_file() else f"no tokenizer folder {shown(name)}"
         )
 
     def _tokenizer_among(self, folders: Iterable[Path], usual: str) -> Path:
@@ -154,7 +160,7 @@ class NemoFolder:
         where = f"{self.source}: {name}"
         section = read_yaml(self.root / name, where).get(key)
         if not isinstance(section, dict):
-            raise CheckpointError(f"{where}: {key}: got {section!r}, wanted a mapping")
+            raise CheckpointError(f"{where}: {key}: got {shown(section)}, wanted a mapping")
         return from_transformer_config(section, f"{where}: {key}")
 
     def _no_tokenizer(self, got: str) -> CheckpointError:
@@ -198,17 +204,25 @@ class MegatronFolder(NemoFolder):
     def _own_config(self) -> dict[str, Any]:
         if (self.root / _RUN_CONFIG).is_file():
             return self._transformer_config(_RUN_CONFIG, "model")
-        arguments = read_common(self.root).get("args")
+        common = read_common(self.root)
+        arguments = common.get("args") if isinstance(common, dict) else None
         if not isinstance(arguments, Namespace):
             raise CheckpointError(
                 f"{self.source}: common.pt: got no args of Megatron-LM; "
                 f"scripts/import_nemo.py --config {CONFIG_NAME} says what the model is"
             )
-        return from_arguments(vars(arguments), f"{self.source}: common.pt")
+        plain = {key: _as_plain(value) for key, value in vars(arguments).items()}
+        return from_arguments(plain, f"{self.source}: common.pt")
 
     def _own_tokenizer(self) -> Path:
         folders = (self.root / TOKENIZER_NAME, self.root.parent / TOKENIZER_NAME)
         return self._tokenizer_among(folders, "its folder tokenizer/")
+
+
+def _as_plain(value: Any) -> Any:
+    """What a setting may be; another object, such as a tensor, stands as its text: it fits none."""
+    parts = value if type(value) in (list, tuple) else (value,)
+    return value if all(type(part) in _PLAIN for part in parts) else shown(value)
 
 
 def _existing(folder: Path, source: Path) -> Path:
@@ -248,5 +262,5 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
 def _tracked(root: Path) -> str:
     step = read_text(root / _TRACKER, str(root / _TRACKER)).strip()
     if step != "release" and not re.fullmatch(r"\d{1,15}", step):
-        raise CheckpointError(f"{root / _TRACKER}: got {step!r}, wanted a step or 'release'")
+        raise CheckpointError(f"{root / _TRACKER}: got {shown(step)}, wanted a step or 'release'")
     return step if step == "release" else f"iter_{int(step):07d}"

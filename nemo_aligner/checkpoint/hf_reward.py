@@ -113,6 +113,7 @@ def contract_of(
         return None
     if found.contract is not None:
         contract = ScoringContract.from_dict(found.contract)
+        contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
     options = options or ContractOptions()

@@ -36,9 +36,10 @@ from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, scratch_beside, 
 from nemo_aligner.checkpoint.streaming import TensorReader, UnreadTensor, save_unread
 from nemo_aligner.config.schema import Overlong, Precision, RewardModelType
 from nemo_aligner.data.contract import ScoringContract
+from nemo_aligner.data.contract_fields import are_numbers
 from nemo_aligner.data.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
-from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.data.tokenizer import Tokenizer
+from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.launch import single_process
 
@@ -103,7 +104,7 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
-        tokenizer = load_tokenizer(folder.tokenizer)
+        tokenizer = folder.load_tokenizer()
         config = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
         ignored: list[str] = []
         if HEAD in folder.tensors and not options.keep_scaling:
@@ -112,7 +113,10 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
         shape, precision = model_shape(folder, config), _precision(folder)
         tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
-        contract = None if head is None else _contract(folder, tokenizer, head, options, precision)
+        try:
+            contract = _contract(folder, tokenizer, head, options, precision) if head else None
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"{folder.source}: {error}") from error
         tensors, layers = _unread(folder, shape)
         if head is not None:
             tensors.pop(PREFIX + OUTPUT_LAYER, None)
@@ -204,7 +208,7 @@ def fold_head(weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]) ->
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = config.get(key) or {}
     if not isinstance(section, Mapping):
-        raise CheckpointError(f"{key}: got {section!r}, wanted a mapping")
+        raise CheckpointError(f"{key}: got {shown(section)}, wanted a mapping")
     return section
 
 
@@ -214,8 +218,8 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
     if values is None:
         return None
     values = values if isinstance(values, list) else [values] * count
-    if len(values) != count or not all(isinstance(value, int | float) for value in values):
-        raise CheckpointError(f"{key}: got {values}, wanted {count} numbers")
+    if len(values) != count or not are_numbers(values):
+        raise CheckpointError(f"{key}: got {shown(values)}, wanted {count} numbers")
     return [float(value) for value in values]
 
 
@@ -256,8 +260,8 @@ def _contract(
 ) -> ScoringContract:
     """NeMo-Aligner scores the last token of a text as it stands: no BOS, no EOS is added."""
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
-    if kind not in {member.value for member in RewardModelType}:
-        raise CheckpointError(f"{folder.source}: reward_model_type: got {kind!r}")
+    if kind not in [member.value for member in RewardModelType]:
+        raise CheckpointError(f"{folder.source}: reward_model_type: got {shown(kind)}")
     count = len(head.weight)
     weights = None
     if count > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, shown
 
 Config = Mapping[str, Any]
 
@@ -109,7 +109,7 @@ def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
 def _check_neutral(model: Config, where: str) -> None:
     for key, values in _NEUTRAL.items():
         if key in model and model[key] not in values:
-            raise CheckpointError(f"{where}: {key}: got {model[key]!r}, wanted {values[0]!r}")
+            raise CheckpointError(f"{where}: {key}: got {shown(model[key])}, wanted {values[0]!r}")
 
 
 def _name(value: Any) -> Any:
@@ -123,7 +123,9 @@ def _one_of(names: Mapping[Any, str], value: Any, key: str, where: str) -> str:
         return names[value]
     except (KeyError, TypeError):
         wanted = ", ".join(map(str, names))
-        raise CheckpointError(f"{where}: {key}: got {value!r}, wanted one of {wanted}") from None
+        raise CheckpointError(
+            f"{where}: {key}: got {shown(value)}, wanted one of {wanted}"
+        ) from None
 
 
 def _rope(model: Config) -> dict[str, Any]:
@@ -143,5 +145,5 @@ def _gemma(model: Config, where: str) -> dict[str, Any]:
     if "Gemma" not in kind:
         return {}
     if not kind.startswith(("GemmaConfig", "CodeGemma", "GemmaModelProvider")):
-        raise CheckpointError(f"{where}: _target_: got {kind!r}, which is not supported")
+        raise CheckpointError(f"{where}: _target_: got {shown(kind)}, which is not supported")
     return {"apply_embedding_scaling": True}

@@ -33,6 +33,7 @@ from nemo_aligner.checkpoint.folders import (
     NemoFolder,
     folder_of,
 )
+from nemo_aligner.checkpoint.plain_data import MAX_TEXT_BYTES
 from nemo_aligner.checkpoint.weights import (
     check_data,
     load_tensors,
@@ -204,6 +205,8 @@ class _SummingTar(tarfile.TarFile):
 
     def add_text(self, name: str, text: str) -> None:
         data = text.encode()
+        if len(data) > MAX_TEXT_BYTES:  # it could not be read again
+            raise CheckpointError(f"{name}: {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
         member = tarfile.TarInfo(f"./{name}")
         member.size = len(data)
         self.addfile(member, BytesIO(data))

@@ -10,9 +10,10 @@ import yaml
 
 from nemo_aligner.errors import CheckpointError
 
-_MAX_TEXT_BYTES = 2**20
+MAX_TEXT_BYTES = 2**20
 _MAX_NODES = 100_000
 _MAX_DEPTH = 50
+_MAX_DIGITS = 400
 
 
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
@@ -48,9 +49,9 @@ def read_text(path: Path, where: str) -> str:
     """A small UTF-8 file."""
     if not path.is_file():
         raise CheckpointError(f"{where}: no such file")
-    if path.stat().st_size > _MAX_TEXT_BYTES:
+    if path.stat().st_size > MAX_TEXT_BYTES:
         raise CheckpointError(
-            f"{where}: got {path.stat().st_size} bytes, wanted at most {_MAX_TEXT_BYTES}"
+            f"{where}: got {path.stat().st_size} bytes, wanted at most {MAX_TEXT_BYTES}"
         )
     try:
         return path.read_text(encoding="utf-8")
@@ -80,9 +81,14 @@ def _check_size(root: yaml.Node, where: str) -> None:
         if depth > _MAX_DEPTH:
             raise CheckpointError(f"{where}: nested deeper than {_MAX_DEPTH}, or within itself")
         if id(node) not in sizes:
-            parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+            is_leaf = isinstance(node, yaml.ScalarNode)
+            if is_leaf and node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
+                raise CheckpointError(f"{where}: a number of {len(node.value)} digits")
+            parts = [] if is_leaf else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
-            sizes[id(node)] = 1 + sum(size(child, depth + 1) for pair in pairs for child in pair)
+            # A long text counts as several values.
+            own = 1 + (len(node.value) // 10 if is_leaf else 0)
+            sizes[id(node)] = own + sum(size(child, depth + 1) for pair in pairs for child in pair)
         return sizes[id(node)]
 
     if size(root, 0) > _MAX_NODES:

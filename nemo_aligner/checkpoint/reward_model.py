@@ -16,8 +16,8 @@ from nemo_aligner.checkpoint.model_weights import load_backbone, model_shape, re
 from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, save_weights, write_nemo
 from nemo_aligner.config.schema import Precision, Recompute
 from nemo_aligner.data.contract import ScoringContract
-from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.data.tokenizer import Tokenizer
+from nemo_aligner.errors import CheckpointError, DataError
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.parallel.collectives import barrier, on_main
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -46,7 +46,8 @@ class LoadedRewardModel:
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
     """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
     with open_nemo(path, with_weights=False) as folder:
-        return load_tokenizer(folder.tokenizer), _contract(folder)
+        tokenizer = folder.load_tokenizer()
+        return tokenizer, _contract(folder, tokenizer)
 
 
 def load_pretrained(
@@ -66,7 +67,7 @@ def load_pretrained(
             has another number of attributes or a bias.
     """
     with open_nemo(path) as folder:
-        shape, tokenizer = model_shape(folder), load_tokenizer(folder.tokenizer)
+        shape, tokenizer = model_shape(folder), folder.load_tokenizer()
         tokenizer.check_fits(shape.vocab_size)
         model = build_reward_model(
             shape,
@@ -117,13 +118,13 @@ def reward_model_without_weights(
 
     On a CPU they take no memory until then.
     """
-    contract = _contract(folder)
+    tokenizer = folder.load_tokenizer()
+    contract = _contract(folder, tokenizer)
     if contract is None:
         raise CheckpointError(
             f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
             "score; wanted a reward model written by train_reward_model.py"
         )
-    tokenizer = load_tokenizer(folder.tokenizer)
     _check_tokenizer(tokenizer, contract, folder.source)
     num_attributes = len(contract.attributes)
     if not _check_head(folder, num_attributes):
@@ -186,8 +187,15 @@ def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(staging / "tokenizer")
 
 
-def _contract(folder: NemoFolder) -> ScoringContract | None:
-    return None if folder.contract is None else ScoringContract.from_dict(folder.contract)
+def _contract(folder: NemoFolder, tokenizer: Tokenizer) -> ScoringContract | None:
+    if folder.contract is None:
+        return None
+    try:
+        contract = ScoringContract.from_dict(folder.contract)
+        contract.check_template_ends(tokenizer)
+    except (CheckpointError, DataError) as error:
+        raise CheckpointError(f"{folder.source}: {error}") from error
+    return contract
 
 
 def _check_head(folder: NemoFolder, num_attributes: int) -> bool:

@@ -29,6 +29,7 @@ from typing import Any
 from nemo_aligner.config.schema import ModelConfig, Overlong, Precision, RewardModelType
 from nemo_aligner.data.contract_fields import check_fields
 from nemo_aligner.data.records import Conversation, Text, check_text, reply_of
+from nemo_aligner.data.template_trial import check_it_ends
 from nemo_aligner.data.templates import check_template, end_of_turn, render, resolve_template
 from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, short, shown
@@ -162,6 +163,15 @@ class ScoringContract:
                 f"{shown(wanted_hash)}: it was changed after it was written"
             )
         return contract
+
+    def check_template_ends(self, tokenizer: Tokenizer) -> None:
+        """Try the template where it may not end: a stranger may have written it.
+
+        Raises:
+            DataError: it cannot write a question and its answer, or takes much too long for it.
+        """
+        if self.template:
+            check_it_ends(self.template, tokenizer.bos_token, tokenizer.eos_token)
 
     def with_dtype(self, precision: Precision | None) -> ScoringContract:
         """The contract of the same model run in another precision; None changes nothing."""

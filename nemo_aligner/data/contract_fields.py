@@ -49,7 +49,8 @@ def _is_id(value: Any) -> bool:
     return value is None or _is_whole(value, 0)
 
 
-def _are_numbers(value: Any) -> bool:
+def are_numbers(value: Any) -> bool:
+    """Whether ``value`` is a list of finite numbers."""
     return isinstance(value, list | tuple) and all(
         isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < 1e300
         for number in value
@@ -57,7 +58,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _are_numbers_or_none(value: Any) -> bool:
-    return value is None or _are_numbers(value)
+    return value is None or are_numbers(value)
 
 
 def _one_of(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
@@ -67,7 +68,7 @@ def _one_of(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 
 _FLAG = (_is_flag, "true or false")
 _ID = (_is_id, "a token's id or null")
-_NUMBERS = (_are_numbers, "numbers")
+_NUMBERS = (are_numbers, "numbers")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "template": (
         lambda value: is_text(value) and len(value) <= MAX_TEMPLATE,

@@ -16,6 +16,7 @@ from typing import Any
 
 from nemo_aligner.config.schema import Precision
 from nemo_aligner.errors import AlignerError
+from tests import tiny
 
 SECONDS = 60
 MEMORY = 2**31  # what a case may take beside what the process has
@@ -27,7 +28,7 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-BOMB = "executed"
+BOMB = "executed"  # a file that a stranger's code would make
 DEEP: Any = []
 for _ in range(200):
     DEEP = [DEEP]
@@ -35,6 +36,18 @@ NASTY = [
     None, True, False, 0, 1, -1, 2, 3, 2.5, 1e-320, 1e308, float("nan"), float("inf"), 10**12,
     2**63, 10**400, "", "text", "3", "x" * 100_000, "\x00", "\ud800", "../../etc", "/etc/hostname",
     [], [1, 2], [None], {}, {"a": "b"}, DEEP,
+]  # fmt: skip
+# Into code that a stranger's template may not reach.
+ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+LOOP = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+TEMPLATES = [
+    "", ESCAPE, LOOP, tiny.CHATML * 2000, tiny.CHATML + "x" * 2_000_000, "{% for %}", "{{ 1 / 0 }}",
+    "{{ raise_exception('no') }}", "{{ messages[9].content.x }}", "{{ 'a' * 10 ** 11 }}",
+    "{{ 9 ** (9 ** (9 ** 9)) }}", "{{ strftime_now('%d') }}", "{% include '/etc/hostname' %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ '%0999999999999d' % 1 }}",
+    "{" * 5000, "{{ " + "(" * 5000 + " }}", "\ud800", tiny.CHATML + "\ud800", "{% set a = 1 %}",
+    "{% if " + "not " * 5000 + "a %}{% endif %}", "{{ range(10 ** 9) }}",
+    "{{ messages.append(1) }}", "{% for m in messages %}" * 30 + "x" + "{% endfor %}" * 30,
 ]  # fmt: skip
 Files = dict[str, bytes]
 
@@ -170,6 +183,7 @@ class Door:
                 got = self._converted(files)
         except BaseException as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
+        assert not Path(BOMB).exists(), f"{what}: it ran code"
         if isinstance(got, str):
             assert str(self._folder) in got, f"{what}: the error names no file: {got[:500]}"
             assert len(got) < SHOWN, f"{what}: {len(got)} characters of error: {got[:500]}"
@@ -196,7 +210,6 @@ class Door:
                 raise MemoryError(str(error)) from error
             return str(error)
         assert sorted(output.parent.iterdir()) == [output]
-        assert not (source / BOMB).exists(), "it ran code"
         assert not list(self._scratch.iterdir()), "it left temporary files"
         return load(output, self._layout)
 

@@ -9,57 +9,26 @@ from __future__ import annotations
 
 import copy
 import gzip
-import hashlib
 import io
 import random
-import signal
 import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_aligner.config.schema import Precision
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
 from tests import tiny
+from tests.checkpoint.fuzzing import TINY, Content, limited, load, some_bytes
 
-SECONDS = 60
 FEW, MANY = 150, 1500
-TINY = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 NASTY = [
     "1000000000000", "-1", "0", "1e400", ".nan", "null", "[1, 2]", "{a: b}", "true", "'text'", "3",
     "!!python/object/apply:os.getcwd []", "&a [*a]", "9" * 5000, "2.5", "0x41", "4096",
 ]  # fmt: skip
 Member = tuple[tarfile.TarInfo, bytes]
 Members = list[Member]
-
-
-@dataclass(frozen=True)
-class Content:
-    """What an archive loads as."""
-
-    config: str
-    weights: str
-    tokenizer: str
-
-
-def load(path: Path, layout: Any) -> Content:
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
-
-    loaded = load_pretrained(path, layout, num_attributes=1, precision=Precision.fp32)
-    digest = hashlib.sha256()
-    for name, parameter in loaded.model.named_parameters():
-        digest.update(name.encode() + parameter.detach().numpy().tobytes())
-    return Content(repr(loaded.config), digest.hexdigest(), loaded.tokenizer.fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -102,23 +71,6 @@ def edited(
 
 def place_of(members: Members, name: str) -> int:
     return next(i for i, (member, _) in enumerate(members) if member.name.endswith("/" + name))
-
-
-def some_bytes(data: bytes, rng: random.Random) -> bytes:
-    """A few bytes flipped, cut out, doubled, or the end cut off."""
-    if not data:
-        return b"\x80"
-    start = rng.randrange(len(data))
-    end = min(len(data), start + rng.choice([1, 1, 2, 8, 512]))
-    how = rng.randrange(4)
-    if how == 0:
-        flipped = bytes(byte ^ (1 << rng.randrange(8)) for byte in data[start:end])
-        return data[:start] + flipped + data[end:]
-    if how == 1:
-        return data[:start] + data[end:]
-    if how == 2:
-        return data[:end] + data[start:]
-    return data[:start]
 
 
 def flip_archive(members: Members, rng: random.Random) -> bytes:
@@ -235,8 +187,12 @@ def test_an_archive_loads_as_it_was_or_is_refused(
         mutation = MUTATIONS[seed % len(MUTATIONS)]
         data = mutation(members, rng)
         path.write_bytes(gzip.compress(data, 1) if rng.random() < 0.2 else data)
-        with limited(f"{mutation.__name__}, seed {seed}"):
-            got = refused_or_loaded(path, layout)
+        try:
+            with limited():
+                got = refused_or_loaded(path, layout)
+        except BaseException as error:
+            what = f"{mutation.__name__}, seed {seed}: {type(error).__name__}: {error}"
+            raise AssertionError(what) from error
         if got is None:
             outcomes["refused"] += 1
         else:
@@ -254,21 +210,3 @@ def refused_or_loaded(path: Path, layout: Any) -> Content | None:
         return load(path, layout)
     except (CheckpointError, ConfigError, DataError):
         return None
-
-
-@contextmanager
-def limited(what: str) -> Iterator[None]:
-    """Any exception that comes through is a fault of the reader, and so is a minute's work."""
-
-    def stop(*unused: Any) -> None:
-        raise TimeoutError(f"longer than {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    except BaseException as error:
-        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

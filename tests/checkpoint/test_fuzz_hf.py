@@ -16,6 +16,7 @@ from tests import tiny
 from tests.checkpoint.fuzzing import (
     BOMB,
     NASTY,
+    TEMPLATES,
     TINY,
     Door,
     Files,
@@ -35,18 +36,6 @@ KEYS = [
     "num_labels", "head_dim", "partial_rotary_factor", "attention_bias", "mlp_bias", "auto_map",
 ]  # fmt: skip
 FAMILIES = ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron", "mixtral"]
-# Into code that a stranger's template may not reach.
-ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-LOOP = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
-TEMPLATES = [
-    "", ESCAPE, LOOP, tiny.CHATML * 2000, tiny.CHATML + "x" * 2_000_000, "{% for %}", "{{ 1 / 0 }}",
-    "{{ raise_exception('no') }}", "{{ messages[9].content.x }}", "{{ 'a' * 10 ** 11 }}",
-    "{{ 9 ** 9 ** 9 ** 9 }}", "{{ strftime_now('%d') }}", "{% include '/etc/hostname' %}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ '%0999999999999d' % 1 }}",
-    "{" * 5000, "{{ " + "(" * 5000 + " }}", "\ud800", tiny.CHATML + "\ud800", "{% set a = 1 %}",
-    "{% if " + "not " * 5000 + "a %}{% endif %}", "{{ range(10 ** 9) }}",
-    "{{ messages.append(1) }}", "{% for m in messages %}" * 30 + "x" + "{% endfor %}" * 30,
-]  # fmt: skip
 
 
 def text_of(value: Any) -> bytes:

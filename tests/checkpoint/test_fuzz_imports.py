@@ -20,6 +20,7 @@ from tests.checkpoint import strangers
 from tests.checkpoint.fuzzing import (
     BOMB,
     NASTY,
+    TEMPLATES,
     Door,
     Files,
     Mutation,
@@ -233,7 +234,45 @@ def written(kind: Callable[..., list[Mutation]], folder: Path) -> tuple[Files, l
     return files_of(folder / "theirs"), mutations
 
 
-@pytest.mark.parametrize("kind", [nemo2, bridge, megatron_lm, zarr])
+def aligner(folder: Path, tensors: Any, tokenizer: Path) -> list[Mutation]:
+    """A reward model of NeMo-Aligner, merged and standardized."""
+    generator = torch.Generator().manual_seed(5)
+    head = {
+        "rm_head.weight": torch.randn(2, 64, generator=generator) * 0.1,
+        "rm_head.bias": torch.randn(2, generator=generator),
+    }
+    settings = {
+        "reward_model_type": "regression",
+        "regression": {
+            "num_attributes": 2,
+            "merge_attributes": True,
+            "attribute_weights": [0.3, 0.7],
+        },
+        "reward_standardization": {"enable": True, "mean": 0.5, "std": 2.0},
+        "output_sequence": False,
+    }
+    strangers.write_nemo1(folder, {**tensors, **head}, tokenizer, **settings)
+    tokens = f"{strangers.HEX}_tokenizer"
+
+    def head_settings(files: Files, rng: random.Random) -> Files:
+        content = yaml.safe_load(files["model_config.yaml"])
+        for key in settings:
+            content[key] = with_nasty_value({key: content[key]}, rng).get(key)
+        return {**files, "model_config.yaml": yaml.safe_dump(content).encode()}
+
+    def template(files: Files, rng: random.Random) -> Files:
+        text = rng.choice(TEMPLATES).encode("utf-8", "surrogatepass")
+        return {**files, f"{tokens}/chat_template.jinja": text}
+
+    return [
+        *change_yaml("model_config.yaml"),
+        Mutation(head_settings, ("config", "weights")),
+        Mutation(template, ("config",)),
+        Mutation(weights, ALL),
+    ]
+
+
+@pytest.mark.parametrize("kind", [nemo2, bridge, megatron_lm, zarr, aligner])
 @pytest.mark.parametrize(
     "seeds",
     [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.slow)],

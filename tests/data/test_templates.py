@@ -74,6 +74,11 @@ def test_chatml_is_the_tokenizers_own_chatml(tokenizer: Tokenizer) -> None:
         ("{{ bos_token }}{{ bos_token }}" + TURNS + "!{% endfor %}", "it writes BOS .* twice"),
         ("{{ raise_exception('no') }}", "the chat template cannot write this conversation"),
         ("{% for %}", "the chat template cannot write this conversation"),
+        (
+            "{{ 9 ** (9 ** (9 ** 9)) }}",
+            "the chat template cannot write this.*more than 5 s or 1024 MiB",
+        ),
+        ("{{ 'a' * 10 ** 11 }}", "the chat template cannot write this conversation: MemoryError"),
     ],
 )
 def test_a_template_that_would_spoil_scores_is_refused(
