@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from nemo_aligner.checkpoint.decoder_tensors import PREFIX
-from nemo_aligner.checkpoint.megatron_config import from_arguments, from_transformer_config
+from nemo_aligner.checkpoint.megatron_config import (
+    check_nemo1,
+    from_arguments,
+    from_transformer_config,
+)
 from nemo_aligner.checkpoint.plain_data import read_json, read_text, read_yaml
 from nemo_aligner.checkpoint.safe_metadata import is_optimizer_state
 from nemo_aligner.checkpoint.weights import read_common, stored_tensors
@@ -57,9 +61,11 @@ class NemoFolder:
 
     @cached_property
     def _stated(self) -> dict[str, Any]:
-        if self.given_config is not None:
-            return read_yaml(self.given_config, str(self.given_config))
-        return self._own_config()
+        given = self.given_config
+        where = f"{self.source}: {CONFIG_NAME}" if given is None else str(given)
+        config = self._own_config() if given is None else read_yaml(given, where)
+        check_nemo1(config, where)
+        return config
 
     @cached_property
     def config(self) -> dict[str, Any]:

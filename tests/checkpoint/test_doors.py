@@ -154,6 +154,27 @@ def test_the_settings_are_those_of_the_converter(
         assert shape == dataclasses.replace(wanted, vocab_size=rows), door.__name__
 
 
+def test_a_gemma_of_megatron_bridge_is_nemo_1s(
+    tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    """Bridge calls the GELU with tanh fast_gelu, and scales embeddings by the provider's class."""
+    from megatron.core.activations import fast_gelu
+
+    from nemo_aligner.models.step import infer
+
+    numbers = torch.linspace(-4, 4, 101)
+    gelu = torch.nn.functional.gelu(numbers, approximate="tanh")
+    torch.testing.assert_close(fast_gelu(numbers), gelu)
+    tied = {key: tensor for key, tensor in tensors.items() if key != "output_layer.weight"}
+    strangers.write_nemo1(tmp_path / "a", tied, tokenizer, **strangers.NEMO1_GEMMA)
+    strangers.write_bridge(tmp_path / "b", tied, tokenizer, **strangers.BRIDGE_GEMMA)
+    wanted, got = load(tmp_path / "a", layout), load(tmp_path / "b", layout)
+    check(got.model, tied)
+    batch = [PackedBatch.pack(SEQUENCES, range(4), 1)]
+    scores = [infer(loaded.model, batch, layout) for loaded in (wanted, got)]
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0)
+
+
 def test_the_vocabulary_is_of_whoever_says_it(
     tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
 ) -> None:
@@ -232,6 +253,14 @@ def test_common_pt_without_arguments_wants_a_config(
         ({"rotary_interleaved": True}, "rotary_interleaved: got True"),
         ({"num_moe_experts": 8}, "num_moe_experts: got 8"),
         ({"multi_latent_attention": True}, "multi_latent_attention: got True"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0"),
+        ({"query_pre_attn_scalar": 224}, "query_pre_attn_scalar: got 224"),
+        ({"use_mup": True}, "use_mup: got True"),
+        ({"rotary_base_per_layer": [1e4, 1e6]}, "rotary_base_per_layer: got"),
+        (
+            {"_target_": "nemo.collections.llm.Gemma2Config2B", "query_pre_attn_scalar": 256},
+            "_target_: got 'Gemma2Config2B'",
+        ),
         ({"activation_func": strangers.function("torch.nn.functional.gelu")}, "activation_func"),
         ({"normalization": "BatchNorm"}, "normalization: got 'BatchNorm'"),
         ({"add_bias_linear": True}, "bias: got True"),
@@ -248,6 +277,31 @@ def test_other_models_are_refused(
     strangers.write_nemo2(tmp_path / "theirs", tensors, tokenizer, **changes)
     with pytest.raises(CheckpointError, match=complaint):
         load(tmp_path / "theirs", layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"softmax_scale": 0.1}, r"model_config\.yaml: softmax_scale: got 0\.1"),
+        (
+            {"mcore_customization_config": {"query_pre_attn_scalar": 224}},
+            "mcore_customization_config: query_pre_attn_scalar: got 224",
+        ),
+        ({"mcore_customization_config": [1]}, "mcore_customization_config: got .*wanted a mapping"),
+    ],
+    ids=["field", "section", "list"],
+)
+def test_what_nemo_1_hands_to_megatron_core_is_refused(
+    changes: dict, complaint: str, tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    """NeMo 1 sets fields of ``TransformerConfig`` by their names; a schedule changes no result."""
+    strangers.write_nemo1(tmp_path / "theirs", tensors, tokenizer, **changes)
+    with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path / "theirs", layout)
+    harmless = {"mcore_customization_config": {"num_microbatches_per_virtual_pipe": 4}}
+    config = tmp_path / "model_config.yaml"
+    config.write_text(yaml.safe_dump(strangers.nemo1_config(**harmless)))
+    import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", config=config)
 
 
 @pytest.mark.parametrize("door", [nemo1, bridge], ids=lambda door: door.__name__)
