@@ -36,6 +36,8 @@ _NEMO_DEFAULTS = {
     "bias": True,
     "position_embedding_type": "learned_absolute",
 }
+# Of NeMo, and the last one of Megatron-LM; where none is stated, the tokenizer counts.
+_VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
 _MODEL_YAML = "context/model.yaml"
@@ -76,8 +78,7 @@ class NemoFolder:
         config = self._stated
         if config.get("vocab_size") is not None:
             return config
-        size = config.get("override_vocab_size") or load_tokenizer(self.tokenizer).vocab_size
-        config = {**_NEMO_DEFAULTS, **config, "vocab_size": size}
+        config = {**_NEMO_DEFAULTS, **config, "vocab_size": self._vocabulary[0]}
         if "geglu" in str(config["activation"]) and not config.get("openai_gelu"):
             raise CheckpointError(
                 f"{self.source}: activation: got {config['activation']!r} without openai_gelu, "
@@ -85,13 +86,18 @@ class NemoFolder:
             )
         return config
 
+    @cached_property
+    def _vocabulary(self) -> tuple[Any, str]:
+        """Its size, and who says it."""
+        for key in _VOCABULARY_KEYS:
+            if self._stated.get(key) is not None:
+                return self._stated[key], f"by {key}"
+        return load_tokenizer(self.tokenizer).vocab_size, "by its tokenizer"
+
     @property
     def vocab_size_from(self) -> str:
         """Who says how large the vocabulary is; rows past it are padding."""
-        for key in ("vocab_size", "override_vocab_size"):
-            if self._stated.get(key):
-                return f"by {key}"
-        return "by its tokenizer"
+        return self._vocabulary[1]
 
     @property
     def weights(self) -> Path:

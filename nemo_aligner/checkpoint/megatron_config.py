@@ -60,7 +60,7 @@ _SAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "layernorm_epsilon", "make_vocab_size_divisible_by", "position_embedding_type",
     "rotary_base", "seq_len_interpolation_factor", "layernorm_zero_centered_gamma",
-    "share_embeddings_and_output_weights", "window_size",
+    "share_embeddings_and_output_weights", "window_size", "vocab_size", "padded_vocab_size",
 )  # fmt: skip
 _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 
@@ -92,8 +92,6 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
     if config["normalization"] == "layernorm" and config.get("layernorm_zero_centered_gamma"):
         config["normalization"] = "layernorm1p"
         del config["layernorm_zero_centered_gamma"]
-    if model.get("vocab_size") is not None:
-        config["vocab_size"] = model["vocab_size"]
     return {**config, **_rope(model), **by_class}
 
 
@@ -113,7 +111,6 @@ def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
         model["num_query_groups"] = None
     model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
     model["rope_scaling"] = arguments.get("use_rope_scaling")
-    model["vocab_size"] = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
     if arguments.get("quick_geglu") or arguments.get("openai_gelu"):
         raise CheckpointError(f"{where}: args: quick_geglu and openai_gelu are not supported")
     return from_transformer_config(model, f"{where}: args")

@@ -184,6 +184,11 @@ def test_the_vocabulary_is_of_whoever_says_it(
     assert "vocabulary of 320, by its tokenizer" in from_tokenizer
     given = import_nemo(tmp_path / "b", tmp_path / "b.nemo")
     assert "vocabulary of 384, by override_vocab_size" in given
+    for name, size in (("c", None), ("d", 320)):
+        strangers.write_megatron_lm(tmp_path / name, tensors, tokenizer, vocab_size=size)
+        said = import_nemo(tmp_path / name, tmp_path / f"{name}.nemo")
+        wanted = "384, by padded_vocab_size" if size is None else "320, by vocab_size"
+        assert f"vocabulary of {wanted}" in said
 
 
 @pytest.mark.parametrize(
@@ -443,8 +448,9 @@ def test_scaling_is_kept_where_it_is_asked_for(
         ),
         ({}, {}, ConfigError, "--template"),
         ({}, {"template": "tokenizer", "attributes": ("a",)}, ConfigError, "--attributes"),
+        ({}, {"template": "tokenizer", "attributes": ("a", "")}, ConfigError, "--attributes"),
     ],
-    ids=["pool", "critic", "weights", "no_template", "names"],
+    ids=["pool", "critic", "weights", "no_template", "names", "empty_name"],
 )
 def test_a_head_that_would_change_is_refused(
     settings: dict,
@@ -460,6 +466,34 @@ def test_a_head_that_would_change_is_refused(
     with pytest.raises(kind, match=complaint):
         import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"template": "tokenizer"}, {"attributes": ("a",)}, {"keep_scaling": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_base_model_takes_no_options_of_a_reward_model(
+    options: dict, tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    strangers.write_nemo1(tmp_path / "theirs", tensors, tokenizer)
+    name = next(iter(options)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"theirs: got --{name}, .*a base model"):
+        import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", **options)
+    assert not (tmp_path / "ours.nemo").exists()
+
+
+def test_the_script_names_attributes(
+    tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    strangers.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(3)}, tokenizer)
+    script, options = "scripts/import_nemo.py", ["--input", str(tmp_path / "theirs")]
+    options += ["--output", str(tmp_path / "ours.nemo"), "--template", "none", "--attributes"]
+    failed = tiny.run_script(script, *options, "help,,length", check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: --attributes: got ['help', '', 'length'], wanted 3")
+    done = tiny.run_script(script, *options, "help, style ,length")
+    assert "a reward model of help, style, length" in done.stdout
 
 
 def test_a_bias_is_not_dropped_on_the_way_to_training(
