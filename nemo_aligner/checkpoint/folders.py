@@ -41,6 +41,7 @@ _VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
 _MODEL_YAML = "context/model.yaml"
+_HF_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -251,10 +252,38 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
         return MegatronFolder, _existing(root / _tracked(root), source)
     if (root / _RUN_CONFIG).is_file() or (root / "common.pt").is_file():
         return MegatronFolder, root
+    refuse_hugging_face(root, source)
     raise CheckpointError(
         f"{source}: got none of {CONFIG_NAME}, {_MODEL_YAML}, {_TRACKER}, {_RUN_CONFIG} and "
         "common.pt; wanted a checkpoint of NeMo or Megatron"
     )
+
+
+def refuse_hugging_face(path: Path, source: Path) -> None:
+    """Say where a Hugging Face folder or a GGUF file goes that was given for one of NeMo's.
+
+    ``source`` names it in complaints.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    if is_gguf or (path / _HF_CONFIG).is_file():
+        got = "a GGUF file" if is_gguf else f"a Hugging Face folder ({_HF_CONFIG})"
+        raise CheckpointError(
+            f"{source}: got {got}, wanted a checkpoint of NeMo or Megatron; "
+            "scripts/convert_hf_to_nemo.py makes a .nemo of it"
+        )
+    refuse_adapter(path, source)
+
+
+def refuse_adapter(folder: Path, source: Path) -> None:
+    """Say what a LoRA adapter lacks; raises as ``refuse_hugging_face`` does."""
+    if (folder / _ADAPTER_CONFIG).is_file() and not (folder / _HF_CONFIG).is_file():
+        raise CheckpointError(
+            f"{source}: got an adapter ({_ADAPTER_CONFIG}), wanted a whole model; merge it into "
+            "its base first (merge_and_unload of peft)"
+        )
 
 
 def _tracked(root: Path) -> str:

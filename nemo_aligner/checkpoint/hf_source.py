@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_aligner.checkpoint.folders import refuse_adapter
 from nemo_aligner.checkpoint.gguf import GgufCheckpoint
 from nemo_aligner.checkpoint.gguf_tokenizer import add_rules, adds_bos, check_cut
 from nemo_aligner.checkpoint.streaming import UnreadTensor
@@ -134,6 +135,7 @@ def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) ->
 
 
 def _open_folder(folder: Path) -> Source:
+    refuse_adapter(folder, folder)
     config = _read_json(folder / "config.json", "a checkpoint folder or a .gguf file")
     if config.get("quantization_config") is not None:
         raise CheckpointError(

@@ -309,6 +309,25 @@ def test_what_nemo_1_hands_to_megatron_core_is_refused(
     import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", config=config)
 
 
+def test_what_is_not_nemos_is_shown_its_door(base: Path, layout: Any, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+
+    gguf, adapter = tmp_path / "model.gguf", tmp_path / "adapter"
+    gguf.write_bytes(b"GGUF" + bytes(1000))
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    packed = strangers.pack(base.with_suffix(".hf"), tmp_path / "packed.nemo", "w")
+    for source in (base.with_suffix(".hf"), gguf, packed):
+        with pytest.raises(CheckpointError, match=r"^.*/\S*: got a .*convert_hf_to_nemo\.py"):
+            load(source, layout)
+    for door in (import_nemo, convert_hf_to_nemo):
+        with pytest.raises(CheckpointError, match=r"adapter: got an adapter.*its base first"):
+            door(adapter, tmp_path / "ours.nemo")
+    with pytest.raises(CheckpointError, match="no such"):
+        load(tmp_path / "nowhere.gguf", layout)
+
+
 @pytest.mark.parametrize("door", [nemo1, bridge], ids=lambda door: door.__name__)
 def test_a_tensor_too_few_or_too_many_is_named(
     door: Door, tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
@@ -433,6 +452,33 @@ def test_scaling_is_kept_where_it_is_asked_for(
             assert folder.config["scale_positional_embedding"] is keep
             assert folder.contract is not None
             assert folder.contract["template"] == ""
+
+
+def test_a_config_stands_for_the_archives_own(
+    tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    """For reward models that were trained with rotary_base 10000, whatever their settings say."""
+    from nemo_aligner.checkpoint.nemo import open_nemo
+
+    stored = {**tensors, **head_of(1)}
+    standard = {"enable": True, "mean": 1.0, "std": 2.0}
+    settings = {"rotary_base": 500000.0, "reward_standardization": standard}
+    strangers.write_nemo1(tmp_path / "theirs", stored, tokenizer, **settings)
+    archive = strangers.pack(tmp_path / "theirs", tmp_path / "theirs.nemo", "w")
+    strangers.write_nemo1(
+        tmp_path / "wanted", stored, tokenizer, **{**settings, "rotary_base": 10000.0}
+    )
+    config = tmp_path / "wanted" / "model_config.yaml"
+    import_nemo(archive, tmp_path / "a.nemo", template="tokenizer", config=config)
+    import_nemo(tmp_path / "wanted", tmp_path / "b.nemo", template="tokenizer")
+    with (
+        open_nemo(tmp_path / "a.nemo", with_weights=False) as got,
+        open_nemo(tmp_path / "b.nemo", with_weights=False) as wanted,
+    ):
+        assert got.config["rotary_base"] == 10000.0
+        assert got.config == wanted.config
+        assert got.contract is not None
+        assert got.contract == wanted.contract
 
 
 @pytest.mark.parametrize(
