@@ -18,12 +18,11 @@ def main() -> int:
     # Imported here: --help needs no torch.
     from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
 
-    names = arguments.attributes
     options = ImportOptions(
         tokenizer=arguments.tokenizer,
         config=arguments.config,
         template=arguments.template,
-        attributes=tuple(names.split(",")) if names else (),
+        attributes=arguments.attributes,
         keep_scaling=arguments.keep_scaling,
     )
     try:
@@ -56,7 +55,11 @@ def _parse() -> argparse.Namespace:
         help="of a reward model: 'tokenizer', a built-in name, a file, or 'none' for raw texts",
     )
     parser.add_argument(
-        "--attributes", metavar="A,B", help="names of a reward model's outputs, if it has several"
+        "--attributes",
+        type=lambda text: tuple(name.strip() for name in text.split(",")),
+        default=(),
+        metavar="A,B",
+        help="names of a reward model's outputs, if it has several",
     )
     parser.add_argument(
         "--keep-scaling",

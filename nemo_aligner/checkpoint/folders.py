@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from nemo_aligner.checkpoint.decoder_tensors import PREFIX
-from nemo_aligner.checkpoint.megatron_config import from_arguments, from_transformer_config
+from nemo_aligner.checkpoint.megatron_config import (
+    check_nemo1,
+    from_arguments,
+    from_transformer_config,
+)
 from nemo_aligner.checkpoint.plain_data import read_json, read_text, read_yaml
 from nemo_aligner.checkpoint.safe_metadata import is_optimizer_state
 from nemo_aligner.checkpoint.weights import read_common, stored_tensors
@@ -33,9 +37,12 @@ _NEMO_DEFAULTS = {
     "position_embedding_type": "learned_absolute",
 }
 _PLAIN = (bool, int, float, str, type(None))
+# Of NeMo, and the last one of Megatron-LM; where none is stated, the tokenizer counts.
+_VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
 _MODEL_YAML = "context/model.yaml"
+_HF_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,11 @@ class NemoFolder:
 
     @cached_property
     def _stated(self) -> dict[str, Any]:
-        if self.given_config is not None:
-            return read_yaml(self.given_config, str(self.given_config))
-        return self._own_config()
+        given = self.given_config
+        where = f"{self.source}: {CONFIG_NAME}" if given is None else str(given)
+        config = self._own_config() if given is None else read_yaml(given, where)
+        check_nemo1(config, where)
+        return config
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -71,8 +80,7 @@ class NemoFolder:
         config = self._stated
         if config.get("vocab_size") is not None:
             return config
-        size = config.get("override_vocab_size") or self.load_tokenizer().vocab_size
-        config = {**_NEMO_DEFAULTS, **config, "vocab_size": size}
+        config = {**_NEMO_DEFAULTS, **config, "vocab_size": self._vocabulary[0]}
         if "geglu" in str(config["activation"]) and not config.get("openai_gelu"):
             raise CheckpointError(
                 f"{self.source}: activation: got {shown(config['activation'])} without "
@@ -80,13 +88,18 @@ class NemoFolder:
             )
         return config
 
+    @cached_property
+    def _vocabulary(self) -> tuple[Any, str]:
+        """Its size, and who says it."""
+        for key in _VOCABULARY_KEYS:
+            if self._stated.get(key) is not None:
+                return self._stated[key], f"by {key}"
+        return self.load_tokenizer().vocab_size, "by its tokenizer"
+
     @property
     def vocab_size_from(self) -> str:
         """Who says how large the vocabulary is; rows past it are padding."""
-        for key in ("vocab_size", "override_vocab_size"):
-            if self._stated.get(key):
-                return f"by {key}"
-        return "by its tokenizer"
+        return self._vocabulary[1]
 
     @property
     def weights(self) -> Path:
@@ -253,10 +266,38 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
         return MegatronFolder, _existing(root / _tracked(root), source)
     if (root / _RUN_CONFIG).is_file() or (root / "common.pt").is_file():
         return MegatronFolder, root
+    refuse_hugging_face(root, source)
     raise CheckpointError(
         f"{source}: got none of {CONFIG_NAME}, {_MODEL_YAML}, {_TRACKER}, {_RUN_CONFIG} and "
         "common.pt; wanted a checkpoint of NeMo or Megatron"
     )
+
+
+def refuse_hugging_face(path: Path, source: Path) -> None:
+    """Say where a Hugging Face folder or a GGUF file goes that was given for one of NeMo's.
+
+    ``source`` names it in complaints.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    if is_gguf or (path / _HF_CONFIG).is_file():
+        got = "a GGUF file" if is_gguf else f"a Hugging Face folder ({_HF_CONFIG})"
+        raise CheckpointError(
+            f"{source}: got {got}, wanted a checkpoint of NeMo or Megatron; "
+            "scripts/convert_hf_to_nemo.py makes a .nemo of it"
+        )
+    refuse_adapter(path, source)
+
+
+def refuse_adapter(folder: Path, source: Path) -> None:
+    """Say what a LoRA adapter lacks; raises as ``refuse_hugging_face`` does."""
+    if (folder / _ADAPTER_CONFIG).is_file() and not (folder / _HF_CONFIG).is_file():
+        raise CheckpointError(
+            f"{source}: got an adapter ({_ADAPTER_CONFIG}), wanted a whole model; merge it into "
+            "its base first (merge_and_unload of peft)"
+        )
 
 
 def _tracked(root: Path) -> str:

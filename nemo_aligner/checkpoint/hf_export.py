@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD, PREFIX
+from nemo_aligner.checkpoint.folders import CONTRACT_NAME
 from nemo_aligner.checkpoint.hf import DTYPE_NAMES
 from nemo_aligner.checkpoint.hf_card import model_card
 from nemo_aligner.checkpoint.hf_check import (
@@ -43,7 +44,6 @@ from nemo_aligner.checkpoint.hf_names import (
     hf_layer_name,
     remove_zero_groups,
 )
-from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME
 from nemo_aligner.checkpoint.hf_tensors import HEAD_KEY, HF_HEAD, megatron_key, model_rules
 from nemo_aligner.checkpoint.layerwise import read_as_it_runs
 from nemo_aligner.checkpoint.nemo import (

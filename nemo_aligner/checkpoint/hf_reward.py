@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_aligner.checkpoint.hf_source import CONTRACT_NAME, Source
+from nemo_aligner.checkpoint.folders import CONTRACT_NAME
+from nemo_aligner.checkpoint.hf_source import Source
 from nemo_aligner.checkpoint.hf_tensors import HF_HEAD, REWARD_SUFFIX
 from nemo_aligner.config.schema import (
     DataConfig,

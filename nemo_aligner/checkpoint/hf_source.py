@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_aligner.checkpoint.folders import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.gguf import GgufCheckpoint
 from nemo_aligner.checkpoint.gguf_tokenizer import add_rules, adds_bos, check_cut
 from nemo_aligner.checkpoint.plain_data import read_json
 from nemo_aligner.checkpoint.streaming import UnreadTensor
 from nemo_aligner.errors import CheckpointError, short, shown
 
-CONTRACT_NAME = "scoring_contract.json"
 _INDEX_NAME = "model.safetensors.index.json"
 _WHOLE_NAME = "model.safetensors"
 _TOKENIZER_FILES = (
@@ -140,8 +140,7 @@ def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) ->
 
 
 def _open_folder(folder: Path) -> Source:
-    if (folder / "adapter_config.json").is_file():
-        raise CheckpointError("got a LoRA adapter, wanted it merged into its base model")
+    refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"

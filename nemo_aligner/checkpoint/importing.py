@@ -93,7 +93,8 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
     Raises:
         CheckpointError: see ``open_nemo`` and ``model_shape``; or a head that cannot be written as
             a linear map of the last token.
-        ConfigError: the template is missing or unfit.
+        ConfigError: the template is missing or unfit, or a base model is given options of a reward
+            model.
     """
     output = Path(output)
     given = None if options.tokenizer is None else tokenizer_folder(options.tokenizer)
@@ -104,6 +105,8 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
+        if HEAD not in folder.tensors:
+            _refuse_reward_options(source, options)
         tokenizer = folder.load_tokenizer()
         config = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
         ignored: list[str] = []
@@ -126,6 +129,20 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
         rules = None if contract is None else contract.to_dict()
         write_nemo(output, config, scratch / "weights", scratch / "tokenizer", rules)
         return _summary(output, folder, ignored, contract)
+
+
+def _refuse_reward_options(source: str | Path, options: ImportOptions) -> None:
+    given = {
+        "--template": options.template is not None,
+        "--attributes": bool(options.attributes),
+        "--keep-scaling": options.keep_scaling,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
+        raise ConfigError(
+            f"{source}: got {', '.join(names)}, wanted for a reward model alone; it is a base "
+            f"model (no {HEAD})"
+        )
 
 
 def _unread(
@@ -303,6 +320,6 @@ def _template(setting: str | None, tokenizer: Tokenizer) -> str:
 def _names(given: tuple[str, ...], count: int) -> tuple[str, ...]:
     if not given:
         return ("reward",) if count == 1 else tuple(f"attribute_{n}" for n in range(1, count + 1))
-    if len(set(given)) != count or len(given) != count:
-        raise ConfigError(f"--attributes: got {', '.join(given)}, wanted {count} different names")
+    if len(set(given)) != count or len(given) != count or not all(given):
+        raise ConfigError(f"--attributes: got {list(given)}, wanted {count} different names")
     return given

@@ -15,11 +15,12 @@ from nemo_aligner.errors import CheckpointError, shown
 Config = Mapping[str, Any]
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
-# (gated, the activation function's name) -> NeMo's name for both. NeMo's openai_gelu is the one
-# with tanh, as Gemma has it; torch's plain gelu is another function.
+# (gated, the activation function's name) -> NeMo's name for both. NeMo's openai_gelu and
+# megatron-core's fast_gelu are the one with tanh, as Gemma has it; torch's plain gelu is another.
 _ACTIVATIONS = {
     (True, "silu"): "fast-swiglu",
     (True, "openai_gelu"): "geglu",
+    (True, "fast_gelu"): "geglu",
     (False, "squared_relu"): "squared-relu",
 }
 # Settings that change what a model computes, and the only value of each that is built here.
@@ -27,9 +28,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
     "attention_output_gate": (False, None),
+    "enable_hyper_connections": (False, None),
     "experimental_attention_variant": (None,),
     "fp32_residual_connection": (False, None),
     "glu_linear_offset": (0.0, None),
+    "head_wise_attn_gate": (False, None),
     "heterogeneous_block_specs": (False, None),
     "is_hybrid_model": (False, None),
     "linear_attention_freq": (None,),
@@ -39,16 +42,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "num_moe_experts": (None, 0),
     "qk_l2_norm": (False, None),
+    "rotary_base_per_layer": (None,),
     "rotary_interleaved": (False, None),
     "softmax_scale": (None,),
     "softmax_type": ("vanilla", None),
+    "use_mup": (False, None),
     "window_attn_skip_freq": (None,),
 }
+# Gemma 2's. NeMo's windows are in the layers where Google's model has none, so it is not read;
+# final_logit_softcapping is not here, as it changes no hidden state.
+_NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None, 0),
+    "query_pre_attn_scalar": (None,),
+}
+_CUSTOMIZATION = "mcore_customization_config"
 _SAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "layernorm_epsilon", "make_vocab_size_divisible_by", "position_embedding_type",
     "rotary_base", "seq_len_interpolation_factor", "layernorm_zero_centered_gamma",
-    "share_embeddings_and_output_weights", "window_size",
+    "share_embeddings_and_output_weights", "window_size", "vocab_size", "padded_vocab_size",
 )  # fmt: skip
 _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 
@@ -61,7 +73,8 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: a setting is missing, or has a value that is not built here.
     """
-    _check_neutral(model, where)
+    by_class = _gemma(model, where)
+    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, where)
     gated, function = bool(model.get("gated_linear_unit")), _name(model.get("activation_func"))
     config = {
         "position_embedding_type": "learned_absolute",  # GPTModel's own default
@@ -74,14 +87,12 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
         "qkv_bias": bool(model.get("add_qkv_bias", False)),
         "qk_layernorm": bool(model.get("qk_layernorm", False)),
         "rotary_percentage": model.get("rotary_percent", 1.0),
-        "openai_gelu": function == "openai_gelu",
+        "openai_gelu": function in ("openai_gelu", "fast_gelu"),
     }
     if config["normalization"] == "layernorm" and config.get("layernorm_zero_centered_gamma"):
         config["normalization"] = "layernorm1p"
         del config["layernorm_zero_centered_gamma"]
-    if model.get("vocab_size") is not None:
-        config["vocab_size"] = model["vocab_size"]
-    return {**config, **_rope(model), **_gemma(model, where)}
+    return {**config, **_rope(model), **by_class}
 
 
 def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
@@ -100,14 +111,30 @@ def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
         model["num_query_groups"] = None
     model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
     model["rope_scaling"] = arguments.get("use_rope_scaling")
-    model["vocab_size"] = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
     if arguments.get("quick_geglu") or arguments.get("openai_gelu"):
         raise CheckpointError(f"{where}: args: quick_geglu and openai_gelu are not supported")
     return from_transformer_config(model, f"{where}: args")
 
 
-def _check_neutral(model: Config, where: str) -> None:
-    for key, values in _NEUTRAL.items():
+def check_nemo1(config: Config, where: str) -> None:
+    """Refuse what NeMo 1 would hand on to megatron-core, and nothing here reads.
+
+    NeMo 1 sets every field of ``TransformerConfig`` that its settings name, and then those of a
+    section of its own.
+
+    Raises:
+        CheckpointError: a setting has a value that is not built here.
+    """
+    _check_neutral(_NEUTRAL, config, where)
+    section = config.get(_CUSTOMIZATION) or {}
+    where = f"{where}: {_CUSTOMIZATION}"
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"{where}: got {section!r}, wanted a mapping")
+    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, section, where)
+
+
+def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, where: str) -> None:
+    for key, values in neutral.items():
         if key in model and model[key] not in values:
             raise CheckpointError(f"{where}: {key}: got {shown(model[key])}, wanted {values[0]!r}")
 

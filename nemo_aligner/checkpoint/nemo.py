@@ -32,6 +32,7 @@ from nemo_aligner.checkpoint.folders import (
     WEIGHTS_NAME,
     NemoFolder,
     folder_of,
+    refuse_hugging_face,
 )
 from nemo_aligner.checkpoint.plain_data import MAX_TEXT_BYTES
 from nemo_aligner.checkpoint.weights import (
@@ -106,6 +107,8 @@ def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder
     def wanted(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
+    if path.is_file():
+        refuse_hugging_face(path, path)
     root = path if path.is_dir() else unpack(path, wanted)
     try:
         if root == path:

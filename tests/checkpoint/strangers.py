@@ -28,6 +28,24 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# What makes a Gemma of the settings below: in NeMo 1's, and in Megatron-Bridge's.
+NEMO1_GEMMA = {
+    "activation": "geglu",
+    "openai_gelu": True,
+    "apply_embedding_scaling": True,
+    "layernorm_zero_centered_gamma": True,
+    "share_embeddings_and_output_weights": True,
+    "scale_positional_embedding": False,
+}
+BRIDGE_GEMMA = {
+    "_target_": "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider2B",
+    "activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False},
+    "layernorm_zero_centered_gamma": True,
+    "share_embeddings_and_output_weights": True,
+    "rope_scaling": False,
+    "rope_scaling_factor": 1.0,
+    "scale_factor": None,
+}
 PADDED = 384  # rows of embeddings, of which the tokenizer has tiny.SHAPE["vocab_size"]
 HEX = "0123456789abcdef" * 2
 LAYERS = tiny.SHAPE["num_hidden_layers"]

@@ -154,6 +154,27 @@ def test_the_settings_are_those_of_the_converter(
         assert shape == dataclasses.replace(wanted, vocab_size=rows), door.__name__
 
 
+def test_a_gemma_of_megatron_bridge_is_nemo_1s(
+    tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    """Bridge calls the GELU with tanh fast_gelu, and scales embeddings by the provider's class."""
+    from megatron.core.activations import fast_gelu
+
+    from nemo_aligner.models.step import infer
+
+    numbers = torch.linspace(-4, 4, 101)
+    gelu = torch.nn.functional.gelu(numbers, approximate="tanh")
+    torch.testing.assert_close(fast_gelu(numbers), gelu)
+    tied = {key: tensor for key, tensor in tensors.items() if key != "output_layer.weight"}
+    strangers.write_nemo1(tmp_path / "a", tied, tokenizer, **strangers.NEMO1_GEMMA)
+    strangers.write_bridge(tmp_path / "b", tied, tokenizer, **strangers.BRIDGE_GEMMA)
+    wanted, got = load(tmp_path / "a", layout), load(tmp_path / "b", layout)
+    check(got.model, tied)
+    batch = [PackedBatch.pack(SEQUENCES, range(4), 1)]
+    scores = [infer(loaded.model, batch, layout) for loaded in (wanted, got)]
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0)
+
+
 def test_the_vocabulary_is_of_whoever_says_it(
     tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
 ) -> None:
@@ -163,6 +184,11 @@ def test_the_vocabulary_is_of_whoever_says_it(
     assert "vocabulary of 320, by its tokenizer" in from_tokenizer
     given = import_nemo(tmp_path / "b", tmp_path / "b.nemo")
     assert "vocabulary of 384, by override_vocab_size" in given
+    for name, size in (("c", None), ("d", 320)):
+        strangers.write_megatron_lm(tmp_path / name, tensors, tokenizer, vocab_size=size)
+        said = import_nemo(tmp_path / name, tmp_path / f"{name}.nemo")
+        wanted = "384, by padded_vocab_size" if size is None else "320, by vocab_size"
+        assert f"vocabulary of {wanted}" in said
 
 
 @pytest.mark.parametrize(
@@ -232,6 +258,14 @@ def test_common_pt_without_arguments_wants_a_config(
         ({"rotary_interleaved": True}, "rotary_interleaved: got True"),
         ({"num_moe_experts": 8}, "num_moe_experts: got 8"),
         ({"multi_latent_attention": True}, "multi_latent_attention: got True"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0"),
+        ({"query_pre_attn_scalar": 224}, "query_pre_attn_scalar: got 224"),
+        ({"use_mup": True}, "use_mup: got True"),
+        ({"rotary_base_per_layer": [1e4, 1e6]}, "rotary_base_per_layer: got"),
+        (
+            {"_target_": "nemo.collections.llm.Gemma2Config2B", "query_pre_attn_scalar": 256},
+            "_target_: got 'Gemma2Config2B'",
+        ),
         ({"activation_func": strangers.function("torch.nn.functional.gelu")}, "activation_func"),
         ({"normalization": "BatchNorm"}, "normalization: got 'BatchNorm'"),
         ({"add_bias_linear": True}, "bias: got True"),
@@ -248,6 +282,50 @@ def test_other_models_are_refused(
     strangers.write_nemo2(tmp_path / "theirs", tensors, tokenizer, **changes)
     with pytest.raises(CheckpointError, match=complaint):
         load(tmp_path / "theirs", layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"softmax_scale": 0.1}, r"model_config\.yaml: softmax_scale: got 0\.1"),
+        (
+            {"mcore_customization_config": {"query_pre_attn_scalar": 224}},
+            "mcore_customization_config: query_pre_attn_scalar: got 224",
+        ),
+        ({"mcore_customization_config": [1]}, "mcore_customization_config: got .*wanted a mapping"),
+    ],
+    ids=["field", "section", "list"],
+)
+def test_what_nemo_1_hands_to_megatron_core_is_refused(
+    changes: dict, complaint: str, tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    """NeMo 1 sets fields of ``TransformerConfig`` by their names; a schedule changes no result."""
+    strangers.write_nemo1(tmp_path / "theirs", tensors, tokenizer, **changes)
+    with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path / "theirs", layout)
+    harmless = {"mcore_customization_config": {"num_microbatches_per_virtual_pipe": 4}}
+    config = tmp_path / "model_config.yaml"
+    config.write_text(yaml.safe_dump(strangers.nemo1_config(**harmless)))
+    import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", config=config)
+
+
+def test_what_is_not_nemos_is_shown_its_door(base: Path, layout: Any, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+
+    gguf, adapter = tmp_path / "model.gguf", tmp_path / "adapter"
+    gguf.write_bytes(b"GGUF" + bytes(1000))
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    packed = strangers.pack(base.with_suffix(".hf"), tmp_path / "packed.nemo", "w")
+    for source in (base.with_suffix(".hf"), gguf, packed):
+        with pytest.raises(CheckpointError, match=r"^.*/\S*: got a .*convert_hf_to_nemo\.py"):
+            load(source, layout)
+    for door in (import_nemo, convert_hf_to_nemo):
+        with pytest.raises(CheckpointError, match=r"adapter: got an adapter.*its base first"):
+            door(adapter, tmp_path / "ours.nemo")
+    with pytest.raises(CheckpointError, match="no such"):
+        load(tmp_path / "nowhere.gguf", layout)
 
 
 @pytest.mark.parametrize("door", [nemo1, bridge], ids=lambda door: door.__name__)
@@ -376,6 +454,33 @@ def test_scaling_is_kept_where_it_is_asked_for(
             assert folder.contract["template"] == ""
 
 
+def test_a_config_stands_for_the_archives_own(
+    tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    """For reward models that were trained with rotary_base 10000, whatever their settings say."""
+    from nemo_aligner.checkpoint.nemo import open_nemo
+
+    stored = {**tensors, **head_of(1)}
+    standard = {"enable": True, "mean": 1.0, "std": 2.0}
+    settings = {"rotary_base": 500000.0, "reward_standardization": standard}
+    strangers.write_nemo1(tmp_path / "theirs", stored, tokenizer, **settings)
+    archive = strangers.pack(tmp_path / "theirs", tmp_path / "theirs.nemo", "w")
+    strangers.write_nemo1(
+        tmp_path / "wanted", stored, tokenizer, **{**settings, "rotary_base": 10000.0}
+    )
+    config = tmp_path / "wanted" / "model_config.yaml"
+    import_nemo(archive, tmp_path / "a.nemo", template="tokenizer", config=config)
+    import_nemo(tmp_path / "wanted", tmp_path / "b.nemo", template="tokenizer")
+    with (
+        open_nemo(tmp_path / "a.nemo", with_weights=False) as got,
+        open_nemo(tmp_path / "b.nemo", with_weights=False) as wanted,
+    ):
+        assert got.config["rotary_base"] == 10000.0
+        assert got.config == wanted.config
+        assert got.contract is not None
+        assert got.contract == wanted.contract
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "kind", "complaint"),
     [
@@ -389,8 +494,9 @@ def test_scaling_is_kept_where_it_is_asked_for(
         ),
         ({}, {}, ConfigError, "--template"),
         ({}, {"template": "tokenizer", "attributes": ("a",)}, ConfigError, "--attributes"),
+        ({}, {"template": "tokenizer", "attributes": ("a", "")}, ConfigError, "--attributes"),
     ],
-    ids=["pool", "critic", "weights", "no_template", "names"],
+    ids=["pool", "critic", "weights", "no_template", "names", "empty_name"],
 )
 def test_a_head_that_would_change_is_refused(
     settings: dict,
@@ -406,6 +512,34 @@ def test_a_head_that_would_change_is_refused(
     with pytest.raises(kind, match=complaint):
         import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"template": "tokenizer"}, {"attributes": ("a",)}, {"keep_scaling": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_base_model_takes_no_options_of_a_reward_model(
+    options: dict, tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    strangers.write_nemo1(tmp_path / "theirs", tensors, tokenizer)
+    name = next(iter(options)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"theirs: got --{name}, .*a base model"):
+        import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", **options)
+    assert not (tmp_path / "ours.nemo").exists()
+
+
+def test_the_script_names_attributes(
+    tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
+) -> None:
+    strangers.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(3)}, tokenizer)
+    script, options = "scripts/import_nemo.py", ["--input", str(tmp_path / "theirs")]
+    options += ["--output", str(tmp_path / "ours.nemo"), "--template", "none", "--attributes"]
+    failed = tiny.run_script(script, *options, "help,,length", check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: --attributes: got ['help', '', 'length'], wanted 3")
+    done = tiny.run_script(script, *options, "help, style ,length")
+    assert "a reward model of help, style, length" in done.stdout
 
 
 def test_a_bias_is_not_dropped_on_the_way_to_training(

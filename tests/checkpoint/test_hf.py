@@ -282,7 +282,7 @@ def test_what_is_there_is_not_overwritten(checkpoint: Path, tmp_path: Path) -> N
     ("name", "content", "complaint"),
     [
         ("model.nemo", None, r"got a \.nemo, which training and serving take"),
-        ("adapter", "adapter_config.json", r"got a LoRA adapter, wanted it merged"),
+        ("adapter", "adapter_config.json", r"got an adapter .*its base first"),
         ("nothing", "other.json", r"got no config\.json; wanted a checkpoint folder"),
     ],
 )
