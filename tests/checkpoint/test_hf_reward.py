@@ -144,7 +144,7 @@ def test_outputs_without_names_can_be_given_some(tmp_path: Path) -> None:
 def test_a_template_has_to_write_the_conversation(changed: Path, tmp_path: Path) -> None:
     """Else every reply would be the same text, and have the same reward."""
     (changed / "chat_template.jinja").write_text("hello world")
-    refused(changed, tmp_path, r"it writes 'hello world', without 'a question'")
+    refused(changed, tmp_path, r"it writes 'hello world', without the conversation's 'a question'")
 
 
 def test_without_a_chat_template_only_raw_texts_are_scored(changed: Path, tmp_path: Path) -> None:
