@@ -43,6 +43,8 @@ from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.errors import AlignerError, CheckpointError, short, shown
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
+# A tensor without columns may have any number of rows, and takes no byte.
+_MOST_LABELS = 10_000
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NEMO_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: 16}
 
@@ -229,14 +231,24 @@ def _labels(found: Source) -> list[str] | None:
     names = found.config.get("id2label")
     try:
         if names is None:
-            rows = next(iter(found.tensors[HF_HEAD].shape), 0)
-            names = {n: f"LABEL_{n}" for n in range(found.config.get("num_labels", rows))}
+            names = {number: f"LABEL_{number}" for number in range(_num_labels(found))}
         labels = [str(name) for _, name in sorted((int(key), names[key]) for key in names)]
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"id2label: got {shown(names)}, wanted numbers and names (or num_labels)"
         ) from error
     return ["reward"] if labels == ["LABEL_0"] else labels
+
+
+def _num_labels(found: Source) -> int:
+    rows = next(iter(found.tensors[HF_HEAD].shape), 0)
+    count = found.config.get("num_labels", rows)
+    if count != rows or rows > _MOST_LABELS:
+        raise CheckpointError(
+            f"num_labels: got {shown(count)} and {rows} rows of {HF_HEAD}, wanted as many, and at "
+            f"most {_MOST_LABELS}"
+        )
+    return rows
 
 
 def _contract(
