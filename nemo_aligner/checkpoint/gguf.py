@@ -23,7 +23,7 @@ from nemo_aligner.checkpoint.gguf_families import (
 )
 from nemo_aligner.checkpoint.gguf_header import check_header
 from nemo_aligner.checkpoint.streaming import UnreadTensor
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, short, shown
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class GgufCheckpoint:
             return f"{MODEL_NAMES[part]}.{kind}"
         block, _, part = part.removeprefix("blk.").partition(".")
         if not (name.startswith("blk.") and block.isdigit() and part in self._architecture.layer):
-            raise CheckpointError(f"tensor {name!r} is unknown in a model of its family")
+            raise CheckpointError(f"tensor {shown(name)} is unknown in a model of its family")
         return f"model.layers.{block}.{self._architecture.layer[part]}.{kind}"
 
     def _dequantized(self, name: str) -> Tensor:
@@ -129,7 +129,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
         }
         return fields, {tensor.name: _Stored.of(tensor) for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(f"not a readable GGUF file: {error}") from error
+        raise CheckpointError(f"not a readable GGUF file: {short(error)}") from error
 
 
 def _value(field: Any) -> Any:

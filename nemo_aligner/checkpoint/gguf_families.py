@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, shown
 
 ROPE_FREQS = "rope_freqs.weight"
 MODEL_NAMES = {
@@ -123,7 +123,7 @@ def find_architecture(name: Any) -> Architecture:
     """The family of a file whose ``general.architecture`` is ``name``."""
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"general.architecture: got {name!r}, wanted one of: {known}")
+        raise CheckpointError(f"general.architecture: got {shown(name)}, wanted one of: {known}")
     return ARCHITECTURES[name]
 
 
@@ -140,7 +140,7 @@ class _Fields:
         }
 
     def error(self, name: str, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self._kind}.{name}: got {self.values.get(name)!r}, {wanted}")
+        return CheckpointError(f"{self._kind}.{name}: got {shown(self.values.get(name))}, {wanted}")
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
@@ -149,8 +149,8 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name, default)
-        if not isinstance(value, int | float):
+        value: Any = self.values.get(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
             raise self.error(name, "wanted a number")
         return value
 
@@ -211,7 +211,7 @@ def _refuse_others(read: _Fields, architecture: Architecture) -> None:
 
 
 def _rope(read: _Fields, rotated: int, divisors: Tensor | None) -> dict[str, Any]:
-    base = read.number("rope.freq_base", 10000.0)
+    base = float(read.number("rope.freq_base", 10000.0))
     # As in llama.cpp, a factor without a type is linear, and none at all is 1.
     kind = read.values.get("rope.scaling.type", "linear")
     factor = read.number("rope.scaling.factor", 0.0)
@@ -227,7 +227,7 @@ def _rope(read: _Fields, rotated: int, divisors: Tensor | None) -> dict[str, Any
 
 
 def _llama3_scaling(base: float, rotated: int, divisors: Tensor) -> dict[str, Any]:
-    if divisors.shape != (rotated // 2,):
+    if divisors.shape != (rotated // 2,) or rotated < 2:
         got = list(divisors.shape)
         raise CheckpointError(f"{ROPE_FREQS}: got shape {got}, wanted {[rotated // 2]}")
     scaling = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,7 +31,7 @@ def check_cut(fields: Fields) -> None:
     cut = fields.get(_PRE)
     if fields.get(_MODEL) == "gpt2" and cut not in _CUTS:
         known = ", ".join(name for name in _CUTS if name)
-        raise CheckpointError(f"{_PRE}: got {cut!r}, wanted one of: {known}")
+        raise CheckpointError(f"{_PRE}: got {shown(cut)}, wanted one of: {known}")
 
 
 def adds_bos(fields: Fields) -> bool:

@@ -21,6 +21,8 @@ from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import CheckpointError, short, shown
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
+# A tensor without columns may have any number of rows, and takes no byte.
+_MOST_LABELS = 10_000
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def labels_of(found: Source, options: ContractOptions | None) -> list[str] | Non
 
 
 def _given_labels(names: Sequence[str], found: Source) -> list[str]:
-    count = next(iter(found.tensors[HF_HEAD].shape), 0)
+    count = _rows_of_head(found)
     if len(set(names)) != count or len(names) != count:
         raise CheckpointError(f"--attributes: got {', '.join(names)}, wanted {count} other names")
     return list(names)
@@ -82,8 +84,7 @@ def _stated_labels(found: Source) -> list[str]:
     names = found.config.get("id2label")
     try:
         if names is None:
-            rows = next(iter(found.tensors[HF_HEAD].shape), 0)
-            names = {n: f"LABEL_{n}" for n in range(found.config.get("num_labels", rows))}
+            names = {number: f"LABEL_{number}" for number in range(_num_labels(found))}
         by_number = {int(key): str(names[key]) for key in names}
         labels = [by_number[number] for number in range(len(names))]
     except (TypeError, ValueError, KeyError) as error:
@@ -91,6 +92,23 @@ def _stated_labels(found: Source) -> list[str]:
             f"id2label: got {shown(names)}, wanted names for the numbers from 0 on (or num_labels)"
         ) from error
     return ["reward"] if labels == ["LABEL_0"] else labels
+
+
+def _num_labels(found: Source) -> int:
+    rows = _rows_of_head(found)
+    count = found.config.get("num_labels", rows)
+    if count != rows:
+        raise CheckpointError(
+            f"num_labels: got {shown(count)} and {rows} rows of {HF_HEAD}, wanted as many"
+        )
+    return rows
+
+
+def _rows_of_head(found: Source) -> int:
+    rows = next(iter(found.tensors[HF_HEAD].shape), 0)
+    if rows > _MOST_LABELS:
+        raise CheckpointError(f"{HF_HEAD}: got {rows} rows, wanted at most {_MOST_LABELS}")
+    return rows
 
 
 def contract_of(

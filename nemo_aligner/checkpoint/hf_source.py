@@ -131,9 +131,9 @@ def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) ->
             )
         except Exception as error:  # whatever the library raises
             raise CheckpointError(
-                f"tokenizer.ggml.model: got {fields.get('tokenizer.ggml.model')!r}, of which "
-                f"transformers makes no tokenizer ({error}); wanted the Hugging Face folder that "
-                "the file was made of"
+                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, of which "
+                f"transformers makes no tokenizer ({short(error)}); wanted the Hugging Face folder "
+                "that the file was made of"
             ) from error
     add_rules(tokenizer.backend_tokenizer, fields)
     tokenizer.save_pretrained(str(folder))

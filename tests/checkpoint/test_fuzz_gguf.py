@@ -185,7 +185,13 @@ def quantised(folder: Path) -> tuple[Files, list[Mutation], str]:
     return made(folder, kind=kind, write_tokenizer=write_vocabulary)
 
 
-@pytest.mark.parametrize("kind", [byte_level, quantised])
+def scaled(folder: Path) -> tuple[Files, list[Mutation], str]:
+    """A Llama 3.1, whose rotation is a tensor."""
+    tiny.write_hf_checkpoint(folder / "hf", rope_parameters=test_gguf.LLAMA3, **TINY)
+    return made(folder)
+
+
+@pytest.mark.parametrize("kind", [byte_level, quantised, scaled])
 @pytest.mark.parametrize(
     "seeds",
     [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.slow)],
