@@ -178,7 +178,7 @@ def test_a_tensor_that_does_not_fit_is_named(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"id2label": {"0": "a", "1": "b"}}, r"num_labels: got 2 and 1 rows"),
+        ({"id2label": {"0": "a", "1": "b"}}, r"got shape \[1, 64\], wanted \[2, 64\]"),
         ({"id2label": {"zero": "a"}}, r"id2label: got .*, wanted numbers and names"),
         ({"id2label": None, "num_labels": "two"}, r"num_labels: got 'two' and 1 rows"),
         ({"id2label": None, "num_labels": 2}, r"num_labels: got 2 and 1 rows"),
