@@ -203,7 +203,9 @@ def test_a_gguf_is_converted_or_refused(
     layout: Any,
     scratch: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     files, mutations, source = kind(tmp_path_factory.mktemp("made"))
     door = Door(files, convert, layout, tmp_path_factory.mktemp("doors"), scratch, source)
     check_all(door, mutations, seeds)

@@ -28,7 +28,7 @@ from tests.checkpoint.fuzzing import (
     with_nasty_value,
 )
 
-FEW, MANY = 200, 1500
+FEW, MANY = 120, 1500
 INDEX = "model.safetensors.index.json"
 CONTRACT = "scoring_contract.json"
 KEYS = [
@@ -282,7 +282,9 @@ def test_a_folder_is_converted_or_refused(
     layout: Any,
     scratch: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     files, mutations = kind(tmp_path_factory.mktemp("made"))
     door = Door(files, convert, layout, tmp_path_factory.mktemp("doors"), scratch)
     check_all(door, mutations, seeds)

@@ -31,7 +31,7 @@ from tests.checkpoint.fuzzing import (
     with_nasty_value,
 )
 
-FEW, MANY = 120, 1500
+FEW, MANY = 80, 1500
 ALL = ("config", "weights", "tokenizer")
 TRACKER = "latest_checkpointed_iteration.txt"
 LAUGHS = "\n".join(
@@ -284,7 +284,9 @@ def test_a_folder_is_imported_or_refused(
     layout: Any,
     scratch: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     files, mutations = written(kind, tmp_path_factory.mktemp("made"))
     door = Door(files, convert, layout, tmp_path_factory.mktemp("doors"), scratch)
     check_all(door, mutations, seeds)
