@@ -28,7 +28,7 @@ from tests.checkpoint.fuzzing import (
     with_nasty_value,
 )
 
-FEW, MANY = 120, 1500
+FEW, MANY = 120, 300
 INDEX = "model.safetensors.index.json"
 CONTRACT = "scoring_contract.json"
 KEYS = [
