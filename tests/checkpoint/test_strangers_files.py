@@ -199,13 +199,14 @@ LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
         ("a: &a [*a]", "within itself|recursive"),
         ("a: " + "[" * 2000 + "]" * 2000, "nested deeper|RecursionError"),
         ("a: " + "9" * 5000, "a number of 5000 digits"),
+        ("a: 0x" + "f" * 5000, "a number of 5002 digits"),
         ("a: !!python/name:os.system ''", "could not determine a constructor"),
         ("a: !nemo.run {x: 1}", "could not determine a constructor"),
         ("? [a, b]\n: c", "ConstructorError|wanted"),
         ("x: " + "y" * 2**21, "wanted at most 1048576"),
         ("a: \x00", "ReaderError"),
     ],
-    ids=["laughs", "cycle", "deep", "digits", "tag", "own_tag", "key", "long", "control"],
+    ids=["laughs", "cycle", "deep", "digits", "hex", "tag", "own_tag", "key", "long", "control"],
 )
 def test_settings_are_small_plain_data(
     text: str, complaint: str, folder: Path, layout: Any
