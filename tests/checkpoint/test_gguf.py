@@ -485,6 +485,14 @@ def test_what_the_model_cannot_do_is_refused(
     assert not (tmp_path / "base.nemo").exists()
 
 
+def test_a_nemotron_with_larger_heads_does_not_say_what_is_rotated(tmp_path: Path) -> None:
+    families.write_hf_checkpoint(tmp_path / "hf", "nemotron")
+    larger = {"ARCH.attention.key_length": 32, "ARCH.attention.value_length": 32}
+    source = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", **larger)
+    with pytest.raises(CheckpointError, match=r"attention\.key_length: got 32, wanted 16"):
+        convert(source, tmp_path / "base.nemo")
+
+
 def test_fields_that_are_off_are_no_obstacle(tmp_path: Path) -> None:
     tiny.write_hf_checkpoint(tmp_path / "hf")
     off = {"ARCH.expert_count": 0, "ARCH.attention.causal": True, "ARCH.logit_scale": 0.0}
