@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nemo_aligner.config.schema import Precision
 from nemo_aligner.errors import AlignerError
 from tests import tiny
@@ -155,6 +157,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
+def convert_hf(source: Path, output: Path) -> str:
+    """By the door for Hugging Face and GGUF."""
+    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+
+    return str(convert_hf_to_nemo(source, output))
+
+
 class Door:
     """A way in: ``files`` lie in a folder, of which ``source`` is the part that is converted."""
 
@@ -217,6 +226,12 @@ class Door:
         assert sorted(output.parent.iterdir()) == [output]
         self._check_scratch()
         return load(output, self._layout)
+
+
+def few_and_many(few: int, many: int) -> pytest.MarkDecorator:
+    """The first ``few`` seeds in every run, and those up to ``many`` where slow tests run."""
+    rest = pytest.param(range(few, many), marks=pytest.mark.slow)
+    return pytest.mark.parametrize("seeds", [range(few), rest], ids=["few", "many"])
 
 
 def check_all(door: Door, mutations: Sequence[Mutation], seeds: range) -> None:

@@ -212,22 +212,9 @@ def test_another_form_of_tokenizer_wants_a_folder(
 
 
 def test_a_tokenizer_may_be_one_of_the_hub(
-    tensors: Tensors,
-    tokenizer: Path,
-    layout: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    hub: Callable[..., Any], tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
 ) -> None:
-    import huggingface_hub
-
-    asked: dict[str, Any] = {}
-
-    def download(name: str, **options: Any) -> str:
-        asked.update(name=name, **options)
-        return str(tokenizer)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.chdir(tmp_path)
+    asked = hub(tokenizer)
     theirs = tmp_path / "theirs"
     strangers.write_nemo1(theirs, tensors, tokenizer)
     shutil.rmtree(theirs / f"{strangers.HEX}_tokenizer")

@@ -14,18 +14,17 @@ from tests import families, tiny
 from tests.checkpoint import test_gguf
 from tests.checkpoint.fuzzing import (
     TINY,
-    Door,
     Files,
     Mutation,
-    check_all,
+    convert_hf,
     edited,
+    few_and_many,
     files_of,
     some_bytes,
 )
 
 gguf = pytest.importorskip("gguf")
 
-FEW, MANY = 120, 300
 NAME = "tiny.gguf"
 NUMBERS = [0, 1, 2, 3, 31, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
 STRING, ARRAY, UINT32, BOOL = 8, 9, 4, 7
@@ -146,12 +145,6 @@ def whole_file(files: Files, rng: random.Random) -> Files:
     return edited(files, NAME, lambda data: some_bytes(data, rng))
 
 
-def convert(source: Path, output: Path) -> Any:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
-
-    return str(convert_hf_to_nemo(source, output))
-
-
 def made(folder: Path, **options: Any) -> tuple[Files, list[Mutation], str]:
     (folder / "made").mkdir(parents=True, exist_ok=True)
     path = test_gguf.write_gguf(folder / "made" / NAME, folder / "hf", **options)
@@ -192,20 +185,12 @@ def scaled(folder: Path) -> tuple[Files, list[Mutation], str]:
 
 
 @pytest.mark.parametrize("kind", [byte_level, quantised, scaled])
-@pytest.mark.parametrize(
-    "seeds",
-    [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.slow)],
-    ids=["few", "many"],
-)
+@few_and_many(120, 300)
 def test_a_gguf_is_converted_or_refused(
     kind: Callable[[Path], tuple[Files, list[Mutation], str]],
     seeds: range,
-    layout: Any,
-    scratch: Path,
+    fuzz: Callable[..., None],
     tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     files, mutations, source = kind(tmp_path_factory.mktemp("made"))
-    door = Door(files, convert, layout, tmp_path_factory.mktemp("doors"), scratch, source)
-    check_all(door, mutations, seeds)
+    fuzz(files, mutations, seeds, convert_hf, source)

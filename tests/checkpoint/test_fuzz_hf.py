@@ -18,17 +18,16 @@ from tests.checkpoint.fuzzing import (
     NASTY,
     TEMPLATES,
     TINY,
-    Door,
     Files,
     Mutation,
-    check_all,
+    convert_hf,
     edited,
+    few_and_many,
     files_of,
     some_bytes,
     with_nasty_value,
 )
 
-FEW, MANY = 120, 300
 INDEX = "model.safetensors.index.json"
 CONTRACT = "scoring_contract.json"
 KEYS = [
@@ -237,12 +236,6 @@ OURS = [
 ]
 
 
-def convert(source: Path, output: Path) -> Any:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
-
-    return str(convert_hf_to_nemo(source, output))
-
-
 def base(folder: Path) -> tuple[Files, list[Mutation]]:
     """In two files and an index."""
     from transformers import LlamaForCausalLM
@@ -271,20 +264,12 @@ def ours(folder: Path) -> tuple[Files, list[Mutation]]:
 
 
 @pytest.mark.parametrize("kind", [base, reward, ours])
-@pytest.mark.parametrize(
-    "seeds",
-    [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.slow)],
-    ids=["few", "many"],
-)
+@few_and_many(120, 300)
 def test_a_folder_is_converted_or_refused(
     kind: Callable[[Path], tuple[Files, list[Mutation]]],
     seeds: range,
-    layout: Any,
-    scratch: Path,
+    fuzz: Callable[..., None],
     tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     files, mutations = kind(tmp_path_factory.mktemp("made"))
-    door = Door(files, convert, layout, tmp_path_factory.mktemp("doors"), scratch)
-    check_all(door, mutations, seeds)
+    fuzz(files, mutations, seeds, convert_hf)

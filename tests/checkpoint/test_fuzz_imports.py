@@ -22,17 +22,15 @@ from tests.checkpoint.fuzzing import (
     BOMB,
     NASTY,
     TEMPLATES,
-    Door,
     Files,
     Mutation,
-    check_all,
     edited,
+    few_and_many,
     files_of,
     some_bytes,
     with_nasty_value,
 )
 
-FEW, MANY = 80, 300
 ALL = ("config", "weights", "tokenizer")
 TRACKER = "latest_checkpointed_iteration.txt"
 LAUGHS = "\n".join(
@@ -274,21 +272,13 @@ def aligner(folder: Path, tensors: Any, tokenizer: Path) -> list[Mutation]:
 
 
 @pytest.mark.parametrize("kind", [nemo2, bridge, megatron_lm, zarr, aligner])
-@pytest.mark.parametrize(
-    "seeds",
-    [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.slow)],
-    ids=["few", "many"],
-)
+@few_and_many(80, 300)
 def test_a_folder_is_imported_or_refused(
     kind: Callable[..., list[Mutation]],
     seeds: range,
-    layout: Any,
-    scratch: Path,
+    fuzz: Callable[..., None],
     tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     files, mutations = written(kind, tmp_path_factory.mktemp("made"))
     import_it = partial(convert, template="tokenizer" if kind is aligner else None)
-    door = Door(files, import_it, layout, tmp_path_factory.mktemp("doors"), scratch)
-    check_all(door, mutations, seeds)
+    fuzz(files, mutations, seeds, import_it)

@@ -305,18 +305,9 @@ def test_a_truncated_shard_is_refused(changed: Path, tmp_path: Path) -> None:
 
 
 def test_a_hub_name_is_downloaded(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    import huggingface_hub
-
-    asked: dict[str, Any] = {}
-
-    def download(name: str, **options: Any) -> str:
-        asked.update(name=name, **options)
-        return str(checkpoint)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.chdir(tmp_path)
+    asked = hub(checkpoint)
     assert convert("some-org/Tiny-RM", tmp_path / "rm.nemo").contract is not None
     assert asked["name"] == "some-org/Tiny-RM"
     assert asked["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja"]
