@@ -43,7 +43,7 @@ def prepare_model(source: Path, folder: Path) -> tuple[Path, Path]:
         if not (hf / "config.json").is_file():
             _unpack_gguf(source, hf)
     if not nemo.is_file():
-        from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+        from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
         convert_hf_to_nemo(hf, nemo)
     return hf, nemo

@@ -8,7 +8,7 @@ own: torchrun starts several. Seconds are means over ``--steps`` after one that 
 slowest rank, by part: ``data`` waits for packs, ``reduce`` sums gradients over ranks, ``other``
 gathers rewards and waits for the neighbours in a pipeline. A checkpoint holds training up for
 ``save`` and is ``written`` that long after it began. Memory is that of the fullest rank beside what
-nemo_aligner/models/cost.py says: all tensors that live at once on the CPU, what the allocator
+nemo_aligner/planning/cost.py says: all tensors that live at once on the CPU, what the allocator
 handed out on a GPU; ``resident`` is by how much the CPU's process grew, libraries that it loads
 meanwhile included.
 """
@@ -131,9 +131,9 @@ def _layouts(base: dict[str, Any], most: int) -> Jobs:
 
 
 def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str, Any]]:
-    from nemo_aligner.models.cost import step_flops
-    from nemo_aligner.models.memory_cost import fullest_stage
     from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.planning.cost import step_flops
+    from nemo_aligner.planning.memory import fullest_stage
 
     rows = []
     for label, job in jobs():
@@ -157,8 +157,9 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
 
 def _plan(job: Mapping[str, Any]) -> Any:
     """The job in the cost model's terms."""
-    from nemo_aligner.config.schema import Precision, Recompute
-    from nemo_aligner.models.cost import Plan, even_packs
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.config.model import Recompute
+    from nemo_aligner.planning.cost import Plan, even_packs
 
     mine = -(-job["pairs"] // job["dp"])
     budget = job["micro_batch_tokens"]
@@ -233,7 +234,7 @@ def _base_job(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
 def _model(arguments: argparse.Namespace, size: Size) -> dict[str, Any]:
     """A model_config: the given one, or a Llama of the size asked for."""
     if arguments.config is not None:
-        from nemo_aligner.checkpoint.nemo import open_nemo
+        from nemo_aligner.checkpoint.nemo.open import open_nemo
 
         with open_nemo(arguments.config, with_weights=False) as folder:
             return folder.config

@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_aligner.config.schema import OptimConfig, Precision, Recompute
-from nemo_aligner.models.reward_model import (
-    build_reward_model,
-    freeze_lower_layers,
-    wrap_for_training,
-)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner
@@ -107,7 +105,7 @@ def build_synthetic_learner(
 
 
 def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
-    from nemo_aligner.data.datasets import TokenizedDataset
+    from nemo_aligner.data.dataset import TokenizedDataset
     from nemo_aligner.data.records import Origin
 
     generator = torch.Generator().manual_seed(_SEED)
@@ -334,7 +332,7 @@ def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
 
 def _time_checkpoint(learner: RewardLearner) -> dict[str, float]:
     """Seconds that a save holds training up, and until it is written, in a folder all ranks see."""
-    from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
+    from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
     from nemo_aligner.parallel.collectives import gather_objects
 
     with tempfile.TemporaryDirectory() as own:

@@ -49,7 +49,9 @@ def main() -> None:
     device = choose_device(arguments.device)
     import torch
 
-    from nemo_aligner.config.schema import DataConfig, ModelConfig, Overlong, Precision
+    from nemo_aligner.config.common import Overlong, Precision
+    from nemo_aligner.config.data import DataConfig
+    from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
 
@@ -82,9 +84,9 @@ class _Ours:
 def _our_scorer(
     nemo: Path, config: Any, precision: Any, layout: Any
 ) -> tuple[_Ours, Callable[[Any], list[int]], int]:
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
-    from nemo_aligner.data.contract import build_contract
-    from nemo_aligner.serving.scorer import RewardScorer
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+    from nemo_aligner.scoring.scorer import RewardScorer
+    from nemo_aligner.text.contract import build_contract
 
     pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)
     tokenizer = pretrained.tokenizer

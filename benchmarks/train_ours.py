@@ -14,7 +14,7 @@ import torch
 
 def main() -> None:
     from nemo_aligner.config.load import load_config
-    from nemo_aligner.config.schema import TrainConfig
+    from nemo_aligner.config.training import TrainConfig
     from nemo_aligner.data.loader import TrainLoader
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout

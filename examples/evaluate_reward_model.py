@@ -13,12 +13,12 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_aligner.config.schema import EvaluateConfig
+    from nemo_aligner.config.evaluation import EvaluateConfig
 
 
 def main() -> int:
+    from nemo_aligner.config.evaluation import EvaluateConfig
     from nemo_aligner.config.load import load_config
-    from nemo_aligner.config.schema import EvaluateConfig
     from nemo_aligner.errors import AlignerError
 
     try:
@@ -30,14 +30,14 @@ def main() -> int:
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    from nemo_aligner.data.contract import check_expected
     from nemo_aligner.errors import ConfigError
     from nemo_aligner.evaluation.evaluate import evaluate_file
     from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
     from nemo_aligner.parallel.collectives import on_main, say
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.text.contract import check_expected
 
     model_file, data_file = config.rm_model_file, config.data.path
     if model_file is None or data_file is None:

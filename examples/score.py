@@ -22,7 +22,7 @@ def main() -> int:
         sys.exit("nothing to score: give texts, --conversation or --file")
 
     from nemo_aligner.errors import ServingError
-    from nemo_aligner.serving.client import RewardClient
+    from nemo_aligner.serving.client.reward import RewardClient
 
     with RewardClient(
         arguments.url, expect=arguments.expect, init_timeout_s=arguments.wait

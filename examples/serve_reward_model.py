@@ -11,12 +11,12 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_aligner.config.schema import ServeConfig
+    from nemo_aligner.config.serving import ServeConfig
 
 
 def main() -> int:
     from nemo_aligner.config.load import load_config
-    from nemo_aligner.config.schema import ServeConfig
+    from nemo_aligner.config.serving import ServeConfig
     from nemo_aligner.errors import AlignerError
 
     try:
@@ -27,12 +27,12 @@ def main() -> int:
 
 
 def run(config: ServeConfig) -> int:
-    from nemo_aligner.data.contract import check_expected
     from nemo_aligner.errors import ConfigError
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
-    from nemo_aligner.serving.scorer import load_scorer
-    from nemo_aligner.serving.server import serve
+    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.serving.transports.triton.server import serve
+    from nemo_aligner.text.contract import check_expected
 
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import numpy as np
     from score_everywhere import Rewards
 
-    from nemo_aligner.data.contract import ScoringContract
-    from nemo_aligner.evaluation.invariance import Row
+    from nemo_aligner.diagnostics.invariance import Row
     from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.text.contract import ScoringContract
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_START_S = 300
@@ -52,10 +52,10 @@ class Model:
 
 
 def read_model(checkpoint: str) -> Model:
-    from nemo_aligner.checkpoint.nemo import open_nemo
-    from nemo_aligner.data.contract import ScoringContract
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
     from nemo_aligner.errors import CheckpointError
     from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.text.contract import ScoringContract
 
     with open_nemo(checkpoint, with_weights=False) as folder:
         if folder.contract is None:
@@ -69,9 +69,9 @@ def read_model(checkpoint: str) -> Model:
 
 def choose_texts(arguments: argparse.Namespace) -> list[Any]:
     """Texts of ``--pairs`` pairs that the contract takes: chosen, rejected, chosen, ..."""
-    from nemo_aligner.checkpoint.reward_model import read_text_rules
-    from nemo_aligner.data.contract import OverlongError
+    from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
     from nemo_aligner.errors import DataError
+    from nemo_aligner.text.contract import OverlongError
 
     tokenizer, contract = read_text_rules(arguments.checkpoint)
     assert contract is not None, "read_model has seen to it"
@@ -148,7 +148,7 @@ def work(asked: str, result: str) -> None:
     """One world's part: what ``run_world`` asked for, into a file."""
     from score_everywhere import score_everywhere
 
-    from nemo_aligner.config.schema import Precision
+    from nemo_aligner.config.common import Precision
 
     job = json.loads(Path(asked).read_text())
     precision = Precision(job["precision"])
@@ -195,7 +195,7 @@ def served(checkpoint: str, precision: str) -> Iterator[str]:
 def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[str, np.ndarray]:
     import numpy as np
 
-    from nemo_aligner.serving.client import RewardClient
+    from nemo_aligner.serving.client.reward import RewardClient
 
     print(f"scoring in {precision} over HTTP", flush=True)
     with served(checkpoint, precision) as url, RewardClient(url) as client:
@@ -208,7 +208,7 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
 
 def compare_all(scored: Scored, model: Model, precision: str) -> tuple[list[Row], str]:
     """The table's rows, and the summary; both are printed."""
-    from nemo_aligner.evaluation.invariance import choose_bar, compare, render_rows, summarise
+    from nemo_aligner.diagnostics.invariance import choose_bar, compare, render_rows, summarise
 
     bar = choose_bar(precision, model.shape.num_layers, scored.reference)
     weights = model.contract.attribute_weights
@@ -242,7 +242,7 @@ def take_part(
     """In a world that torchrun or srun started: its layouts, the first of them as the reference."""
     from score_everywhere import score_everywhere
 
-    from nemo_aligner.config.schema import Precision
+    from nemo_aligner.config.common import Precision
 
     return Scored(
         *score_everywhere(

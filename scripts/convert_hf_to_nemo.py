@@ -18,9 +18,9 @@ from nemo_aligner.errors import AlignerError
 def main() -> int:
     arguments = _parse()
     # Imported here: --help needs no torch.
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
-    from nemo_aligner.checkpoint.hf_reward import ContractOptions
-    from nemo_aligner.config.schema import Precision
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+    from nemo_aligner.config.common import Precision
     from nemo_aligner.models.backbone import DTYPES
 
     dtype = None if arguments.dtype is None else DTYPES[Precision(arguments.dtype)]

@@ -19,8 +19,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main() -> int:
     arguments = _parse()
     # Imported here: --help needs no torch.
-    from nemo_aligner.checkpoint.hf_export import ExportOptions, export_to_hf
-    from nemo_aligner.config.schema import Precision
+    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
+    from nemo_aligner.config.common import Precision
     from nemo_aligner.models.backbone import DTYPES
     from nemo_aligner.parallel.launch import single_process
     from nemo_aligner.parallel.layout import initialize_layout

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_aligner.data.contract import ScoringContract
-    from nemo_aligner.data.file_report import FileReport
     from nemo_aligner.data.records import Record, RecordFile
-    from nemo_aligner.data.tokenizer import Tokenizer
+    from nemo_aligner.data.report import FileReport
+    from nemo_aligner.text.contract import ScoringContract
+    from nemo_aligner.text.tokenizer import Tokenizer
 
 
 def inspect(arguments: argparse.Namespace) -> None:
-    from nemo_aligner.data.file_report import check_overlap
+    from nemo_aligner.data.overlap import check_overlap
 
     tokenizer, contract = None, None
     if arguments.tokenizer is not None:
@@ -47,17 +47,12 @@ def inspect(arguments: argparse.Namespace) -> None:
 
 def text_rules(arguments: argparse.Namespace) -> tuple[Tokenizer, ScoringContract]:
     """The tokenizer, and the contract that it is used by."""
-    from nemo_aligner.checkpoint.reward_model import read_text_rules
-    from nemo_aligner.config.schema import (
-        DataConfig,
-        ModelConfig,
-        Overlong,
-        Precision,
-        RegressionConfig,
-        RewardModelType,
-    )
-    from nemo_aligner.data.contract import build_contract
-    from nemo_aligner.data.tokenizer import load_tokenizer
+    from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+    from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+    from nemo_aligner.config.data import DataConfig, RegressionConfig
+    from nemo_aligner.config.model import ModelConfig
+    from nemo_aligner.text.contract import build_contract
+    from nemo_aligner.text.tokenizer import load_tokenizer
 
     path, contract = arguments.tokenizer, None
     if (path / "tokenizer.json").is_file():
@@ -96,7 +91,7 @@ def report_on(
     name = "train" if path in arguments.train else "file"
     if contract is None or tokenizer is None:
         return file, report_in_characters(file, name)
-    from nemo_aligner.data.datasets import tokenize_files
+    from nemo_aligner.data.dataset import tokenize_files
 
     return file, tokenize_files([file], contract, tokenizer, name).reports[0]
 
@@ -107,8 +102,9 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
 
     import torch
 
-    from nemo_aligner.data.file_report import FileReport, first_prompts
-    from nemo_aligner.data.records import prompt_of, reply_of
+    from nemo_aligner.data.overlap import first_prompts
+    from nemo_aligner.data.report import FileReport
+    from nemo_aligner.text.messages import prompt_of, reply_of
 
     texts = [text for record in file.records for text in record.texts]
     replies = torch.tensor([len(reply_of(text)) for text in texts])

@@ -3,7 +3,7 @@
     python scripts/plan_layout.py --params 8B --gpus 8
     python scripts/plan_layout.py --config base.nemo --gpus 64 --gpu-memory 141 --seq-length 4096
 
-Nothing is measured here: nemo_aligner/models/cost.py and memory_cost.py count what a step computes,
+Nothing is measured here: nemo_aligner/planning/ counts what a step computes,
 sends and holds. The memory was held against real steps (docs/performance.md); the speed rests on
 what --tflops, --mfu, --intra-node and --inter-node assume. A step has --global-batch-size pairs of
 two sequences of --seq-length tokens that share nothing, which is the most that the settings allow.
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from nemo_aligner.errors import AlignerError, ConfigError
 
 if TYPE_CHECKING:
-    from nemo_aligner.models.cost import Plan
-    from nemo_aligner.models.planner import Candidate, Planner
     from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.planning.cost import Plan
+    from nemo_aligner.planning.planner import Candidate, Planner
 
 GIB = 2**30
 # layers, hidden, ffn, heads, query groups, channels of a head, vocabulary
@@ -59,9 +59,11 @@ def _planner(shape: ModelShape, options: argparse.Namespace) -> Planner:
     Raises:
         ConfigError: one has a value that cannot be.
     """
-    from nemo_aligner.config.schema import DataConfig, ModelConfig, Precision, Recompute
-    from nemo_aligner.models.cost import Machine
-    from nemo_aligner.models.planner import Planner
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.config.data import DataConfig
+    from nemo_aligner.config.model import ModelConfig, Recompute
+    from nemo_aligner.planning.cost import Machine
+    from nemo_aligner.planning.planner import Planner
 
     length = options.seq_length or DataConfig().seq_length
     batch = options.global_batch_size or ModelConfig().global_batch_size
@@ -249,7 +251,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         raise ConfigError(f"--config: got {path}, which is not there")
     if path.suffix == ".nemo" or path.is_dir():
-        from nemo_aligner.checkpoint.nemo import open_nemo
+        from nemo_aligner.checkpoint.nemo.open import open_nemo
 
         with open_nemo(path, with_weights=False) as folder:
             return folder.config

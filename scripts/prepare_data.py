@@ -21,18 +21,17 @@ from pathlib import Path
 import numpy as np
 from demo_pairs import REASONS, build_demo_pairs
 
-from nemo_aligner.data.files import read_lines
 from nemo_aligner.data.records import (
     Comparison,
     Rating,
     Record,
     RecordFile,
-    first_prompt,
     prompt_key,
     read_records,
-    reply_of,
 )
+from nemo_aligner.data.sources import read_lines
 from nemo_aligner.errors import AlignerError, DataError
+from nemo_aligner.text.messages import first_prompt, reply_of
 
 
 def _demo(arguments: argparse.Namespace) -> None:

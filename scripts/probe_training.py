@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_aligner.config.schema import TrainConfig
-    from nemo_aligner.training.probe import ProbeResult
+    from nemo_aligner.config.training import TrainConfig
+    from nemo_aligner.diagnostics.probe import ProbeResult
 
 
 def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
+    from nemo_aligner.diagnostics.probe import few_records, probe
     from nemo_aligner.parallel.collectives import say
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
     from nemo_aligner.training.build import build_data, build_learner
-    from nemo_aligner.training.probe import few_records, probe
 
     with launch():
         layout = initialize_layout(
@@ -45,7 +45,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
 
 def settings_for_probe(config: TrainConfig, records: int, steps: int) -> None:
     """Every step sees all records, at a constant rate."""
-    from nemo_aligner.config.schema import Schedule
+    from nemo_aligner.config.model import Schedule
 
     config.model.global_batch_size = records
     config.model.optim.sched.name = Schedule.constant
@@ -56,7 +56,7 @@ def settings_for_probe(config: TrainConfig, records: int, steps: int) -> None:
 
 
 def render(result: ProbeResult) -> str:
-    from nemo_aligner.training.probe import BARS
+    from nemo_aligner.diagnostics.probe import BARS
 
     high, low = BARS[result.metric]
     (first, last), (first_swapped, last_swapped) = result.losses
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--help-settings", action="store_true", help="list all settings")
     arguments, settings = parser.parse_known_args(argv)
     from nemo_aligner.config.load import load_config
-    from nemo_aligner.config.schema import TrainConfig
+    from nemo_aligner.config.training import TrainConfig
     from nemo_aligner.errors import AlignerError
     from nemo_aligner.parallel.collectives import say
     from nemo_aligner.training.run import check_settings

@@ -135,7 +135,7 @@ num_layers() {
     python - "$MODEL" << 'PYTHON'
 import sys
 
-from nemo_aligner.checkpoint.nemo import open_nemo
+from nemo_aligner.checkpoint.nemo.open.open import open_nemo
 
 with open_nemo(sys.argv[1], with_weights=False) as folder:
     print(folder.config["num_layers"])
@@ -216,7 +216,8 @@ import json
 import sys
 from pathlib import Path
 
-from nemo_aligner.data.records import prompt_of, read_records, reply_of
+from nemo_aligner.text.messages import prompt_of, reply_of
+from nemo_aligner.data.records import read_records
 
 records = read_records(sys.argv[1], None).records
 texts = [text for record in records[:2] for text in record.texts][:2]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from nemo_aligner.config.schema import Precision
-    from nemo_aligner.evaluation.invariance import Sizes
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.diagnostics.invariance import Sizes
     from nemo_aligner.parallel.layout import ParallelLayout
 
 # Layout -> variant -> rewards [N, A].
@@ -29,10 +29,10 @@ def score_everywhere(
     """
     from torch.distributed import get_world_size
 
-    from nemo_aligner.checkpoint.nemo import open_nemo
-    from nemo_aligner.config.schema import Precision
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.diagnostics.invariance import fitting_layouts
     from nemo_aligner.errors import ConfigError
-    from nemo_aligner.evaluation.invariance import fitting_layouts
     from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.parallel.launch import launch
 
@@ -54,7 +54,7 @@ def score_everywhere(
 def _at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: Sizes
 ) -> dict[str, np.ndarray]:
-    from nemo_aligner.config.schema import Recompute
+    from nemo_aligner.config.model import Recompute
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
 
     layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
@@ -71,7 +71,7 @@ def _alone(checkpoint: Path, texts: list[Any], precision: Precision, sizes: Size
     import numpy as np
 
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
     budget = 2**30
@@ -86,8 +86,8 @@ def _scored(
 ) -> dict[str, np.ndarray]:
     import numpy as np
 
-    from nemo_aligner.checkpoint.reward_model import load_reward_model
-    from nemo_aligner.serving.scorer import RewardScorer
+    from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
+    from nemo_aligner.scoring.scorer import RewardScorer
 
     model = load_reward_model(checkpoint, layout, precision)
     small = model.contract.seq_length
@@ -117,10 +117,10 @@ def _trained_on(
     """The rewards of a training step's forward pass."""
     import torch
 
-    from nemo_aligner.checkpoint.reward_model import load_pretrained, read_text_rules
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, read_text_rules
     from nemo_aligner.data.packing import pack_sequences
-    from nemo_aligner.models.reward_model import wrap_for_training
     from nemo_aligner.models.step import forward_backward, gather_rewards, record_ids_of
+    from nemo_aligner.models.trainable import wrap_for_training
 
     tokenizer, contract = read_text_rules(checkpoint)
     assert contract is not None, "its rewards were scored before"

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from tests import tiny
+from tests.contracts import Contracts
 from tests.environments import make_environment
 
 
@@ -36,3 +39,20 @@ def trl_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A python with TRL and the module of rewardbench's pipeline."""
     folder = tmp_path_factory.mktemp("trl") / "environment"
     return make_environment(folder, "trl==1.16.0", alone=("rewardbench==0.1.4",))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny.write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def contracts(tokenizer: Tokenizer) -> Contracts:
+    return Contracts(tokenizer)

@@ -95,7 +95,7 @@ def write_hf_checkpoint(folder: Path, case: str) -> None:
 
 def write_base_nemo(path: Path, case: str) -> Path:
     """A base ``.nemo`` made by the converter; ``path`` with ``.hf`` is what it was made of."""
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     source = path.with_suffix(".hf")
     write_hf_checkpoint(source, case)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.schema import EvaluateConfig, ServeConfig, TrainConfig
+from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.config.training import TrainConfig
 from tests.tiny import ROOT
 
 PAGES = sorted(

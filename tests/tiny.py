@@ -86,7 +86,7 @@ def write_hf_reward_model(folder: Path, labels: int = 1, **changes: object) -> N
 
 def write_base_nemo(path: Path, **changes: object) -> Path:
     """A base ``.nemo`` made by the converter from a tiny Hugging Face checkpoint."""
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     source = path.with_suffix(".hf")
     write_hf_checkpoint(source, **changes)
@@ -98,11 +98,13 @@ def write_reward_nemo(path: Path) -> Path:
     """A reward model's ``.nemo`` with two attributes, norms that are not 1, and label means."""
     import torch
 
-    from nemo_aligner.checkpoint.reward_model import load_pretrained, save_reward_model
-    from nemo_aligner.config.schema import ModelConfig, Precision, RegressionConfig, RewardModelType
-    from nemo_aligner.data.contract import build_contract
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
+    from nemo_aligner.config.common import Precision, RewardModelType
+    from nemo_aligner.config.data import RegressionConfig
+    from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+    from nemo_aligner.text.contract import build_contract
 
     settings = ModelConfig(
         reward_model_type=RewardModelType.regression,

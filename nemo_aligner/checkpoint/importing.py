@@ -30,18 +30,18 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.hf_source import tokenizer_folder
-from nemo_aligner.checkpoint.model_weights import is_per_layer, model_shape
-from nemo_aligner.checkpoint.nemo import NemoFolder, open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.streaming import TensorReader, UnreadTensor, save_unread
-from nemo_aligner.config.schema import Overlong, Precision, RewardModelType
-from nemo_aligner.data.contract import ScoringContract
-from nemo_aligner.data.contract_fields import are_numbers
-from nemo_aligner.data.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
-from nemo_aligner.data.tokenizer import Tokenizer
+from nemo_aligner.checkpoint.hf.source import tokenizer_folder
+from nemo_aligner.checkpoint.nemo.into_model import is_per_layer, model_shape
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.weights.stream import TensorReader, UnreadTensor, save_unread
+from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.launch import single_process
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract_fields import are_numbers
+from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
+from nemo_aligner.text.tokenizer import Tokenizer
 
 RAW_TEXT = "none"
 _PRECISIONS = {

@@ -28,17 +28,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_aligner.data.files import Line
-from nemo_aligner.data.records import (
-    Comparison,
-    Conversation,
-    Origin,
-    Rating,
-    Record,
-    Text,
-    check_text,
-)
+from nemo_aligner.data.records import Comparison, Origin, Rating, Record
+from nemo_aligner.data.sources import Line
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.text.messages import Conversation, Text, check_text
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from statistics import fmean
 import numpy as np
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.data.datasets import TokenizedDataset
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import pack_records, record_cost, share_out
 from nemo_aligner.errors import ConfigError
 

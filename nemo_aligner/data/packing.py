@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from nemo_aligner.batch import Group, PackedBatch, shared_tokens
-from nemo_aligner.data.datasets import TokenizedDataset
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.errors import DataError
 
 

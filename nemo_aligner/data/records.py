@@ -19,20 +19,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nemo_aligner.data.files import read_lines
+from nemo_aligner.data.sources import read_lines
 from nemo_aligner.errors import DataError
-
-ROLES = ("system", "user", "assistant", "tool")
-
-Message: TypeAlias = dict[str, str]
-Conversation: TypeAlias = list[Message]
-# A str is raw text, scored as it stands; a conversation goes through the contract's chat template.
-Text: TypeAlias = str | Conversation
+from nemo_aligner.text.messages import Text, prompt_of, reply_of
 
 
 @dataclass(frozen=True)
@@ -141,22 +135,6 @@ def _why_drop(record: Record, labelled: bool) -> str | None:
     return None
 
 
-def prompt_of(text: Text) -> Conversation:
-    """Everything before the last turn of a conversation; nothing for raw text."""
-    return [] if isinstance(text, str) else text[:-1]
-
-
-def reply_of(text: Text) -> str:
-    """What is judged: the last turn of a conversation; the whole of a raw text."""
-    return text if isinstance(text, str) else text[-1]["content"]
-
-
-def first_prompt(text: Text) -> str:
-    """The first user turn of a conversation; empty for raw text."""
-    turns: Iterator[Message] = iter(() if isinstance(text, str) else text)
-    return next((turn["content"] for turn in turns if turn["role"] == "user"), "")
-
-
 def prompt_key(record: Record) -> str:
     """What two records of the same prompt have in common, whatever its case and white space.
 
@@ -179,53 +157,3 @@ def _shared_start(record: Record) -> str:
 
 def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
-
-
-def check_text(text: object) -> None:
-    """Refuse anything but a raw text or a conversation that ends with the assistant's reply.
-
-    Raises:
-        DataError: it says what was got and what was wanted, but not where; the caller knows that.
-    """
-    if isinstance(text, str):
-        _check_unicode(text)
-        return
-    if not isinstance(text, list):
-        raise DataError(f"got {_shown(text)}, wanted a text or a list of messages")
-    if not text:
-        raise DataError("got an empty conversation, wanted at least the reply that is scored")
-    for number, message in enumerate(text, start=1):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise DataError(
-                f"message {number}: got {_shown(message)}, wanted exactly 'role' and 'content'"
-            )
-        for key, value in message.items():
-            if not isinstance(value, str):
-                raise DataError(f"message {number}, {key}: got {_shown(value)}, wanted a string")
-            _check_unicode(value)
-        if message["role"] not in ROLES:
-            raise DataError(
-                f"message {number}: got role {message['role']!r:.60}, "
-                f"wanted one of {', '.join(ROLES)}"
-            )
-    if text[-1]["role"] != "assistant":
-        raise DataError(
-            f"the last message is the reply that is scored: got role {text[-1]['role']!r}, "
-            "wanted 'assistant'"
-        )
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"got half of a surrogate pair at character {error.start}, wanted valid Unicode"
-        ) from error
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return f"an object with keys {', '.join(map(repr, value)) or 'none'}"
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

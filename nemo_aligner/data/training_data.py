@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_aligner.config.schema import ModelConfig
-from nemo_aligner.data.contract import ScoringContract
-from nemo_aligner.data.datasets import TokenizedDataset, build_dataset
-from nemo_aligner.data.file_report import check_overlap
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.data.dataset import TokenizedDataset, build_dataset
+from nemo_aligner.data.overlap import check_overlap
 from nemo_aligner.data.packing import packed_size
-from nemo_aligner.data.tokenizer import Tokenizer
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

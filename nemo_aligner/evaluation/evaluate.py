@@ -2,7 +2,7 @@
 
 ``score`` may be a scorer in this process or a client's: the metrics are the trainer's own, over
 every record once. ``encode`` is the scorer's, too, where there is one: with it, records that
-training would drop (see ``data/datasets.py``) are dropped and counted here by the same rule.
+training would drop (see ``data/dataset.py``) are dropped and counted here by the same rule.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from nemo_aligner.data.contract import Encoded, OverlongError, ScoringContract
-from nemo_aligner.data.records import Comparison, Origin, Rating, Text, read_records, reply_of
+from nemo_aligner.data.records import Comparison, Origin, Rating, read_records
 from nemo_aligner.errors import DataError
-from nemo_aligner.metrics import by_source, ranking_report, regression_report
+from nemo_aligner.metrics.by_source import by_source
+from nemo_aligner.metrics.ranking import ranking_report
+from nemo_aligner.metrics.regression import regression_report
+from nemo_aligner.text.contract import Encoded, OverlongError, ScoringContract
+from nemo_aligner.text.messages import Text, reply_of
 
 # N texts -> [N, A] float32.
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]

@@ -28,9 +28,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.models.attention import PackedAttention
+from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, squared_relu
 from nemo_aligner.models.shape import ModelShape

@@ -8,7 +8,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from nemo_aligner.models.attention import PackedAttention, PackedSegments
+from nemo_aligner.models.attention.packed import PackedAttention
+from nemo_aligner.models.attention.segments import PackedSegments
 
 
 class LastTokenAttention(PackedAttention):

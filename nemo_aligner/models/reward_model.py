@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.config.schema import Precision, Recompute
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.models.attention import PackedSegments
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.backbone import layer_spec, transformer_config
+from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
-
-_HEAD_INIT_STD = 0.02
-
-
-class RewardHead(torch.nn.Module):
-    """Linear map ``[S, hidden] -> [S, A]`` in fp32, without bias, whole on all TP ranks."""
-
-    def __init__(self, hidden_size: int, num_attributes: int, seed: int) -> None:
-        super().__init__()
-        # Drawn on the CPU from its own generator: the same head on any device, at any layout.
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.empty(num_attributes, hidden_size, dtype=torch.float32)
-        weight.normal_(std=_HEAD_INIT_STD, generator=generator)
-        self.weight = torch.nn.Parameter(weight.to(torch.cuda.current_device()))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), self.weight)
 
 
 class GPTRewardModel(GPTModel):
@@ -166,52 +148,3 @@ def build_reward_model(
     return GPTRewardModel(config, shape, layout, num_attributes, seed).to(
         torch.cuda.current_device()
     )
-
-
-def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> None:
-    """Leave the embeddings and the first ``count`` layers as they are; 0 freezes nothing.
-
-    Raises:
-        ConfigError: ``count`` leaves no layer to train.
-    """
-    if count == 0:
-        return
-    if count >= num_layers:
-        raise ConfigError(f"model.freeze_layers: got {count}, wanted less than {num_layers}")
-    if model.pre_process:
-        model.embedding.requires_grad_(False)
-    for layer in model.decoder.layers:
-        if layer.layer_number <= count:
-            layer.requires_grad_(False)
-
-
-def wrap_for_training(
-    model: GPTRewardModel, bucket_size: int | None = None
-) -> DistributedDataParallel:
-    """Megatron's data parallel wrapper: fp32 gradients, sharded for the distributed optimizer.
-
-    Among several data parallel ranks the buffers are cut into buckets of about ``bucket_size``
-    parameters (Megatron's choice by default). A bucket's gradients are reduced while those before
-    it are computed, and its updated weights are gathered while those before it are used.
-    """
-    overlaps = parallel_state.get_data_parallel_world_size() > 1
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=overlaps,
-        overlap_param_gather=overlaps,
-        bucket_size=bucket_size,
-    )
-    wrapped = DistributedDataParallel(model.config, config, model)
-    if overlaps:
-        model.config.no_sync_func = wrapped.no_sync
-        _gather_in_order_of_use(wrapped)
-    return wrapped
-
-
-def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
-    """Megatron goes through its buffers backwards, and has the fp32 head's at the beginning."""
-    places = {parameter: place for place, parameter in enumerate(wrapped.module.parameters())}
-    groups = sorted(wrapped.bucket_groups, key=lambda group: min(places[p] for p in group.params))
-    for group, following in zip_longest(groups, groups[1:]):
-        group.next_param_gather_bucket_group = following

@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
+from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.parallel.pipeline import PipelineMessages
 
@@ -98,11 +99,6 @@ def gather_rewards(
     if dist.get_world_size() > 1:
         dist.all_reduce(gathered)
     return gathered.cpu()
-
-
-def current_device() -> torch.device:
-    """The one that this rank computes on."""
-    return torch.device(torch.cuda.current_device())
 
 
 def _run(

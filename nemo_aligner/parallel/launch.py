@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.parallel.cpu import keep_freed_memory, return_freed_memory
+from nemo_aligner.parallel.cpu.malloc import keep_freed_memory, return_freed_memory
 
 _DEFAULT_PORT = 29400
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from nemo_aligner.checkpoint.reward_model import (
+from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
     load_pretrained,
     read_text_rules,
 )
-from nemo_aligner.config.schema import TrainConfig
-from nemo_aligner.data.contract import build_contract, continue_contract
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData, build_training_data
-from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.text.contract import build_contract, continue_contract
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.objective import build_objective
 from nemo_aligner.training.optimizer import build_optimizer

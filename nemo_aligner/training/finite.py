@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nemo_aligner.data.datasets import TokenizedDataset
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import pack_records
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.step import RewardLoss, forward_backward

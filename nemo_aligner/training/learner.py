@@ -10,17 +10,12 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.data.datasets import TokenizedDataset
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance, TrainLoader, validation_batches
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.metrics import by_source
-from nemo_aligner.models.step import (
-    current_device,
-    forward_backward,
-    gather_rewards,
-    infer,
-    record_ids_of,
-)
+from nemo_aligner.metrics.by_source import by_source
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer, record_ids_of
+from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.finite import (
     StepRecords,

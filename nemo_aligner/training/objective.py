@@ -7,9 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nemo_aligner.data.contract import ScoringContract
 from nemo_aligner.losses import bradley_terry, masked_mse
-from nemo_aligner.metrics import ranking_metrics, ranking_report, regression_report
+from nemo_aligner.metrics.ranking import ranking_metrics, ranking_report
+from nemo_aligner.metrics.regression import regression_report
+from nemo_aligner.text.contract import ScoringContract
 
 
 class Objective(Protocol):

@@ -22,7 +22,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor
 
-from nemo_aligner.config.schema import OptimConfig
+from nemo_aligner.config.model import OptimConfig
 from nemo_aligner.training.host_moments import MOMENTS, HostMoments, host_zeros
 
 # The one form of the optimizer's state that any layout can read; of the ranks that hold the same

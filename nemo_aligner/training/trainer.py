@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
-from nemo_aligner.config.schema import TrainConfig
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.parallel.collectives import agree_on, gather_objects
 from nemo_aligner.training.clock import StopRequest, Timers
-from nemo_aligner.training.loggers import Progress
+from nemo_aligner.training.console import Progress
 
 _SHOWN_OF_VALIDATION = (
     "loss",

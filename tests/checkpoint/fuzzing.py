@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import AlignerError
 from tests import tiny
 
@@ -77,8 +77,8 @@ class Mutation:
 
 def load(path: Path, layout: Any) -> Content:
     """A base model's content, or a reward model's with its contract."""
-    from nemo_aligner.checkpoint.nemo import open_nemo
-    from nemo_aligner.checkpoint.reward_model import load_pretrained, load_reward_model
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, load_reward_model
 
     with open_nemo(path, with_weights=False) as folder:
         contract = folder.contract
@@ -159,7 +159,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def convert_hf(source: Path, output: Path) -> str:
     """By the door for Hugging Face and GGUF."""
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     return str(convert_hf_to_nemo(source, output))
 

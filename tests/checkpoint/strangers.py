@@ -55,7 +55,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     """An archive's tensors, whole, without the prefix; norms are made to differ from 1."""
     from megatron.core import dist_checkpointing
 
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     with open_nemo(path) as folder:
         plain = dist_checkpointing.load_plain_tensors(str(folder.weights))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.config.common import Precision
 from tests import families
 
 
@@ -19,7 +19,7 @@ def test_the_table_is_the_model(case: str, layout: Any) -> None:
         layer_tensors,
         model_tensors,
     )
-    from nemo_aligner.checkpoint.hf_names import find_family
+    from nemo_aligner.checkpoint.hf.families.names import find_family
     from nemo_aligner.models.reward_model import build_reward_model
     from nemo_aligner.models.shape import ModelShape
 

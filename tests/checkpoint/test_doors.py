@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import AlignerError, CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint import strangers
@@ -46,7 +46,7 @@ def tokenizer(base: Path) -> Path:
 
 
 def load(path: Path, layout: Any, attributes: int = 1) -> Any:
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
     return load_pretrained(path, layout, num_attributes=attributes, precision=Precision.fp32)
 
@@ -141,7 +141,7 @@ def test_the_settings_are_those_of_the_converter(
     """The forms of one model read as the same shape, and that as Hugging Face's conversion."""
     import dataclasses
 
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
     from nemo_aligner.models.shape import ModelShape
 
     with open_nemo(base, with_weights=False) as folder:
@@ -297,7 +297,7 @@ def test_what_nemo_1_hands_to_megatron_core_is_refused(
 
 
 def test_what_is_not_nemos_is_shown_its_door(base: Path, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     gguf, adapter = tmp_path / "model.gguf", tmp_path / "adapter"
     gguf.write_bytes(b"GGUF" + bytes(1000))
@@ -393,7 +393,7 @@ def test_a_nemo_aligner_reward_model_scores_as_it_did(
 ) -> None:
     """Against NeMo-Aligner's own formula on the last hidden state of the same decoder."""
     from nemo_aligner.models.step import infer
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     head = head_of(attributes)
     folder = tmp_path / "theirs"
@@ -428,7 +428,7 @@ def test_a_nemo_aligner_reward_model_scores_as_it_did(
 def test_scaling_is_kept_where_it_is_asked_for(
     tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
 ) -> None:
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     strangers.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(1)}, tokenizer)
     for keep in (False, True):
@@ -445,7 +445,7 @@ def test_a_config_stands_for_the_archives_own(
     tensors: Tensors, tokenizer: Path, layout: Any, tmp_path: Path
 ) -> None:
     """For reward models that were trained with rotary_base 10000, whatever their settings say."""
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     stored = {**tensors, **head_of(1)}
     standard = {"enable": True, "mean": 1.0, "std": 2.0}

@@ -32,8 +32,8 @@ def write_reward_model(folder: Path, case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", families.CASES)
 def test_there_and_back(case: str, dtype: torch.dtype, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
-    from nemo_aligner.checkpoint.hf_export import ExportOptions, export_to_hf
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
 
     write_reward_model(tmp_path / "there", case, dtype)
     # Of two query groups, for which a third of zeros is added and removed again.

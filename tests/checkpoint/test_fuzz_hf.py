@@ -254,7 +254,7 @@ def reward(folder: Path) -> tuple[Files, list[Mutation]]:
 
 def ours(folder: Path) -> tuple[Files, list[Mutation]]:
     """With a contract, as ``convert_nemo_to_hf`` writes it."""
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     tiny.write_hf_reward_model(folder / "ours", **TINY)
     made = convert_hf_to_nemo(folder / "ours", folder / "reward.nemo").contract

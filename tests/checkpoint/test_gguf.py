@@ -188,7 +188,7 @@ def content(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """An archive's config and whole tensors."""
     from megatron.core import dist_checkpointing
 
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
     from nemo_aligner.parallel.launch import launch
 
     with launch(), open_nemo(path) as folder:
@@ -196,7 +196,7 @@ def content(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def convert(source: Path, output: Path) -> Any:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     return convert_hf_to_nemo(source, output)
 
@@ -244,7 +244,7 @@ def test_llama3_divisors_are_those_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from nemo_aligner.checkpoint.gguf_families import llama3_divisors
+    from nemo_aligner.checkpoint.hf.families.gguf import llama3_divisors
 
     config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=LLAMA3)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
@@ -257,7 +257,7 @@ def test_llama3_divisors_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("layers", [42, 46])
 def test_gemma2_scales_its_scores_as_llama_cpp_does(layers: int, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.gguf import GgufCheckpoint
+    from nemo_aligner.checkpoint.hf.gguf.file import GgufCheckpoint
 
     # 9B and 27B, but for the tensors.
     writer = gguf.GGUFWriter(tmp_path / "gemma2.gguf", "gemma2")
@@ -283,7 +283,7 @@ def test_gemma2_scales_its_scores_as_llama_cpp_does(layers: int, tmp_path: Path)
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"])
 def test_quantised_weights_are_those_that_were_written(case: str, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.gguf import GgufCheckpoint
+    from nemo_aligner.checkpoint.hf.gguf.file import GgufCheckpoint
 
     folder, kind = tmp_path / "hf", gguf.GGMLQuantizationType.Q8_0
     families.write_hf_checkpoint(folder, case)
@@ -303,7 +303,7 @@ def test_transformers_reads_the_same_of_these_files(case: str, tmp_path: Path) -
     pytest.importorskip("accelerate")  # transformers wants it to load weights from GGUF
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from nemo_aligner.checkpoint.gguf import GgufCheckpoint
+    from nemo_aligner.checkpoint.hf.gguf.file import GgufCheckpoint
 
     folder, tokens = tmp_path / "hf", torch.tensor([families.SEQUENCES[1]])
     families.write_hf_checkpoint(folder, case)
@@ -323,8 +323,8 @@ def test_transformers_reads_the_same_of_these_files(case: str, tmp_path: Path) -
 
 
 def carried_tokenizer(source: Path, folder: Path) -> Any:
-    from nemo_aligner.checkpoint.hf_source import open_source
-    from nemo_aligner.data.tokenizer import load_tokenizer
+    from nemo_aligner.checkpoint.hf.source import open_source
+    from nemo_aligner.text.tokenizer import load_tokenizer
 
     open_source(source).save_tokenizer(folder / source.stem)
     return load_tokenizer(folder / source.stem)
@@ -332,7 +332,7 @@ def carried_tokenizer(source: Path, folder: Path) -> Any:
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"])
 def test_the_tokenizer_is_the_one_that_was_written(case: str, tmp_path: Path) -> None:
-    from nemo_aligner.data.tokenizer import load_tokenizer
+    from nemo_aligner.text.tokenizer import load_tokenizer
 
     folder = tmp_path / "hf"
     families.write_hf_checkpoint(folder, case)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf_names import pack_qkv, unpack_qkv
+from nemo_aligner.checkpoint.hf.families.names import pack_qkv, unpack_qkv
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
 from tests.families import LLAMA3_ROPE
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("layout")
 def convert(
     source: Path, output: Path, dtype: torch.dtype | None = None, tensor_parallel: int = 1
 ) -> Any:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     return convert_hf_to_nemo(source, output, dtype, tensor_parallel)
 
@@ -42,7 +42,7 @@ def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_aligner.checkpoint.nemo import load_weights, open_nemo
+    from nemo_aligner.checkpoint.nemo.open import load_weights, open_nemo
 
     same = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -128,7 +128,7 @@ def test_the_summary_and_the_config_say_what_was_converted(
 ) -> None:
     from transformers import LlamaForCausalLM
 
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     summary = convert(checkpoint, tmp_path / "out" / "base.nemo")
     count = LlamaForCausalLM.from_pretrained(checkpoint).num_parameters()
@@ -141,7 +141,7 @@ def test_the_summary_and_the_config_say_what_was_converted(
 
 
 def test_dtype_is_as_stored_or_as_asked(checkpoint: Path, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors
+    from nemo_aligner.checkpoint.nemo.open import open_nemo, stored_tensors
 
     summary = convert(checkpoint, tmp_path / "base.nemo", torch.bfloat16)
     assert summary.dtype == "bf16"
@@ -151,7 +151,7 @@ def test_dtype_is_as_stored_or_as_asked(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_the_tokenizer_is_carried_over_unchanged(checkpoint: Path, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     convert(checkpoint, tmp_path / "base.nemo")
     with open_nemo(tmp_path / "base.nemo") as folder:

@@ -47,7 +47,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, layout: Any) -> Path:
 
 def save_again(source: Path, target: Path, layout: Any, **contract: Any) -> None:
     """The archive as training writes it (its vocabulary is padded), with a changed contract."""
-    from nemo_aligner.checkpoint.reward_model import load_reward_model, save_reward_model
+    from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 
     loaded = load_reward_model(source, layout)
     save_reward_model(
@@ -60,7 +60,7 @@ def save_again(source: Path, target: Path, layout: Any, **contract: Any) -> None
 
 
 def export(archive: Path, output: Path, layout: Any, **options: Any) -> Any:
-    from nemo_aligner.checkpoint.hf_export import ExportOptions, export_to_hf
+    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
 
     return export_to_hf(archive, output, layout, ExportOptions(**options))
 
@@ -109,7 +109,7 @@ def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -
 
 
 def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo import open_nemo, write_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
 
     tiny.write_hf_reward_model(tmp_path / "hf", num_key_value_heads=4)
     convert(tmp_path / "hf", tmp_path / "rm.nemo")
@@ -127,7 +127,7 @@ def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) 
 
 
 def test_vocabulary_padding_is_cut_off(three: Path, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors
+    from nemo_aligner.checkpoint.nemo.open import open_nemo, stored_tensors
 
     with open_nemo(three) as folder:
         stored = stored_tensors(folder.weights)
@@ -159,7 +159,7 @@ def test_the_config_and_the_card_say_what_there_is(
 def test_the_card_s_program_gives_the_rewards(
     three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     export(three, tmp_path / "out", layout)
     _, _, program = (tmp_path / "out/README.md").read_text().partition("```python\n")
@@ -172,7 +172,7 @@ def test_the_card_s_program_gives_the_rewards(
 
 
 def test_a_merged_model_gives_the_weighted_sum(three: Path, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     summary = export(three, tmp_path / "out", layout, merge=True)
     constant = sum(weight * mean for weight, mean in zip(WEIGHTS, MEANS, strict=True))
@@ -205,7 +205,7 @@ def test_a_bf16_export_is_rounded_once(three: Path, layout: Any, tmp_path: Path)
 def test_shards_are_no_larger_than_asked(
     three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.checkpoint.streaming import TensorReader
+    from nemo_aligner.checkpoint.weights.stream import TensorReader
 
     live = LiveBytes()
     monkeypatch.setattr(TensorReader, "read", live.watch(TensorReader.read))
@@ -225,7 +225,7 @@ def test_shards_are_no_larger_than_asked(
 
 
 def damage_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_aligner.checkpoint.hf_folder import ShardWriter
+    from nemo_aligner.checkpoint.hf.folder import ShardWriter
 
     add = ShardWriter.add
 
@@ -236,7 +236,7 @@ def damage_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_aligner.checkpoint.hf_folder import ShardWriter
+    from nemo_aligner.checkpoint.hf.folder import ShardWriter
 
     add = ShardWriter.add
     monkeypatch.setattr(
@@ -245,7 +245,7 @@ def lose_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_aligner.checkpoint import hf_export
+    from nemo_aligner.checkpoint.hf import export as hf_export
 
     write = hf_export.write_tokenizer
 
@@ -259,7 +259,7 @@ def damage_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage_pad(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_aligner.checkpoint import hf_export
+    from nemo_aligner.checkpoint.hf import export as hf_export
 
     monkeypatch.setattr(hf_export, "choose_pad", lambda *_: ("<|endoftext|>", 2))
 
@@ -297,7 +297,7 @@ def test_tokenizer_files_are_carried_over_byte_for_byte(
 
 
 def test_the_template_is_the_contract_s(three: Path, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.data.templates import BUILT_IN_TEMPLATES
+    from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 
     for name, template in (("plain", BUILT_IN_TEMPLATES["plain"]), ("none", "")):
         save_again(three, tmp_path / f"{name}.nemo", layout, template=template)
@@ -348,7 +348,7 @@ def test_the_pad_token_is_never_eos(
 ) -> None:
     from transformers import AutoTokenizer
 
-    from nemo_aligner.data.tokenizer import load_tokenizer
+    from nemo_aligner.text.tokenizer import load_tokenizer
 
     tiny.write_tokenizer(tmp_path / "words")
     words = load_tokenizer(tmp_path / "words").vocab_size
@@ -374,7 +374,7 @@ def test_the_pad_token_is_never_eos(
 def test_its_own_contract_is_checked_on_the_way_back(
     three: Path, layout: Any, tmp_path: Path
 ) -> None:
-    from nemo_aligner.checkpoint.hf_reward import ContractOptions
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
 
     export(three, tmp_path / "out", layout)
     with pytest.raises(CheckpointError, match="it brings its own"):
@@ -418,8 +418,8 @@ def test_what_cannot_be_exported_is_refused(three: Path, layout: Any, tmp_path: 
 
 def with_tensor(archive: Path, key: str, path: Path) -> Path:
     """A copy of the archive that has a tensor more."""
-    from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors, write_nemo
-    from nemo_aligner.checkpoint.streaming import TensorReader, UnreadTensor, save_unread
+    from nemo_aligner.checkpoint.nemo.open import open_nemo, stored_tensors, write_nemo
+    from nemo_aligner.checkpoint.weights.stream import TensorReader, UnreadTensor, save_unread
 
     with open_nemo(archive) as folder:
         tensors = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.hf_names import (
+from nemo_aligner.checkpoint.hf.families.names import (
     GEMMA2,
     QWEN2,
     Rule,

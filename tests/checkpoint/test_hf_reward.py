@@ -46,7 +46,7 @@ def changed(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def convert(source: Path | str, output: Path, **options: Any) -> Any:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     return convert_hf_to_nemo(source, output, **options)
 
@@ -73,7 +73,7 @@ def refused(source: Path | str, folder: Path, complaint: str, **options: Any) ->
 def test_rewards_are_those_of_transformers(case: str, layout: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     tiny.write_hf_reward_model(tmp_path / "hf", **CASES[case])
     tensor_parallel = 2 if case == "zero_groups" else 1
@@ -98,9 +98,9 @@ def test_rewards_are_those_of_transformers(case: str, layout: Any, tmp_path: Pat
 
 
 def test_the_contract_is_made_of_the_folder(tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf_reward import ContractOptions
-    from nemo_aligner.checkpoint.nemo import open_nemo, stored_tensors
-    from nemo_aligner.checkpoint.reward_model import read_text_rules
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
+    from nemo_aligner.checkpoint.nemo.open import open_nemo, stored_tensors
+    from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 
     tiny.write_hf_reward_model(tmp_path / "one")
     summary = convert(tmp_path / "one", tmp_path / "one.nemo", dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def test_the_contract_is_made_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_outputs_without_names_can_be_given_some(tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf_reward import ContractOptions
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
 
     tiny.write_hf_reward_model(tmp_path / "hf", labels=2)
     given = ContractOptions(attributes=("helpful", "honest"))
@@ -148,7 +148,7 @@ def test_a_template_has_to_write_the_conversation(changed: Path, tmp_path: Path)
 
 
 def test_without_a_chat_template_only_raw_texts_are_scored(changed: Path, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf_reward import ContractOptions
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
 
     (changed / "chat_template.jinja").unlink()
     assert "raw texts only" in str(convert(changed, tmp_path / "rm.nemo"))
@@ -255,7 +255,7 @@ def test_a_config_that_does_not_fit_is_refused(
 def test_a_template_with_a_date_is_refused_and_another_can_be_given(
     changed: Path, tmp_path: Path
 ) -> None:
-    from nemo_aligner.checkpoint.hf_reward import ContractOptions
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
 
     dated = "{{ strftime_now('%d %b %Y') }}" + tiny.CHATML
     (changed / "chat_template.jinja").write_text(dated)
@@ -265,7 +265,7 @@ def test_a_template_with_a_date_is_refused_and_another_can_be_given(
 
 
 def test_options_for_a_contract_need_a_model_without_one(tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf_reward import ContractOptions
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
 
     tiny.write_hf_checkpoint(tmp_path / "base")
     options = ContractOptions(seq_length=100)
@@ -357,8 +357,8 @@ class LiveBytes:
 
 
 def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_aligner.checkpoint import hf_source
-    from nemo_aligner.checkpoint.streaming import _ReadingPlanner
+    from nemo_aligner.checkpoint.hf import source as hf_source
+    from nemo_aligner.checkpoint.weights.stream import _ReadingPlanner
 
     tiny.write_hf_reward_model(tmp_path / "hf", num_hidden_layers=16)
     read, joined = LiveBytes(), LiveBytes()

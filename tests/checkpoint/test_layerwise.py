@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.config.common import Precision
 from tests import families
 
 pytestmark = pytest.mark.usefixtures("layout")
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("layout")
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "nemotron_untied", "qwen3_untied"])
 def test_layers_are_there_while_they_run(case: str, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.layerwise import read_as_it_runs
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
+    from nemo_aligner.checkpoint.hf.layerwise import read_as_it_runs
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.models.reward_model import build_reward_model
     from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.models.step import infer
@@ -64,7 +64,7 @@ def not_empty(model: Any) -> Iterator[int]:
 def test_in_fp32_as_the_whole_model_would(case: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from nemo_aligner.checkpoint.layerwise import compute_in_fp32
+    from nemo_aligner.checkpoint.hf.layerwise import compute_in_fp32
 
     config = families.hf_config(case)
     config.num_labels, config.pad_token_id = 2, 0

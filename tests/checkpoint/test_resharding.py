@@ -23,7 +23,7 @@ def group() -> Iterator[None]:
 def test_weights_survive_another_layout(group: None, tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    from nemo_aligner.checkpoint.nemo import open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     done = tiny.run_script("tests/checkpoint/resave.py", str(base), str(tmp_path), processes=2)

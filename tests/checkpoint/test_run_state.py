@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint import run_state
-from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState, Saved, check_same_run
-from nemo_aligner.config.schema import MonitorMode
+from nemo_aligner.checkpoint import runs as run_state
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.launch import launch
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import yaml
 
-from nemo_aligner.checkpoint.archive import sha256_of
-from nemo_aligner.checkpoint.nemo import open_nemo
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.checkpoint.nemo.archive import sha256_of
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
 
@@ -55,7 +55,7 @@ def folder(archive: Path, tmp_path: Path) -> Path:
 
 
 def load(path: Path, layout: Any) -> Any:
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
     return load_pretrained(path, layout, num_attributes=1, precision=Precision.fp32)
 
@@ -148,7 +148,7 @@ def test_a_header_is_not_a_bomb(
 def test_many_members_are_a_bomb_too(
     layout: Any, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.checkpoint import archive as archive_module
+    from nemo_aligner.checkpoint.nemo import archive as archive_module
 
     monkeypatch.setattr(archive_module, "_MAX_MEMBERS", 50)
     path = tmp_path / "many.nemo"
@@ -261,7 +261,7 @@ def test_json_is_small_plain_data(name: str, content: str, folder: Path, layout:
 def test_sizes_are_checked_before_anything_is_allocated(
     changes: dict, folder: Path, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.checkpoint import reward_model
+    from nemo_aligner.checkpoint.nemo import reward_model
 
     def build(*unused: Any, **options: Any) -> None:
         raise AssertionError("a model was built")
@@ -276,7 +276,7 @@ def test_an_index_that_promises_too_much_is_refused(
     has_checksums: bool, folder: Path, layout: Any
 ) -> None:
     """Settings and index agree on a size that the files do not have; a stranger can write sums."""
-    from nemo_aligner.checkpoint.safe_metadata import read_metadata
+    from nemo_aligner.checkpoint.weights.index import read_metadata
 
     weights = folder / "model_weights"
     metadata = read_metadata(weights)
@@ -336,7 +336,7 @@ def test_no_pickle_is_run(name: str, folder: Path, layout: Any, tmp_path: Path) 
     """Wherever a checkpoint may hold one: it is refused, or never opened."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-    from nemo_aligner.checkpoint.safe_metadata import read_metadata
+    from nemo_aligner.checkpoint.weights.index import read_metadata
 
     weights = folder / "model_weights"
     bomb = Bomb(tmp_path / "executed")
@@ -405,7 +405,7 @@ def break_entry(metadata: Any, name: str) -> None:
 def test_an_index_that_lacks_something_is_refused(
     damage: Callable[[Any], None], folder: Path, layout: Any
 ) -> None:
-    from nemo_aligner.checkpoint.safe_metadata import read_metadata
+    from nemo_aligner.checkpoint.weights.index import read_metadata
 
     metadata = read_metadata(folder / "model_weights")
     damage(metadata)
@@ -414,7 +414,7 @@ def test_an_index_that_lacks_something_is_refused(
 
 
 def test_a_wrong_shape_and_an_unknown_family_are_named(folder: Path, layout: Any) -> None:
-    from nemo_aligner.checkpoint.nemo import save_weights
+    from nemo_aligner.checkpoint.nemo.open import save_weights
     from tests.checkpoint.test_weights import sharded
 
     shutil.rmtree(folder / "model_weights")
@@ -428,8 +428,8 @@ def test_a_wrong_shape_and_an_unknown_family_are_named(folder: Path, layout: Any
 
 
 def test_a_tokenizer_that_is_not_text_is_refused(folder: Path) -> None:
-    from nemo_aligner.data.tokenizer import Tokenizer, load_tokenizer
     from nemo_aligner.errors import DataError
+    from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 
     def use(tokenizer: Tokenizer) -> None:
         _ = tokenizer.fingerprint, tokenizer.chat_template, tokenizer.bos_id

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import config_to_dict, load_config, save_config
-from nemo_aligner.config.schema import (
-    EvaluateConfig,
-    Overlong,
-    Precision,
-    RewardModelType,
-    ServeConfig,
-    TrainConfig,
-)
+from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import ConfigError
 from tests.tiny import ROOT
 
@@ -159,7 +155,7 @@ def test_every_shipped_yaml_loads(path: Path) -> None:
 def test_settings_are_read_without_torch() -> None:
     program = (
         "import sys; from nemo_aligner.config.load import load_config;"
-        "from nemo_aligner.config.schema import TrainConfig; load_config(TrainConfig, []);"
+        "from nemo_aligner.config.training import TrainConfig; load_config(TrainConfig, []);"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

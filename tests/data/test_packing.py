@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.data.datasets import TokenizedDataset, shared_by_record
+from nemo_aligner.data.dataset import TokenizedDataset, shared_by_record
 from nemo_aligner.data.packing import (
     pack_records,
     pack_sequences,

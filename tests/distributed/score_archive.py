@@ -10,7 +10,7 @@ from pathlib import Path
 def main(archive: str, pairs: str) -> None:
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
     conversations = [

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.client.reward import RewardClient
 from tests import tiny
 
 pytest.importorskip("pytriton", reason="needs the extra [serving]")

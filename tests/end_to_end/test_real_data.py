@@ -161,11 +161,13 @@ def peak_memory(*command: str) -> int:
 
 
 def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.reward_model import load_pretrained, save_reward_model
-    from nemo_aligner.config.schema import DataConfig, ModelConfig, Precision
-    from nemo_aligner.data.contract import build_contract
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.config.data import DataConfig
+    from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+    from nemo_aligner.text.contract import build_contract
 
     reward_model = tmp_path / "rm.nemo"
     with launch():

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_aligner.data.contract import Encoded, OverlongError, ScoringContract
-from nemo_aligner.data.records import Comparison, Origin, Rating, Text, reply_of
+from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.evaluate import (
     evaluate_comparisons,
@@ -19,6 +18,8 @@ from nemo_aligner.evaluation.evaluate import (
     evaluate_ratings,
 )
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
+from nemo_aligner.text.contract import Encoded, OverlongError, ScoringContract
+from nemo_aligner.text.messages import Text, reply_of
 
 ORIGIN = Origin("pairs.jsonl", 1)
 

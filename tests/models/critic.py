@@ -18,7 +18,7 @@ def main(archive: str, names: str, result: str) -> None:
     import torch
 
     from nemo_aligner.batch import Group, PackedBatch
-    from nemo_aligner.checkpoint.reward_model import load_critic, load_reward_model
+    from nemo_aligner.checkpoint.nemo.reward_model import load_critic, load_reward_model
     from nemo_aligner.models.step import infer, infer_values
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout

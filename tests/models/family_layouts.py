@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.batch import Group, PackedBatch
-from nemo_aligner.checkpoint.nemo import load_weights, save_weights
-from nemo_aligner.checkpoint.reward_model import load_pretrained
-from nemo_aligner.config.schema import OptimConfig, Precision, Recompute, SchedulerConfig
-from nemo_aligner.models.reward_model import wrap_for_training
+from nemo_aligner.checkpoint.nemo.open import load_weights, save_weights
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, record_ids_of
+from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout

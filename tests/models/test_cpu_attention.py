@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.attention import PackedSegments, Scores, _attend_one_by_one
-from nemo_aligner.models.cpu_attention import attend
+from nemo_aligner.models.attention.cpu import attend
+from nemo_aligner.models.attention.packed import _attend_one_by_one
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
 
 # Two families with a beginning each, one segment of one token, and three on their own.
 LENGTHS = [30, 5, 1, 9, 25, 1, 40, 20, 10]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.checkpoint.hf_names import find_family, hf_layer_name
-from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.checkpoint.hf.families.names import find_family, hf_layer_name
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -49,7 +50,7 @@ def build(layout: ParallelLayout, tmp_path_factory: pytest.TempPathFactory) -> A
     def make(name: str) -> Case:
         from transformers import AutoModelForSequenceClassification
 
-        from nemo_aligner.checkpoint.reward_model import load_pretrained
+        from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
         path = families.write_base_nemo(folder / f"{name}.nemo", name)
         pretrained = load_pretrained(path, layout, num_attributes=2, precision=FP32)
@@ -108,7 +109,7 @@ def test_rewards_are_those_of_transformers(
 @every_case
 def test_gradients_are_those_of_transformers(case: str, build: Any) -> None:
     """Of every weight, with shared beginnings, in the buffer of Megatron's wrapper."""
-    from nemo_aligner.models.reward_model import wrap_for_training
+    from nemo_aligner.models.trainable import wrap_for_training
 
     made = build(case)
     weights = torch.linspace(-1, 1, 2 * len(SEQUENCES)).reshape(-1, 2)
@@ -264,7 +265,7 @@ def test_what_is_not_built_is_refused(changes: dict[str, Any], complaint: str) -
 
 @every_case
 def test_bf16_is_near(case: str, build: Any, layout: ParallelLayout) -> None:
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
     made = build(case)
     model = load_pretrained(made.path, layout, num_attributes=2, precision=Precision.bf16).model
@@ -277,8 +278,8 @@ def test_weights_in_bf16_lose_nothing(case: str, layout: ParallelLayout, tmp_pat
     """Converted as they are, and scored in fp32."""
     from transformers import AutoModel, AutoModelForCausalLM
 
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
     source, path = tmp_path / "tiny.hf", tmp_path / "tiny.nemo"
     families.write_hf_checkpoint(source, case)
@@ -306,7 +307,7 @@ def test_recomputation_changes_no_gradient(
 
 @pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "nemotron"])
 def test_added_query_groups_add_nothing(case: str, build: Any, layout: ParallelLayout) -> None:
-    from nemo_aligner.checkpoint.hf import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     made = build(case)
     padded = made.path.with_suffix(".padded.nemo")

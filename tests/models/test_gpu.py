@@ -20,14 +20,11 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
     groups: int, shared: bool, window: int | None
 ) -> None:
     from nemo_aligner.batch import Group, PackedBatch
-    from nemo_aligner.models.attention import (
-        PackedSegments,
-        Scores,
-        _attend_one_by_one,
-        _varlen_kernel,
-    )
+    from nemo_aligner.models.attention.packed import _attend_one_by_one
+    from nemo_aligner.models.attention.segments import PackedSegments, Scores
+    from nemo_aligner.models.attention.varlen import varlen_kernel
 
-    kernel = _varlen_kernel(window is not None)
+    kernel = varlen_kernel(window is not None)
     if kernel is None:
         pytest.skip("this torch has no such varlen attention (2.10 has it, 2.11 with windows)")
     sequences = [[1] * length for length in (3, 200, 77, 90)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nemo_aligner.batch import Group, PackedBatch
-from nemo_aligner.config.schema import Precision, Recompute
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.layout import ParallelLayout
 from tests import tiny
@@ -30,7 +31,7 @@ def load(  # type: ignore[no-untyped-def]
     recompute: Recompute = Recompute.none,
     recompute_layers: int | None = None,
 ):
-    from nemo_aligner.checkpoint.reward_model import load_pretrained
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
     return load_pretrained(
         path,
@@ -130,8 +131,8 @@ def gradients(
     recompute: Recompute,
     batch: PackedBatch | None = None,
 ) -> dict[str, torch.Tensor]:
-    from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
     from nemo_aligner.models.step import forward_backward
+    from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 
     model = load(base, layout, recompute).model
     freeze_lower_layers(model, frozen, 4)
@@ -166,7 +167,7 @@ def test_freezing_keeps_the_upper_gradients_at_any_recompute(
 
 
 def test_freezing_everything_is_refused(base: Path, layout: ParallelLayout) -> None:
-    from nemo_aligner.models.reward_model import freeze_lower_layers
+    from nemo_aligner.models.trainable import freeze_lower_layers
 
     with pytest.raises(ConfigError, match=r"model\.freeze_layers: got 4, wanted less than 4"):
         freeze_lower_layers(load(base, layout).model, 4, 4)
@@ -175,7 +176,7 @@ def test_freezing_everything_is_refused(base: Path, layout: ParallelLayout) -> N
 def test_an_embedding_smaller_than_the_vocabulary_is_refused(
     base: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    from nemo_aligner.checkpoint.nemo import open_nemo, write_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
     from nemo_aligner.errors import CheckpointError
 
     with open_nemo(base) as folder:
@@ -200,7 +201,7 @@ def test_the_last_layer_computes_only_the_heads_rows(base: Path, layout: Paralle
 
 def test_recomputed_layers_keep_nothing_but_their_input(base: Path, layout: ParallelLayout) -> None:
     """Floats kept for the backward shrink with every layer that is recomputed."""
-    from nemo_aligner.models.reward_model import wrap_for_training
+    from nemo_aligner.models.trainable import wrap_for_training
 
     kept = []
     for layers in (None, 1, 2):

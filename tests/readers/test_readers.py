@@ -45,7 +45,7 @@ def rewards(folder: Path) -> np.ndarray:
     """Of CHATS, by the archive."""
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     with launch():
         scorer = load_scorer(folder / "rm.nemo", initialize_layout())

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.config.schema import ServerConfig
-from nemo_aligner.data.contract import ScoringContract
+from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
-from nemo_aligner.serving.server import serve
+from nemo_aligner.serving.transports.triton.server import serve
+from nemo_aligner.text.contract import ScoringContract
 
 SEQ_LENGTH = 64
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_aligner.serving import protocol
-from nemo_aligner.serving.endpoint import Failure, RewardEndpoint
-from nemo_aligner.serving.protocol import ScoreReply
+from nemo_aligner.serving.services.reward import Failure, RewardEndpoint
+from nemo_aligner.serving.wire import kserve as protocol
+from nemo_aligner.serving.wire.kserve import ScoreReply
 from tests.serving.fake_server import SEQ_LENGTH, FakeScorer
 
 GOOD = protocol.encode_sentences(["ab", "c"])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving import protocol
-from nemo_aligner.serving.protocol import ScoreReply
+from nemo_aligner.serving.wire import kserve as protocol
+from nemo_aligner.serving.wire.kserve import ScoreReply
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
 

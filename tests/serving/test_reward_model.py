@@ -50,19 +50,14 @@ class Archive:
 def scorer_and_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     import torch
 
-    from nemo_aligner.checkpoint.reward_model import load_pretrained, save_reward_model
-    from nemo_aligner.config.schema import (
-        DataConfig,
-        ModelConfig,
-        Overlong,
-        Precision,
-        RegressionConfig,
-        RewardModelType,
-    )
-    from nemo_aligner.data.contract import build_contract
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
+    from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+    from nemo_aligner.config.data import DataConfig, RegressionConfig
+    from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.text.contract import build_contract
 
     folder = tmp_path_factory.mktemp("model")
     config = ModelConfig(
@@ -113,7 +108,7 @@ def test_tokens_are_scored_like_the_text_they_come_from(scorer, archive):
 
 
 def test_label_means_are_added(scorer):
-    from nemo_aligner.serving.scorer import RewardScorer
+    from nemo_aligner.scoring.scorer import RewardScorer
 
     plain = RewardScorer(
         scorer._model,
@@ -141,7 +136,7 @@ def test_what_cannot_be_scored(scorer):
 
 
 def test_a_budget_below_the_longest_text_is_refused(archive, scorer):
-    from nemo_aligner.serving.scorer import load_scorer
+    from nemo_aligner.scoring.scorer import load_scorer
 
     with pytest.raises(ConfigError, match="micro_batch_tokens: got 63, wanted"):
         load_scorer(archive.path, scorer._layout, micro_batch_tokens=63)
@@ -165,7 +160,7 @@ SLOW = ("tp2_sp",)
 )
 def test_over_http_it_is_the_same_number(archive, tmp_path, layout):
     pytest.importorskip("pytriton")
-    from nemo_aligner.serving.client import RewardClient
+    from nemo_aligner.serving.client.reward import RewardClient
 
     ranks, overrides = LAYOUTS[layout]
     settings = [f"rm_model_file={archive.path}", "server.port=0", "model.micro_batch_tokens=128"]

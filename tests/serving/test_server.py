@@ -55,7 +55,7 @@ def batches(server: Server) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def client(server):
-    from nemo_aligner.serving.client import RewardClient
+    from nemo_aligner.serving.client.reward import RewardClient
 
     with RewardClient(server.url, timeout_s=30, init_timeout_s=30) as client:
         yield client
@@ -80,7 +80,7 @@ class TestClient:
         assert rewards[:, 1].tolist() == (-rewards[:, 0]).tolist()
 
     def test_the_contract_is_published_and_expected(self, server, client):
-        from nemo_aligner.serving.client import RewardClient
+        from nemo_aligner.serving.client.reward import RewardClient
 
         assert client.contract() == CONTRACT
         for expect in (CONTRACT, CONTRACT.hash):
@@ -156,7 +156,7 @@ class TestClient:
         assert "1 of 1 texts were cut" in caplog.text
 
     def test_no_server_is_an_error_within_the_timeout(self):
-        from nemo_aligner.serving.client import RewardClient
+        from nemo_aligner.serving.client.reward import RewardClient
 
         with (
             RewardClient(f"http://127.0.0.1:{servers.free_port()}", init_timeout_s=1) as lonely,
@@ -260,7 +260,7 @@ class TestPlainHttp:
 
 
 def test_requests_of_all_lengths_meet_in_one_batch_and_bad_ones_harm_nobody(server):
-    from nemo_aligner.serving.client import RewardClient
+    from nemo_aligner.serving.client.reward import RewardClient
 
     before = len(batches(server))
     with RewardClient(server.url, timeout_s=30) as client:
@@ -316,7 +316,7 @@ def test_a_dead_triton_ends_the_server(tmp_path, victim):
 
 class TestTwoRanks:
     def test_they_score_together_and_outlive_errors_that_both_have(self, tmp_path):
-        from nemo_aligner.serving.client import RewardClient
+        from nemo_aligner.serving.client.reward import RewardClient
 
         with (
             running(tmp_path, FAKE, *QUICK, "worker_timeout_secs=2", ranks=2) as server,

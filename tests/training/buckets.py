@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+from nemo_aligner.config.common import Precision
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner

@@ -17,10 +17,10 @@ import signal
 import sys
 import threading
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from nemo_aligner.cli import train
+from nemo_aligner.cli.common import run_verb
 
 
 def arm(accident: str, target: str, text: str, nth: int) -> None:
@@ -45,7 +45,7 @@ def arm(accident: str, target: str, text: str, nth: int) -> None:
 
 
 def decide_when_written(writes: str) -> None:
-    from nemo_aligner.checkpoint.weights import PendingSave
+    from nemo_aligner.checkpoint.weights.torch_dist import PendingSave
 
     def wait(save: PendingSave) -> bool:
         # An error is told by ``finish``.
@@ -68,9 +68,7 @@ def main() -> int:
     decide_when_written(writes)
     if os.environ.get("RANK", "0") == rank:
         arm(accident, target, text, int(nth))
-    sys.path.insert(0, str(ROOT / "examples"))
-    sys.argv = ["train_reward_model.py", *arguments]
-    return importlib.import_module("train_reward_model").main()
+    return run_verb(train.main, arguments)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from nemo_aligner.config.schema import OptimConfig, Precision, SchedulerConfig
-from nemo_aligner.data.datasets import TokenizedDataset, shared_by_record
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import OptimConfig, SchedulerConfig
+from nemo_aligner.data.dataset import TokenizedDataset, shared_by_record
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import TrainingError
-from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.objective import RankingObjective

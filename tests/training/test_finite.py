@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.run_state import RunCheckpoints, RunState
-from nemo_aligner.config.schema import Precision
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+from nemo_aligner.config.common import Precision
 from nemo_aligner.data.loader import validation_batches
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.step import infer

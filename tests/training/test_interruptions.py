@@ -12,7 +12,7 @@ import pytest
 from tests import tiny
 
 STEPS = 6
-RUN_STATE = "nemo_aligner.checkpoint.run_state"
+RUN_STATE = "nemo_aligner.checkpoint.runs"
 TORCH = "torch.distributed.checkpoint.filesystem"
 FORWARD_BACKWARD = "nemo_aligner.training.learner:forward_backward"
 # Where a run dies, one after the other; whether what it saves is written by the next step or never
@@ -22,7 +22,7 @@ ACCIDENTS = {
     "while the weights are written": ((f"{TORCH}:_write_item", "", "9"), "prompt", 0),
     "in step 4, while step 2 is still being written": ((FORWARD_BACKWARD, "", "4"), "held", 0),
     "while the save of step 4 waits for that of step 2": (
-        ("nemo_aligner.checkpoint.weights:PendingSave.finish", "", "1"),
+        ("nemo_aligner.checkpoint.weights.torch_dist:PendingSave.finish", "", "1"),
         "held",
         0,
     ),
@@ -40,7 +40,7 @@ ACCIDENTS = {
         4,
     ),
     "after the last step, which is still being written": (
-        ("nemo_aligner.checkpoint.weights:PendingSave.finish", "", "1"),
+        ("nemo_aligner.checkpoint.weights.torch_dist:PendingSave.finish", "", "1"),
         "held",
         4,
     ),

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.config.schema import ExpManagerConfig, MonitorMode
+from nemo_aligner.config.training import ExpManagerConfig, MonitorMode
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.training import learner as learner_module
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.objective import RankingObjective, RegressionObjective
-from nemo_aligner.training.run import changed_settings, open_checkpoints
+from nemo_aligner.training.resume import changed_settings
+from nemo_aligner.training.run import open_checkpoints
 from tests.data.test_packing import dataset
 
 

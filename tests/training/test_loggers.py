@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.config.schema import ExpManagerConfig
+from nemo_aligner.config.training import ExpManagerConfig
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.training import loggers
-from nemo_aligner.training.loggers import Progress, build_loggers, check_loggers
+from nemo_aligner.training.console import Progress
+from nemo_aligner.training.loggers import build_loggers, check_loggers
 
 
 def read(folder: Path) -> list[dict[str, str]]:

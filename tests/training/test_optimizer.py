@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.config.schema import OptimConfig, Precision, Schedule, SchedulerConfig
-from nemo_aligner.models.reward_model import (
-    build_reward_model,
-    freeze_lower_layers,
-    wrap_for_training,
-)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer

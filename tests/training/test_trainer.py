@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint.run_state import RunState, Saved
-from nemo_aligner.config.schema import RmLoopConfig, TrainConfig
+from nemo_aligner.checkpoint.runs import RunState, Saved
+from nemo_aligner.config.training import RmLoopConfig, TrainConfig
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.training.clock import StopRequest

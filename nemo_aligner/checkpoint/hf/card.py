@@ -1,0 +1,193 @@
+"""The model card of an exported reward model: what is known of it, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_aligner.text.contract import ScoringContract
+
+_CARD = """---
+license: {license}
+library_name: transformers
+pipeline_tag: text-classification
+tags:
+- reward-model
+---
+
+# {name}
+
+A reward model: it reads a conversation, or a text, and gives one number for each of: {attributes}.
+Higher is better. It was trained with nemo_aligner ({kind}) and exported from `{source}`.
+
+Licence of the base model: {license}.
+
+## Use
+
+```python
+{snippet}
+```
+
+{offsets}
+
+The reward is read at the last token that is not padding, so a text must not end with the pad token,
+{pad_token}. Loaded in fp32 the rewards are, within 1e-4, those of the archive with the weights as
+they are rounded here. Loaded in bf16 the head is rounded too: rewards come in steps of 0.4 %.
+
+## What a reward means
+
+`scoring_contract.json` (hash `{hash}`) is the rule:
+
+{rules}
+
+## Rewards
+
+{statistics}
+
+## Training
+
+{training}
+"""
+
+_SNIPPET = """import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForSequenceClassification.from_pretrained("{name}", dtype=torch.float32).eval()
+{texts}
+batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+with torch.no_grad():
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+rewards = logits{plus_means}  # [texts, {count}]"""
+
+_CONVERSATION = """conversation = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+texts = [tokenizer.apply_chat_template(conversation, tokenize=False)]"""
+
+
+def model_card(
+    name: str,
+    contract: ScoringContract,
+    pad_token: str,
+    archive: Path,
+    base_license: str,
+    trained_in: str,
+) -> str:
+    """``README.md`` of the folder ``name``; the run is looked for where ``archive`` lies.
+
+    ``trained_in`` is the dtype before the export, by the contract's names.
+    """
+    return _CARD.format(
+        name=name,
+        license=base_license,
+        attributes=", ".join(contract.attributes),
+        kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
+        source=archive.name,
+        snippet=_snippet(name, contract),
+        offsets=_offsets(contract),
+        pad_token=f"`{pad_token}`",
+        hash=contract.hash,
+        rules="\n".join(f"- {rule}" for rule in _rules(contract, trained_in)),
+        statistics=_statistics(contract),
+        training="\n".join(_training(archive))
+        or "The archive does not say on what it was trained.",
+    )
+
+
+def _snippet(name: str, contract: ScoringContract) -> str:
+    means = list(contract.label_means)
+    return _SNIPPET.format(
+        name=name,
+        texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
+        plus_means=f" + torch.tensor({means})" if any(means) else "",
+        count=len(contract.attributes),
+    )
+
+
+def _raw(text: str, contract: ScoringContract) -> str:
+    parts = [
+        *(["tokenizer.bos_token"] if contract.add_bos else []),
+        json.dumps(text),
+        *(["tokenizer.eos_token"] if contract.add_eos else []),
+    ]
+    return " + ".join(parts)
+
+
+def _offsets(contract: ScoringContract) -> str:
+    if not any(contract.label_means):
+        return "The logits are the rewards; nothing is to be added, and no sigmoid applied."
+    return (
+        "**The logits alone are not the rewards.** The rule adds a constant to each, the mean of "
+        "its labels, and the head of a `ForSequenceClassification` has no bias to keep it. Add "
+        "them, as above; they are `label_means` in `config.json`. Differences of two replies are "
+        "right without."
+    )
+
+
+def _rules(contract: ScoringContract, trained_in: str) -> Iterator[str]:
+    if contract.template:
+        yield (
+            "A conversation is written by the chat template in `chat_template.jinja`, reply "
+            "included, without a generation prompt; no BOS or EOS is added to what it writes."
+        )
+    else:
+        yield "There is no chat template: texts are scored as they stand."
+    for token, is_added, token_id, place in (
+        ("BOS", contract.add_bos, contract.bos_id, "begins"),
+        ("EOS", contract.add_eos, contract.eos_id, "ends"),
+    ):
+        yield (
+            f"A text without roles gets {token} (id {token_id}), unless it {place} with it."
+            if is_added
+            else f"A text without roles gets no {token}."
+        )
+    yield f"At most {contract.seq_length} tokens. " + (
+        "Of a longer text the last ones are read, and a BOS that it begins with."
+        if contract.overlong == "truncate_left"
+        else "A longer text is refused by the trainer and its server; transformers will not refuse."
+    )
+    stored = "" if contract.dtype == trained_in else f" and is rounded to {contract.dtype} here"
+    yield f"The body was trained in {trained_in}{stored}; the head in fp32."
+    if any(weight != 1.0 for weight in contract.attribute_weights):
+        weights = dict(zip(contract.attributes, contract.attribute_weights, strict=True))
+        yield f"One number of all: the sum with the weights {weights}."
+
+
+def _statistics(contract: ScoringContract) -> str:
+    if contract.reward_mean is None or contract.reward_std is None:
+        return "Their mean and deviation were not measured."
+    rows = zip(contract.attributes, contract.reward_mean, contract.reward_std, strict=True)
+    return "\n".join(
+        [
+            f"On `{contract.measured_on}`, label means included:\n",
+            "| attribute | mean | standard deviation |",
+            "|---|---|---|",
+            *(f"| {name} | {mean:.4g} | {std:.4g} |" for name, mean, std in rows),
+        ]
+    )
+
+
+def _training(archive: Path) -> Iterator[str]:
+    """What the checkpoints say that a run keeps beside its archive."""
+    states = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
+    ]
+    if not states:
+        yield "The archive does not lie in its run's folder, so the data are not known."
+        return
+    settings = states[-1]["config"]
+    for part in ("train", "validation"):
+        files = settings["model"]["data"]["data_prefix"][part]
+        names = ", ".join(f"`{Path(file).name}`" for file in files)
+        yield f"- {part} data: {names or 'none'}"
+    base = Path(settings["pretrained_checkpoint"]["restore_from_path"]).name
+    yield f"- trained from `{base}`, {states[-1]['consumed_samples']} records"
+    for state in states:
+        # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
+        for key, value in state["metrics"].items():
+            if key.count("/") == 1:
+                yield f"- {key} after step {state['step']}: {value:.4g}"

@@ -1,0 +1,170 @@
+"""Whether a written Hugging Face folder gives a reward model's token ids and rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.hf.layerwise import compute_in_fp32
+from nemo_aligner.checkpoint.hf.source import open_source
+from nemo_aligner.checkpoint.hf.tensors import HF_HEAD
+from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.errors import CheckpointError, DataError
+from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.step import gather_rewards, infer, record_ids_of
+from nemo_aligner.parallel.device import current_device
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.messages import Text
+from nemo_aligner.text.tokenizer import Tokenizer
+
+TOLERANCE = 1e-4
+_RELATIVE_TOLERANCE = 1e-5  # of rewards so large that fp32 is no better
+_LONGEST = 512
+
+
+def _turns(*contents: str) -> Text:
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": content}
+        for number, content in enumerate(contents)
+    ]
+
+
+TEXTS: tuple[Text, ...] = (
+    _turns("2+2?", "4"),
+    _turns("Name three rivers.", "The Rhine, the Nile and the Amazon.\nShall I go on?"),
+    _turns("Ça va ?", "Très bien, merci 🙂", "你好", "print('hello')\t# 1 < 2 & 3 > 2"),
+    _turns("A long story!", " ".join(f"On day {day} it rained." for day in range(99))),
+    "x",
+    "A text without roles: it is scored as it stands.",
+    "  spaces,\n\nlines\n",
+)
+
+
+def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[tuple[Text, list[int]]]:
+    """The texts that the contract takes, with their token ids at full length."""
+    texts = []
+    for text in TEXTS:
+        try:
+            texts.append((text, contract.tokenize(tokenizer, [text])[0]))
+        except DataError:
+            continue  # there is no chat template, or none that writes this conversation
+    if not texts:
+        raise CheckpointError("the scoring contract takes none of the texts that are to be checked")
+    return texts
+
+
+def cut(token_ids: Sequence[int], seq_length: int) -> list[int]:
+    """The end of a text, so long that a check does not take long."""
+    return list(token_ids[-min(seq_length, _LONGEST) :])
+
+
+def our_logits(
+    model: GPTRewardModel, token_lists: Sequence[list[int]], layout: ParallelLayout
+) -> Tensor:
+    """What the head gives for each, ``[N, A]`` float32, label means not added."""
+    packs = pack_sequences(token_lists, sum(map(len, token_lists)))  # the weights are read once
+    attributes = model.rm_head.weight.size(0)
+    shape = (len(token_lists), 1, attributes)
+    return gather_rewards(infer(model, packs, layout), record_ids_of(packs), shape, layout)[:, 0]
+
+
+def architecture_of(model_type: str) -> str:
+    """The class of transformers that is a reward model of this type."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
+    )
+
+    if model_type not in CLASSES:
+        raise CheckpointError(f"{model_type}: transformers has no reward model of this type")
+    return CLASSES[model_type]
+
+
+def check_folder(
+    folder: Path, contract: ScoringContract, texts: Sequence[tuple[Text, list[int]]], logits: Tensor
+) -> float:
+    """Load ``folder`` by transformers, and compare; the largest difference of a logit.
+
+    ``logits`` are ``[N, A]``, of every text's token ids after ``cut``.
+
+    Raises:
+        CheckpointError: transformers does not load it, makes other token ids, or other logits by
+            more than 1e-4 and 1e-5 of them in fp32; alone, or padded beside a longer one.
+    """
+    try:
+        tokenizer, model = _load(folder)
+    except Exception as error:  # a library that is not ours, and files that may be wrong
+        raise CheckpointError(f"transformers does not load what was written: {error}") from error
+    pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
+    if tokenizer.pad_token_id != pad_id:
+        raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
+    for text, wanted in texts:
+        ids = _their_ids(tokenizer, contract, text)
+        if ids != wanted:
+            raise CheckpointError(
+                f"transformers tokenizes {text!r} as {ids}, wanted the scoring contract's {wanted}"
+            )
+    token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
+    alone = torch.cat([_their_logits(model, tokenizer, [ids]) for ids in token_lists])
+    padded = alone.clone()
+    by_length = sorted(range(len(texts)), key=lambda row: len(token_lists[row]))
+    for shorter, longer in pairwise(by_length):
+        batch = [token_lists[shorter], token_lists[longer]]
+        padded[shorter] = _their_logits(model, tokenizer, batch)[0]
+    for how, got in (("alone", alone), ("padded", padded)):
+        difference = (got - logits).abs()
+        # Not a number is no number that is small enough.
+        wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise CheckpointError(
+                f"transformers scores {texts[row][0]!r} {how} as {got[row, column]:.6g}, "
+                f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
+            )
+    return float(torch.stack([alone - logits, padded - logits]).abs().max())
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # In the dtype of the files, which are then mapped and not copied.
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype="auto", local_files_only=True, output_loading_info=True
+    )
+    lost = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
+    if lost:
+        raise CheckpointError(f"tensors do not match: {', '.join(map(str, lost))}")
+    model = model.to(current_device()).eval()
+    # fp32 in the files, and the body's dtype in what was loaded.
+    model.score.weight.data = open_source(folder).tensors[HF_HEAD].read().to(model.device)
+    compute_in_fp32(model)
+    return tokenizer, model
+
+
+def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
+    """As the model card says it."""
+    if not isinstance(text, str):
+        text = tokenizer.apply_chat_template(text, tokenize=False)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if contract.add_bos and ids[:1] != [contract.bos_id]:
+        ids = [contract.bos_id, *ids]
+    if contract.add_eos and ids[-1:] != [contract.eos_id]:
+        ids = [*ids, contract.eos_id]
+    return ids
+
+
+def _their_logits(model: Any, tokenizer: Any, token_lists: list[list[int]]) -> Tensor:
+    batch = tokenizer.pad({"input_ids": token_lists}, return_tensors="pt").to(model.device)
+    with torch.no_grad():
+        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return output.logits.float().cpu()

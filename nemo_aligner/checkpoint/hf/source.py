@@ -1,0 +1,238 @@
+"""What a Hugging Face folder, a model of its hub or a GGUF file holds; no tensor is read yet."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nemo_aligner.checkpoint.hf.gguf.file import GgufCheckpoint
+from nemo_aligner.checkpoint.hf.gguf.tokenizer import add_rules, adds_bos, check_cut
+from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, refuse_adapter
+from nemo_aligner.checkpoint.untrusted import read_json
+from nemo_aligner.checkpoint.weights.stream import UnreadTensor
+from nemo_aligner.errors import CheckpointError, short, shown
+
+_INDEX_NAME = "model.safetensors.index.json"
+_WHOLE_NAME = "model.safetensors"
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
+)  # fmt: skip
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Files in folders, and Mistral's second copy of its weights, are not read.
+_TOKENIZER = ["*.json", "*.jinja"]
+_DOWNLOADED = ["*.safetensors", *_TOKENIZER]
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]
+# Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
+_GGUF_TRANSFORMERS = (5, 23)
+_LONGEST_NAME = 255
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to convert: its config, its tensors by name, and what goes with them."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, UnreadTensor]
+    save_tokenizer: Callable[[Path], None]
+    contract: Mapping[str, Any] | None = None
+
+
+def open_source(source: str | Path) -> Source:
+    """Open a folder, a ``.gguf`` file, or a model of the hub (``org/name``, if there is no folder).
+
+    Raises:
+        CheckpointError: there is none, it is incomplete or damaged, its weights are pickled or
+            quantised, or the hub cannot be reached.
+    """
+    path = Path(source)
+    if path.suffix.lower() == ".gguf":
+        return _open_gguf(path)
+    if path.suffix.lower() == ".nemo":
+        raise CheckpointError("got a .nemo, which training and serving take; see import_nemo.py")
+    return _open_folder(_local(source, _DOWNLOADED))
+
+
+def tokenizer_folder(source: str | Path) -> Path:
+    """The folder ``source``, or one with the tokenizer of that model of the hub.
+
+    Raises:
+        CheckpointError: there is none, or the hub cannot be reached.
+    """
+    folder = _local(source, _TOKENIZER)
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(
+            f"{folder}: got no tokenizer.json; wanted a fast tokenizer's file, as transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it"
+        )
+    return folder
+
+
+def _local(source: str | Path, files: list[str]) -> Path:
+    """A folder as it is, or what the hub has of a model under that name."""
+    if Path(source).exists() or not _HUB_NAME.fullmatch(str(source)):
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(str(source), allow_patterns=files, ignore_patterns=_NOT_DOWNLOADED)
+        )
+    except Exception as error:  # whatever the network's library raises
+        raise CheckpointError(
+            f"there is no such folder, and the hub does not give it: {error}"
+        ) from error
+
+
+def _open_gguf(path: Path) -> Source:
+    if not path.is_file():
+        raise CheckpointError("no such file")
+    checkpoint = GgufCheckpoint(path)
+    save_tokenizer = partial(_save_gguf_tokenizer, path, checkpoint.fields)
+    return Source(checkpoint.config, checkpoint.tensors, save_tokenizer)
+
+
+def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) -> None:
+    import transformers
+
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < _GGUF_TRANSFORMERS:
+        wanted = ".".join(map(str, _GGUF_TRANSFORMERS))
+        raise CheckpointError(
+            f"got transformers {version}, which mistakes tokenizers of GGUF files; wanted {wanted} "
+            "or newer (extra [gguf])"
+        )
+    check_cut(fields)
+    # From a folder of its own: transformers would also take other tokenizer files that lie beside.
+    with tempfile.TemporaryDirectory() as alone:
+        Path(alone, "model.gguf").symlink_to(path.resolve())
+        try:
+            # Not AutoTokenizer, which has to know the model, and adds a token to Gemma 2's.
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+                alone,
+                gguf_file="model.gguf",
+                local_files_only=True,
+                add_bos_token=adds_bos(fields),
+            )
+        except Exception as error:  # whatever the library raises
+            raise CheckpointError(
+                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, of which "
+                f"transformers makes no tokenizer ({short(error)}); wanted the Hugging Face folder "
+                "that the file was made of"
+            ) from error
+    add_rules(tokenizer.backend_tokenizer, fields)
+    tokenizer.save_pretrained(str(folder))
+
+
+def _open_folder(folder: Path) -> Source:
+    refuse_adapter(folder, folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"
+        )
+    config = _read_json(folder / "config.json")
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"quantization_config: got {shown(config['quantization_config'])}, which is not "
+            "supported; wanted weights as they were trained"
+        )
+    tokenizer_folder(folder)
+    contract = folder / CONTRACT_NAME
+    return Source(
+        config,
+        _safetensors(folder),
+        partial(_copy_tokenizer, folder),
+        _read_json(contract) if contract.is_file() else None,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_json(path, str(path))
+
+
+def _safetensors(folder: Path) -> dict[str, UnreadTensor]:
+    index = folder / _INDEX_NAME
+    files = _files_of_index(index) if index.is_file() else _files_without_index(folder)
+    tensors: dict[str, UnreadTensor] = {}
+    for name, listed in files.items():
+        found = _outlines(folder / name)
+        missing = sorted(listed - found.keys())
+        if missing:
+            raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
+        tensors.update({key: found[key] for key in listed or found})
+    return tensors
+
+
+def _files_of_index(index: Path) -> dict[str, set[str]]:
+    """File name -> the tensors that the index says are in it."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: got no weight_map, wanted tensor and file names")
+    files: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        # Not printable: no file's name, such as half of a surrogate pair.
+        is_name = isinstance(name, str) and Path(name).name == name and name.isprintable()
+        if not is_name or len(name) > _LONGEST_NAME:
+            raise CheckpointError(
+                f"{index}: got {shown(name)}, wanted file names in the same folder"
+            )
+        files.setdefault(name, set()).add(tensor)
+    return dict(sorted(files.items()))
+
+
+def _files_without_index(folder: Path) -> dict[str, set[str]]:
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder}: got no *.safetensors, wanted some; pickled weights (.bin) are not read"
+        )
+    return {name: set() for name in ([_WHOLE_NAME] if _WHOLE_NAME in files else files)}
+
+
+def _outlines(path: Path) -> dict[str, UnreadTensor]:
+    """Every tensor of a file by name; only the file's header is read."""
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  (no mapping)
+                header = stored.get_slice(name)
+                kind = header.get_dtype()
+                if kind not in _DTYPES:
+                    raise CheckpointError(
+                        f"{path}: tensor {short(name)}: got {kind} numbers, wanted one of "
+                        f"{', '.join(_DTYPES)}; quantised weights are not read"
+                    )
+                tensors[name] = UnreadTensor(
+                    tuple(header.get_shape()), _DTYPES[kind], partial(_read, path, name)
+                )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {short(error)}") from error
+    return tensors
+
+
+def _read(path: Path, name: str) -> Tensor:
+    # The file is opened anew: what was read of a mapped file stays in memory until it is closed.
+    with safe_open(path, framework="pt") as stored:
+        return stored.get_tensor(name)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)

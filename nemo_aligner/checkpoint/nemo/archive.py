@@ -1,0 +1,205 @@
+"""A stranger's tar, plain or gzipped, unpacked without a byte outside its folder; and checksums.
+
+An archive that this package writes ends with ``checksums.json``: the sha256 of every other file in
+it. They are compared while the files are unpacked. Others' archives have none.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from nemo_aligner.checkpoint.untrusted import read_json
+from nemo_aligner.errors import CheckpointError
+
+CHECKSUMS_NAME = "checksums.json"
+MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
+_MAX_MEMBERS = 100_000
+_MAX_RATIO = 20  # weights hardly compress; what unpacks to more is a bomb
+_ALWAYS_ALLOWED = 2**28
+_SPARE_BYTES = 2**28  # leave this much of the disk free
+_BLOCK = 2**20
+_UNREADABLE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error)
+
+
+def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
+    """The members that are ``wanted``, in a new temporary folder that the caller deletes.
+
+    At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; without it, 20 times what the archive
+    takes on the disk, at least 256 MiB, and never so much that the disk would be full.
+
+    Raises:
+        CheckpointError: no such archive; a member that is no plain file or folder, is there twice,
+            or would lie outside; too much of it; or content that its checksums do not know.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such .nemo archive or folder")
+    root = Path(tempfile.mkdtemp(prefix="nemo_"))
+    try:
+        with _opened(path) as archive:
+            sums = _extract(archive, root, path, wanted)
+        _compare(sums, root, path, wanted)
+    except _UNREADABLE as error:
+        shutil.rmtree(root, ignore_errors=True)
+        raise CheckpointError(f"{path}: cannot unpack: {error}") from error
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    return root
+
+
+def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
+    """Compare an unpacked archive's files that are ``wanted`` with its checksums, if it has any.
+
+    Raises:
+        CheckpointError: a file is not the one that was written.
+    """
+    if not (root / CHECKSUMS_NAME).is_file():
+        return
+    names = (file.relative_to(root) for file in root.rglob("*") if file.is_file())
+    sums = {
+        name.as_posix(): sha256_of(root / name) for name in names if wanted(PurePosixPath(name))
+    }
+    _compare(sums, root, root, wanted)
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's content, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def has_checksums(root: Path) -> bool:
+    """Whether every file in the folder has been compared when it was opened."""
+    return (root / CHECKSUMS_NAME).is_file()
+
+
+def _compare(
+    sums: dict[str, str], root: Path, source: Path, wanted: Callable[[PurePosixPath], bool]
+) -> None:
+    if not has_checksums(root):
+        return
+    written = read_json(root / CHECKSUMS_NAME, f"{source}: {CHECKSUMS_NAME}")
+    expected = {name: written[name] for name in written if wanted(PurePosixPath(name))}
+    found = {name: digest for name, digest in sums.items() if name != CHECKSUMS_NAME}
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{source}: {name}: got sha256 {found.get(name)}, {CHECKSUMS_NAME} wants "
+                f"{expected.get(name)}: it is damaged, missing or was changed"
+            )
+
+
+class _Bounded:
+    """A file for ``tarfile`` that ends at ``limit``, and gives no header of many megabytes.
+
+    tarfile reads long names and extended headers in one piece, however long they say they are.
+    """
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._file = file
+        self._limit = limit
+        self.tell = file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= 16 * _BLOCK:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        self._check(self.tell() + size)
+        return self._file.read(size)
+
+    def seek(self, position: int) -> int:
+        self._check(position)
+        return self._file.seek(position)
+
+    def _check(self, position: int) -> None:
+        if position > self._limit:
+            raise tarfile.ReadError(
+                f"it unpacks to more than {self._limit} bytes; if it may, set {MAX_BYTES_VARIABLE}"
+            )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
+    with path.open("rb") as raw:
+        is_zipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        file = gzip.GzipFile(fileobj=raw) if is_zipped else raw
+        bounded = _Bounded(file, _max_bytes(path))  # type: ignore[arg-type]
+        with tarfile.TarFile(fileobj=bounded, errorlevel=2) as archive:  # type: ignore[arg-type]
+            yield archive
+
+
+def _max_bytes(path: Path) -> int:
+    setting = os.environ.get(MAX_BYTES_VARIABLE)
+    if setting is None:
+        return max(_MAX_RATIO * path.stat().st_size, _ALWAYS_ALLOWED)
+    if not setting.isdecimal():
+        raise CheckpointError(f"{MAX_BYTES_VARIABLE}: got {setting!r}, wanted a number of bytes")
+    return int(setting)
+
+
+def _extract(
+    archive: tarfile.TarFile, root: Path, path: Path, wanted: Callable[[PurePosixPath], bool]
+) -> dict[str, str]:
+    """Name -> sha256 of every file that is unpacked."""
+    budget = shutil.disk_usage(root).free - _SPARE_BYTES
+    seen: set[PurePosixPath] = set()
+    sums = {}
+    for member in archive:
+        name = _checked_name(member, path)
+        if name in seen and not member.isdir():
+            raise CheckpointError(f"{path}: member {member.name!r} is there twice")
+        seen.add(name)
+        if len(seen) > _MAX_MEMBERS:
+            raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
+        if not wanted(name):
+            continue
+        budget -= member.size
+        if budget < 0:
+            raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR")
+        if member.isdir():
+            (root / name).mkdir(parents=True, exist_ok=True)
+        else:
+            sums[name.as_posix()] = _write_member(archive, member, root / name)
+    return sums
+
+
+def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
+    # Links are no part of the format; tarfile's own filter is newer than Python 3.11.2.
+    if not ((member.isreg() and not member.issparse()) or member.isdir()) or member.size < 0:
+        raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts:
+        raise CheckpointError(f"{path}: member {member.name!r} has a path out of the archive")
+    if not member.name.isprintable() or "\\" in member.name:
+        raise CheckpointError(f"{path}: member {member.name!r} has a name of odd characters")
+    return name
+
+
+def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> str:
+    """A file with this machine's default permissions and no other attributes; gives its sha256."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = archive.extractfile(member)
+    assert source is not None, "a regular file has content"
+    digest = hashlib.sha256()
+    left = member.size
+    with source, target.open("xb") as file:
+        while block := source.read(min(left, _BLOCK)):
+            digest.update(block)
+            file.write(block)
+            left -= len(block)
+    if left:
+        raise tarfile.ReadError(f"member {member.name!r} ends {left} bytes early")
+    return digest.hexdigest()

@@ -1,0 +1,134 @@
+"""An opened checkpoint's weights into a model on this rank, once its sizes are found to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from nemo_aligner.checkpoint.decoder_tensors import (
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    LAYERS,
+    OUTPUT_LAYER,
+    layer_tensors,
+    model_tensors,
+)
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, load_tensors
+from nemo_aligner.checkpoint.weights.torch_dist import check_data
+from nemo_aligner.errors import AlignerError, CheckpointError
+from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.shape import ModelShape
+
+_MOST_PADDING = 2**16
+
+Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
+    """What the checkpoint's settings say, once its weights are found to have these sizes.
+
+    Nothing of the model's size is allocated before. ``config`` stands for the folder's own.
+
+    Raises:
+        CheckpointError: a setting is missing, no number, or not what the weights' shapes say.
+    """
+    config = folder.config if config is None else config
+    try:
+        shape = ModelShape.from_config(config)
+    except AlignerError as error:
+        raise CheckpointError(f"{folder.source}: {error}") from error
+    if shape.make_vocab_size_divisible_by > _MOST_PADDING:
+        raise CheckpointError(
+            f"{folder.source}: make_vocab_size_divisible_by: got "
+            f"{shape.make_vocab_size_divisible_by}, wanted at most {_MOST_PADDING}"
+        )
+    _check_sizes(folder, shape)
+    return shape
+
+
+def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
+    """Every weight that such a model has is stored in its size, and no other.
+
+    One without a place, such as a bias, would be another model without it.
+    """
+    check_data(folder.weights, read=False)  # else the index may say anything
+    stored, of_model, of_layer = folder.tensors, model_tensors(shape), layer_tensors(shape)
+    complaint = f"{folder.source}: {folder.prefix}"
+    if OUTPUT_LAYER in stored:
+        of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
+    for name, size in of_model.items():
+        got, may_be_padded = stored.get(name, ((),))[0], name in (EMBEDDING, OUTPUT_LAYER)
+        if got != size and not (may_be_padded and got[1:] == size[1:] and got > size):
+            least = "at least " if may_be_padded else ""
+            raise CheckpointError(
+                f"{complaint}{name}: got {f'shape {list(got)}' if name in stored else 'none'}, its "
+                f"settings want {least}{list(size)}; it holds {len(stored)} tensors named "
+                f"{folder.prefix}*"
+            )
+    for name, size in of_layer.items():
+        layers, got = _of_layers(stored, name)
+        if (layers, got) != (shape.num_layers, size):
+            raise CheckpointError(
+                f"{complaint}{LAYERS}{name}: got {layers} layers of shape {list(got)}, "
+                f"its settings want {shape.num_layers} of {list(size)}"
+            )
+    places = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
+    known = {LAYERS + place + name for place in places for name in of_layer}
+    unknown = sorted(stored.keys() - known - of_model.keys() - {HEAD, HEAD_BIAS})
+    if unknown:
+        raise CheckpointError(
+            f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
+            f"describe, the first is {folder.prefix}{unknown[0]}"
+        )
+
+
+def _of_layers(stored: Stored, name: str) -> tuple[int, tuple[int, ...]]:
+    """How many layers have the tensor ``name``, and its shape in each; () where they differ."""
+    if not is_per_layer(stored):
+        shape = stored.get(LAYERS + name, ((0,),))[0]
+        return sum(shape[:1]), shape[1:]
+    shapes = [
+        entry[0]
+        for key, entry in stored.items()
+        if key.startswith(LAYERS) and key.endswith(f".{name}")
+    ]
+    return len(shapes), shapes[0] if len(set(shapes)) == 1 else ()
+
+
+def is_per_layer(stored: Stored) -> bool:
+    """Whether every layer has names of its own; else one tensor holds the same part of all."""
+    return any(name.startswith(f"{LAYERS}0.") for name in stored)
+
+
+def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
+    """Fill all of ``model``, which has the ``model_shape`` of ``folder``, but its head.
+
+    Every rank calls it.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    request = model.sharded_state_dict(
+        prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
+    )
+    request.pop(folder.prefix + HEAD, None)
+    state = load_tensors(request, folder.weights)
+    plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(plain, strict=False)
+    # TransformerEngine's opaque state is never loaded.
+    lost = [key for key in missing if "_extra_state" not in key and key != HEAD]
+    if lost or unexpected:
+        raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
+
+
+def read_head(folder: NemoFolder, name: str) -> Tensor:
+    """A tensor of the reward head in fp32, whole; every rank calls it."""
+    shape, _ = folder.tensors[name]
+    key = folder.prefix + name
+    request = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.float32))}
+    return load_tensors(request, folder.weights)[key]

@@ -1,0 +1,244 @@
+"""A reward model on this rank, from and to a ``.nemo`` archive: to train, to score, to keep."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_BIAS, PREFIX
+from nemo_aligner.checkpoint.nemo.into_model import load_backbone, model_shape, read_head
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, save_weights, write_nemo
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.errors import CheckpointError, DataError
+from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
+from nemo_aligner.parallel.collectives import barrier, on_main
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """A reward model to train: backbone from the archive, head new unless the archive has one."""
+
+    model: GPTRewardModel
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    head_is_new: bool
+
+
+@dataclass(frozen=True)
+class LoadedRewardModel:
+    """A finished reward model with everything that gives its scores their meaning."""
+
+    model: GPTRewardModel
+    contract: ScoringContract
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+
+
+def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
+    """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
+    with open_nemo(path, with_weights=False) as folder:
+        tokenizer = folder.load_tokenizer()
+        return tokenizer, _contract(folder, tokenizer)
+
+
+def load_pretrained(
+    path: str | Path,
+    layout: ParallelLayout,
+    *,
+    num_attributes: int,
+    precision: Precision,
+    recompute: Recompute = Recompute.none,
+    recompute_layers: int | None = None,
+    seed: int = 1234,
+) -> PretrainedModel:
+    """Load a base model, or a reward model to go on from, for training; every rank calls it.
+
+    Raises:
+        CheckpointError: the archive is unsafe, incomplete, of another family, or its reward head
+            has another number of attributes or a bias.
+    """
+    with open_nemo(path) as folder:
+        shape, tokenizer = model_shape(folder), folder.load_tokenizer()
+        tokenizer.check_fits(shape.vocab_size)
+        model = build_reward_model(
+            shape,
+            layout,
+            num_attributes=num_attributes,
+            precision=precision,
+            recompute=recompute,
+            recompute_layers=recompute_layers,
+            seed=seed,
+        )
+        has_head = _check_head(folder, num_attributes)
+        _load_into(model, folder, with_head=has_head)
+        return PretrainedModel(
+            model=model,
+            config=folder.config,
+            tokenizer=tokenizer,
+            head_is_new=not has_head,
+        )
+
+
+def load_reward_model(
+    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """Load a finished reward model to score with; every rank calls it.
+
+    ``precision`` None is the contract's; with another the contract that comes along names that one.
+
+    Raises:
+        CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
+    """
+    with open_nemo(path) as folder:
+        return reward_model_of(folder, layout, precision)
+
+
+def reward_model_of(
+    folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """``load_reward_model`` of an archive that is open."""
+    outline = reward_model_without_weights(folder, layout, precision)
+    _load_into(outline.model, folder, with_head=True)
+    return outline
+
+
+def reward_model_without_weights(
+    folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """``reward_model_of``, whose weights are still to be filled in; they were found to fit.
+
+    On a CPU they take no memory until then.
+    """
+    tokenizer = folder.load_tokenizer()
+    contract = _contract(folder, tokenizer)
+    if contract is None:
+        raise CheckpointError(
+            f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
+            "score; wanted a reward model written by train_reward_model.py"
+        )
+    _check_tokenizer(tokenizer, contract, folder.source)
+    num_attributes = len(contract.attributes)
+    if not _check_head(folder, num_attributes):
+        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
+    shape = model_shape(folder)
+    tokenizer.check_fits(shape.vocab_size)
+    model = build_reward_model(
+        shape,
+        layout,
+        num_attributes=num_attributes,
+        precision=precision or Precision(contract.dtype),
+    )
+    return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
+
+
+def load_critic(
+    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
+) -> LoadedRewardModel:
+    """``load_reward_model`` for a trainer's critic: the head reads every token.
+
+    ``step.infer_values`` gives its values. They begin as the rewards of a text's beginnings: a
+    token's is that of the text that ends with it, without the contract's ``label_means``.
+    """
+    loaded = load_reward_model(path, layout, precision)
+    loaded.model.reads_every_token = True
+    return loaded
+
+
+def save_reward_model(
+    path: str | Path,
+    model: GPTRewardModel,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    contract: ScoringContract | None,
+) -> None:
+    """Write a reward model's archive, whole or not at all; every rank calls it.
+
+    Without a contract it is a base model's: the head is left out.
+    """
+    path = Path(path)
+    staging = path.with_name(f".{path.name}.staging")
+    on_main(lambda: _make_staging(staging, tokenizer))
+    weights = model.sharded_state_dict(prefix=PREFIX)
+    if contract is None:
+        weights.pop(PREFIX + HEAD, None)
+    save_weights(weights, staging / "weights")
+
+    def write() -> None:
+        rules = None if contract is None else contract.to_dict()
+        write_nemo(path, dict(config), staging / "weights", staging / "tokenizer", rules)
+        shutil.rmtree(staging)
+
+    on_main(write)
+    barrier()
+
+
+def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
+    shutil.rmtree(staging, ignore_errors=True)  # left by a killed save
+    (staging / "tokenizer").mkdir(parents=True)
+    tokenizer.save(staging / "tokenizer")
+
+
+def _contract(folder: NemoFolder, tokenizer: Tokenizer) -> ScoringContract | None:
+    if folder.contract is None:
+        return None
+    try:
+        contract = ScoringContract.from_dict(folder.contract)
+        contract.check_template_ends(tokenizer)
+    except (CheckpointError, DataError) as error:
+        raise CheckpointError(f"{folder.source}: {error}") from error
+    return contract
+
+
+def _check_head(folder: NemoFolder, num_attributes: int) -> bool:
+    """Whether the archive has a reward head that fits."""
+    stored = folder.tensors
+    if HEAD not in stored:
+        return False
+    if HEAD_BIAS in stored:
+        raise CheckpointError(
+            f"{folder.source}: its reward head has a bias ({HEAD_BIAS}), wanted a head without "
+            "one; scripts/import_nemo.py makes an archive that has it in the scoring contract"
+        )
+    got = stored[HEAD][0][0]
+    if got != num_attributes:
+        raise CheckpointError(
+            f"{folder.source}: {HEAD}: got {got} attributes, wanted {num_attributes}"
+        )
+    return True
+
+
+def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str | Path) -> None:
+    if tokenizer.fingerprint != contract.tokenizer_fingerprint:
+        raise CheckpointError(
+            f"{path}: tokenizer: got fingerprint {tokenizer.fingerprint}, "
+            f"the scoring contract wants {contract.tokenizer_fingerprint}"
+        )
+
+
+def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:
+    load_backbone(model, folder)
+    if with_head:
+        _set_head(model, read_head(folder, HEAD), folder)
+
+
+def _set_head(model: GPTRewardModel, weight: Tensor, folder: NemoFolder) -> None:
+    """Make ``weight [A, hidden]`` the reward head, on the ranks that have one."""
+    if not model.post_process:
+        return
+    if weight.shape != model.rm_head.weight.shape:
+        raise CheckpointError(
+            f"{folder.source}: {HEAD}: got shape {list(weight.shape)}, "
+            f"wanted {list(model.rm_head.weight.shape)}"
+        )
+    with torch.no_grad():
+        model.rm_head.weight.copy_(weight)

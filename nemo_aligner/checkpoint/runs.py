@@ -1,0 +1,357 @@
+"""Save a training run, find it again, go on from it, and keep the best of what was saved.
+
+One folder per checkpoint, ``step_00000100/``: ``state/`` is a distributed checkpoint of weights and
+optimizer that any layout can read, ``run_state.json`` everything else. A folder is written under
+another name, synced to the disk, and then renamed: it is there whole, or not at all.
+
+Writing goes on in the background: ``save`` copies the tensors and returns, ``publish`` gives the
+folder its name when all ranks are done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nemo_aligner.checkpoint.nemo.open import sync_to_disk
+from nemo_aligner.checkpoint.weights.background import in_background
+from nemo_aligner.checkpoint.weights.torch_dist import (
+    PendingSave,
+    copy_tensors,
+    load_weights,
+    start_saving,
+)
+from nemo_aligner.config.training import MonitorMode
+from nemo_aligner.errors import CheckpointError
+from nemo_aligner.parallel.collectives import on_main
+
+_VERSION = 1
+_PREFIX = "model."
+# Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state,
+# and a stack with holes cannot be saved.
+_PER_LAYER = {"non_homogeneous_layers": True}
+_NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED = re.compile(rf"{_NAME.pattern}\.(partial|removed)")
+_STATE = "state"
+_RUN_STATE = "run_state.json"
+
+
+class ShardedModel(Protocol):
+    """A Megatron module."""
+
+    def sharded_state_dict(
+        self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
+    ) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any: ...
+
+
+class ShardedOptimizer(Protocol):
+    """An optimizer that saves its state beside the model's.
+
+    What it gives to be saved is a copy, which stays as it is until it is asked again. Its last
+    update may still be on its way to the model's weights; ``finish_update`` waits for it.
+    """
+
+    def sharded_state_dict(
+        self, model_state: dict[str, Any], is_loading: bool = ...
+    ) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None: ...
+
+    def finish_update(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything of a run but its tensors.
+
+    ``step`` steps are done, on ``consumed_samples`` records. ``metrics`` are those of a validation
+    after that very step, if there was one. ``fingerprint`` names what must not change when the run
+    goes on. ``config`` and ``contract`` are for readers.
+    """
+
+    step: int
+    consumed_samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    contract: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint on the disk."""
+
+    path: Path
+    state: RunState
+
+
+class RunCheckpoints:
+    """The checkpoints of one run in ``folder``, which all ranks see; every rank calls every method.
+
+    The newest is always kept, and the ``save_top_k`` best by the metric ``monitor``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        monitor: str | None = None,
+        mode: MonitorMode = MonitorMode.max,
+        save_top_k: int = 1,
+    ) -> None:
+        self.folder = Path(folder)
+        self.monitor = monitor if save_top_k > 0 else None
+        self._mode = mode
+        self._save_top_k = save_top_k
+        self._pending: tuple[Saved, PendingSave] | None = None
+        self._deletion: Future[None] | None = None
+        self._host: dict[int, Tensor] = {}
+
+    def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Take the host memory that a save copies to; call it before the first save.
+
+        New memory can take ten times as long to write to, so the first save would hold training up.
+        """
+        self._copy(model, optimizer)
+
+    def _copy(self, model: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, Any]:
+        optimizer.finish_update()
+        weights = _sharded(model)
+        # It is looked up by the model's own tensors, so these are copied after.
+        state = optimizer.sharded_state_dict(weights)
+        copy_tensors(weights, self._host)
+        return {"model": weights, "optimizer": state}
+
+    def clean(self) -> None:
+        """Delete what a killed save or removal left behind; call it before the first save."""
+        on_main(lambda: _delete_unfinished(self.folder))
+
+    def all(self) -> list[Saved]:
+        """Every whole checkpoint, oldest first; a pending one is waited for."""
+        self.publish()
+        return on_main(lambda: _list_saved(self.folder))
+
+    def latest(self) -> Saved | None:
+        """The newest checkpoint."""
+        saved = self.all()
+        return saved[-1] if saved else None
+
+    def best(self) -> Saved | None:
+        """The best checkpoint by ``monitor``; of equals the earliest."""
+        ranked = self._ranked(self.all())
+        return ranked[0] if ranked else None
+
+    def is_among_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a checkpoint with these metrics would be kept for them, beside a pending one."""
+        if self._key(metrics) is None:
+            return False
+        newcomer = Saved(self.folder, RunState(step=2**62, consumed_samples=0, metrics={**metrics}))
+        saved = [*on_main(lambda: _list_saved(self.folder)), newcomer]
+        if self._pending is not None:
+            saved.append(self._pending[0])
+        return newcomer in self._ranked(saved)[: self._save_top_k]
+
+    def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Start a checkpoint: when it returns, all tensors are copied, and training may go on.
+
+        The copies are in host memory, as much as this rank's part of the checkpoint has, and the
+        next save reuses it. A save that is still pending is published first.
+
+        Raises:
+            CheckpointError: on every rank, if this one or the one before cannot be written.
+        """
+        self.publish()
+        path = self.folder / f"step_{state.step:08d}"
+        with _as_checkpoint_error(path):
+            on_main(lambda: _make_empty(_unnamed(path)))
+        pending = start_saving(self._copy(model, optimizer), _unnamed(path) / _STATE)
+        self._pending = Saved(path, state), pending
+
+    @property
+    def is_written(self) -> bool:
+        """Whether ``publish`` has nothing to wait for on this rank."""
+        return self._pending is None or self._pending[1].is_written
+
+    def publish(self) -> Saved | None:
+        """Give a pending checkpoint its name, once all ranks have written it; None if none is.
+
+        Those that are then neither the newest nor among the best are deleted.
+
+        Raises:
+            CheckpointError: on every rank, if any could not write it.
+        """
+        if self._pending is None:
+            return None
+        (saved, pending), self._pending = self._pending, None
+        pending.finish()
+        with _as_checkpoint_error(saved.path):
+            on_main(lambda: _publish(saved))
+            on_main(self._prune)
+        return saved
+
+    def _prune(self) -> None:
+        """Delete the checkpoints that are not kept: their names now, their files in the background.
+
+        Errors of the last such deletion are raised here.
+        """
+        if self._deletion is not None:
+            self._deletion.result()
+        saved = _list_saved(self.folder)
+        kept = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
+        doomed = [_take_name(item.path) for item in saved if item.path not in kept]
+        self._deletion = in_background(partial(_delete, doomed))
+
+    def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Put weights and optimizer back as they were saved, whatever the layout was.
+
+        Raises:
+            CheckpointError: the state does not fit the model, or is not safe to read.
+        """
+        weights = _sharded(model)
+        request = {
+            "model": weights,
+            "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
+        }
+        state = load_weights(request, saved.path / _STATE)
+        _load_model(model, state["model"], saved.path)
+        optimizer.load_state_dict(state["optimizer"], saved.state.step)
+
+    def load_model(self, saved: Saved, model: ShardedModel) -> None:
+        """Put back the weights alone.
+
+        Raises:
+            CheckpointError: the weights do not fit the model, or are not safe to read.
+        """
+        request = {"model": _sharded(model)}
+        _load_model(model, load_weights(request, saved.path / _STATE)["model"], saved.path)
+
+    def _ranked(self, saved: list[Saved]) -> list[Saved]:
+        scored = [(self._key(item.state.metrics), item) for item in saved]
+        ranked = [(key, item.state.step, item) for key, item in scored if key is not None]
+        return [item for *_, item in sorted(ranked, key=lambda entry: entry[:2])]
+
+    def _key(self, metrics: Mapping[str, float]) -> float | None:
+        """Smaller is better; None for what cannot be ranked."""
+        value = metrics.get(self.monitor) if self.monitor is not None else None
+        if value is None or math.isnan(value):
+            return None
+        return -value if self._mode is MonitorMode.max else value
+
+
+def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse to go on with another model, other data, or another order of it.
+
+    Raises:
+        CheckpointError: it names every difference, with both values.
+    """
+    before = saved.state.fingerprint
+    differences = [
+        f"{key}: the checkpoint has {before.get(key)!r}, this run {fingerprint.get(key)!r}"
+        for key in dict.fromkeys([*before, *fingerprint])
+        if before.get(key) != fingerprint.get(key)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{saved.path}: it is of another run, and cannot be resumed: {'; '.join(differences)}. "
+            "Set exp_manager.explicit_log_dir to a new folder to start a new run"
+        )
+
+
+def _sharded(model: ShardedModel) -> dict[str, Any]:
+    return model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
+
+
+def _load_model(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
+    plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(plain, strict=False)
+    # TransformerEngine's opaque state is never saved.
+    lost = [key for key in missing if "_extra_state" not in key]
+    if lost or unexpected:
+        raise CheckpointError(f"{path}: not loaded: {', '.join([*lost, *unexpected])}")
+
+
+@contextmanager
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: not saved: {error}") from error
+
+
+def _delete_unfinished(folder: Path) -> None:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path)
+
+
+def _list_saved(folder: Path) -> list[Saved]:
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted((_read_saved(path) for path in paths), key=lambda saved: saved.state.step)
+
+
+def _read_saved(path: Path) -> Saved:
+    file = path / _RUN_STATE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        version = content.pop("version")
+        if version != _VERSION:
+            raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
+        known = {item.name for item in fields(RunState)}
+        return Saved(path, RunState(**{key: content[key] for key in known}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _unnamed(path: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return path.with_name(path.name + ".partial")
+
+
+def _publish(saved: Saved) -> None:
+    """Give a finished folder its name, once all of it is on the disk."""
+    path, unnamed = saved.path, _unnamed(saved.path)
+    content = {"version": _VERSION, **asdict(saved.state)}
+    (unnamed / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    # The ranks have synced the tensors, so this is a matter of the small files.
+    for folder, _, names in os.walk(unnamed):
+        for name in names:
+            sync_to_disk(Path(folder) / name)
+        sync_to_disk(Path(folder))
+    if path.exists():
+        _delete([_take_name(path)])
+    unnamed.rename(path)
+    sync_to_disk(path.parent)
+
+
+def _take_name(path: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that half a one is never taken for one."""
+    doomed = path.with_name(path.name + ".removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    return doomed
+
+
+def _delete(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)

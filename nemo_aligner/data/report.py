@@ -1,0 +1,109 @@
+"""What became of one data file, told before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.data.records import Origin
+from nemo_aligner.metrics.by_source import MAX_SOURCES
+
+_DROPPED = ("identical", "same_tokens", "empty_reply", "no_label", "overlong")
+_TIES = ("identical", "same_tokens")
+_PERCENT = (0, 5, 50, 95, 100)
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """One file's N records that were kept, and the others.
+
+    Attributes:
+        name: what the file is for, as logs call it.
+        path, kind, format: the file, what it holds, and how it is written.
+        counts: ``read``, ``kept``, and every reason that occurred.
+        lengths: ``[S]`` int64 length of every sequence.
+        reply_lengths: ``[N, sequences_per_record]`` int64 length of every reply.
+        sources: records of every source; "" for those that name none.
+        labels: ``[N, A]`` float32 of ratings, NaN where missing; None for comparisons.
+        shared: tokens that both sides of each pair begin with, ``[N]`` int64; None of ratings.
+        prompts: prompt -> the first record with it, by the hash of ``records.prompt_key``.
+        unit: what lengths count, tokens unless there is no tokenizer.
+        shared_prompts: prompts that stand in the training files, too; None of a training file.
+    """
+
+    name: str
+    path: str
+    kind: str
+    format: str
+    counts: Mapping[str, int]
+    lengths: Tensor
+    reply_lengths: Tensor
+    sources: Mapping[str, int]
+    labels: Tensor | None = None
+    shared: Tensor | None = None
+    prompts: Mapping[int, Origin] = field(default_factory=dict)
+    unit: str = "tokens"
+    shared_prompts: int | None = None
+
+    def table(self) -> str:
+        """Two columns under the file's name."""
+        heading = f"{self.name}: {self.path} ({self.format})"
+        return "\n".join([heading, *(f"  {name:<26}{value}" for name, value in self._rows())])
+
+    def _rows(self) -> Iterable[tuple[str, object]]:
+        counts = self.counts
+        dropped = {name: counts[name] for name in _DROPPED if counts.get(name)}
+        yield "records", counts["read"]
+        yield "kept", counts["kept"]
+        yield "dropped", _with_parts(sum(dropped.values()), dropped)
+        yield "truncated", counts.get("truncated", 0)
+        if self.kind == "comparison":
+            yield "exact ties (dropped)", sum(counts.get(name, 0) for name in _TIES)
+            yield "different prompts in pair", counts.get("different_prompts", 0)
+        yield "duplicate records", counts.get("duplicates", 0)
+        yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
+        if self.shared_prompts is not None:
+            yield "prompts also in training", self.shared_prompts
+        yield self.unit, int(self.lengths.sum())
+        if self.shared is not None and self.lengths.numel():
+            share = float(self.shared.sum() / self.lengths.sum())
+            alone = int((self.shared == 0).sum())
+            yield "computed once for both", f"{share:.1%}; nothing in {alone} pairs"
+        yield f"{self.unit} of a sequence", _quantiles(self.lengths)
+        yield f"{self.unit} of a reply", _quantiles(self.reply_lengths)
+        if self.kind == "comparison" and counts["kept"]:
+            longer = (self.reply_lengths[:, 0] - self.reply_lengths[:, 1]).sign().double()
+            yield "chosen is the longer", f"{(longer.mean() + 1) / 2:.1%}"
+        if self.labels is not None:
+            missing = torch.isnan(self.labels).sum(0).tolist()
+            yield "labels missing", " ".join(map(str, missing))
+            means = torch.nanmean(self.labels.double(), dim=0).tolist()
+            yield "label means", " ".join(f"{mean:.4g}" for mean in means)
+        if set(self.sources) != {""}:
+            yield "sources", _sources(self.sources)
+
+
+def _with_parts(total: int, parts: Mapping[str, int]) -> str:
+    listed = ", ".join(f"{count} {name}" for name, count in parts.items())
+    return f"{total} ({listed})" if parts else str(total)
+
+
+def _quantiles(lengths: Tensor) -> str:
+    if lengths.numel() == 0:
+        return "none"
+    places = torch.tensor(_PERCENT, dtype=torch.float64) / 100
+    # By hand: torch.quantile takes no more than 2**24 values.
+    ordered = lengths.flatten().sort().values
+    found = ordered[(places * (len(ordered) - 1)).round().long()].tolist()
+    low, p5, middle, p95, high = found
+    return f"{low} to {high}, median {middle}, 90% within {p5} to {p95}"
+
+
+def _sources(sources: Mapping[str, int]) -> str:
+    if len(sources) > MAX_SOURCES:
+        return f"{len(sources)}, too many for metrics of their own"
+    ordered = sorted(sources.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name or 'none'} {count}" for name, count in ordered)

@@ -1,0 +1,87 @@
+"""Does training see its labels? A few records are learned by heart, then with labels swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.training_data import TrainingData
+
+_NAME = "validation-probe"
+# What a model that has learned a handful of records by heart must reach, and with swapped labels
+# stay below.
+BARS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
+
+
+class Learner(Protocol):
+    """What is trained, as ``RewardLearner``."""
+
+    def train_step(self, step: int) -> dict[str, float]: ...
+
+    def validate(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """``metric`` on the labels as they are: untrained, after training on them, and on the swapped.
+
+    ``losses`` are the first and the last of each of the two trainings.
+    """
+
+    metric: str
+    untrained: float
+    learned: float
+    swapped: float
+    losses: tuple[tuple[float, float], tuple[float, float]]
+
+    @property
+    def passed(self) -> bool:
+        """Whether both trainings learned the labels that they were given."""
+        high, low = BARS[self.metric]
+        return self.learned >= high and self.swapped <= low
+
+
+def few_records(data: TrainingData, count: int) -> TrainingData:
+    """The first ``count`` training records, to train on and to validate on."""
+    train = data.train
+    few = replace(
+        train,
+        sequences=train.sequences[: count * train.sequences_per_record],
+        labels=None if train.labels is None else train.labels[:count],
+        origins=train.origins[:count],
+        reply_lengths=train.reply_lengths[:count],
+        sources=[""] * min(count, len(train)),
+        reports=[],
+    )
+    return replace(data, train=few, validation=[replace(few, name=_NAME)])
+
+
+def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
+    """Rejected for chosen; ratings mirrored at the mean of their attribute."""
+    if dataset.labels is None:
+        pairs = zip(dataset.sequences[1::2], dataset.sequences[::2], strict=True)
+        return replace(dataset, sequences=[sequence for pair in pairs for sequence in pair])
+    means = torch.tensor(dataset.mean_labels(), dtype=torch.float32)
+    return replace(dataset, labels=2 * means - dataset.labels)
+
+
+def probe(build: Callable[[TrainingData], Learner], data: TrainingData, steps: int) -> ProbeResult:
+    """Train ``steps`` steps on ``data``, and anew on ``data`` with its labels swapped.
+
+    ``build`` makes a learner from the same start each time; ``data`` is as ``few_records`` makes
+    it, small enough to be learned by heart.
+    """
+    metric = "accuracy" if data.train.labels is None else "pearson_mean"
+    swapped = replace(data, train=swap_labels(data.train))
+    found, losses = [], []
+    for each in (data, swapped):
+        learner = build(each)
+        found.append(learner.validate()[f"{_NAME}/{metric}"])
+        run = [learner.train_step(step)["loss"] for step in range(steps)]
+        losses.append((run[0], run[-1]))
+        found.append(learner.validate()[f"{_NAME}/{metric}"])
+    return ProbeResult(metric, found[0], found[1], found[3], (losses[0], losses[1]))

@@ -1,0 +1,133 @@
+"""Causal attention over packed sequences: a varlen kernel on GPUs, flash attention on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nemo_aligner.models.attention import cpu as cpu_attention
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention.varlen import fits_varlen_kernel, varlen_kernel
+from nemo_aligner.models.pointwise import rotate
+from nemo_aligner.models.shape import ModelShape
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of ``query [T, 1, heads, c]`` on ``key`` and ``value [T, 1, groups, c]``.
+
+    Query and key are rotated to their positions; then each segment attends causally to itself, and
+    to all of the segment that it begins with. The output is ``[T, 1, heads * c]``.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *, shape: ModelShape, **unused: Any
+    ) -> None:
+        super().__init__(config)
+        self.scores = Scores(
+            shape.softmax_scale, shape.window_of(layer_number), shape.attn_logit_softcapping
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSegments | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            raise ValueError("attention needs the bounds of the packed sequences")
+        segments, scores = packed_seq_params, self.scores
+        query = rotate(query, segments.cos, segments.sin).squeeze(1)
+        key = rotate(key, segments.cos, segments.sin).squeeze(1)
+        if scores.window is not None and scores.window >= segments.max_kv_length:
+            scores = replace(scores, window=None)
+        attend = _attention_for(query, scores)
+        return attend(query, key, value.squeeze(1), segments, scores).flatten(1).unsqueeze(1)
+
+
+_Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
+
+
+def _attention_for(query: Tensor, scores: Scores) -> _Attend:
+    """The fastest that can do it."""
+    if scores.soft_cap is None and query.is_cpu and scores.window is None:
+        return _attend_on_cpu
+    kernel = None
+    if scores.soft_cap is None and fits_varlen_kernel(query):
+        kernel = varlen_kernel(scores.window is not None)
+    return kernel or _attend_one_by_one
+
+
+def _attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    return cpu_attention.attend(
+        query, key, value, segments.lengths, segments.prefixes, scores.scale
+    )
+
+
+def _attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    """By one SDPA call per segment, where no kernel takes them all; or by the scores themselves."""
+    grouped = query.size(1) != key.size(1)
+    queries, keys, values = (
+        [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(segments.lengths)]
+        for packed in (query, key, value)
+    )
+    pieces = []
+    for own, prefix in enumerate(segments.prefixes):
+        q, k, v = queries[own], keys[own], values[own]
+        if prefix >= 0:
+            k, v = torch.cat([keys[prefix], k], dim=2), torch.cat([values[prefix], v], dim=2)
+        mask = None
+        if prefix >= 0 or scores.window is not None or scores.soft_cap is not None:
+            mask = _sees(q.size(2), k.size(2), scores.window, q.device)
+        if scores.soft_cap is None:
+            piece = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scores.scale, enable_gqa=grouped
+            )
+        else:
+            piece = checkpoint(
+                _attend_by_scores,
+                *(q, k, v, mask, scores),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        pieces.append(piece)
+    return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """``[queries, keys]`` bool: each query's own place is counted from the end of the keys."""
+    behind = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
+    return mask if window is None else mask.triu(behind - window + 1)
+
+
+def _attend_by_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores
+) -> Tensor:
+    """``query [1, heads, n, c]`` on ``key`` and ``value [1, groups, m, c]``, by the definition.
+
+    All ``heads * n * m`` scores are there at once, in fp32 or wider.
+    """
+    assert scores.soft_cap is not None
+    scale = query.size(-1) ** -0.5 if scores.scale is None else scores.scale
+    # The heads of one group stand beside each other, so that keys need no copy for each of them.
+    grouped = query.unflatten(1, (key.size(1), -1))
+    products = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
+    products = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
+    capped = scores.soft_cap * torch.tanh(products / scores.soft_cap)
+    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)

@@ -1,0 +1,312 @@
+"""What a training step costs, by arithmetic alone: FLOPs, bytes that are sent, time.
+
+Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
+optimizer; ``memory_cost.py`` has the bytes in memory. The terms are those of Narayanan et al. 2021,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". h, f, q and kv
+are the widths of a hidden state, of the MLP, of all queries and of all keys; t, p and d the sizes
+of tensor, pipeline and data parallelism; m the packs of a data parallel rank in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.shape import ModelShape
+
+ELEMENT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Packs:
+    """What one data parallel rank computes in a step: ``count`` packs, each of this size.
+
+    ``keys`` is the mean number of keys that a token attends to; ``sequences`` are those of one
+    pack, of each of which the head reads one row.
+    """
+
+    tokens: int
+    sequences: int
+    keys: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a step's cost depends on, beside the model's shape.
+
+    ``recompute_layers``: how many layers of a stage, the first ones, ``Recompute.full`` recomputes;
+    None is all.
+    """
+
+    packs: Packs
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    precision: Precision = Precision.bf16
+    recompute: Recompute = Recompute.none
+    recompute_layers: int | None = None
+    freeze_layers: int = 0
+    cpu_offload: bool = False
+    num_attributes: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        sequence = "+SP" if self.sequence_parallel else ""
+        return f"TP={self.tp}{sequence} PP={self.pp} DP={self.dp}"
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating point operations of one pack, over all ranks of a stage's tensor parallel group."""
+
+    forward: float
+    backward: float
+    recomputed: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.recomputed
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in a step."""
+
+    tensor: float
+    pipeline: float
+    data: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``flops`` FLOP/s of one rank, of which matrix products reach ``efficiency``; bytes/s of one
+    rank to others on its node, beyond it, and to its host's memory."""
+
+    flops: float
+    efficiency: float
+    intra_node: float
+    inter_node: float
+    ranks_per_node: int = 8
+    host: float = 50e9
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on; what is hidden behind others is left out."""
+
+    compute: float
+    bubble: float
+    tensor: float
+    pipeline: float
+    data: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        waits = self.bubble + self.tensor + self.pipeline + self.data + self.host
+        return self.compute + waits
+
+
+def even_packs(pairs: int, length: int, budget: int, shared: int = 0) -> Packs:
+    """The packs of ``pairs`` of two sequences of ``length`` tokens that begin with ``shared`` ones.
+
+    As ``data/packing.py`` makes them: as few as the budget of tokens allows, each of even work.
+
+    Raises:
+        ConfigError: a pair alone is larger than the budget.
+    """
+    size = 2 * length - shared
+    if size > budget:
+        raise ConfigError(
+            f"model.micro_batch_tokens: got {budget}, wanted at least {size}, a pair of two "
+            f"sequences of {length} tokens"
+        )
+    count = -(-pairs // (budget // size))
+    fullest = -(-pairs // count)
+    return Packs(fullest * size, 2 * fullest, attended_keys(length, shared), count)
+
+
+def attended_keys(length: int, shared: int = 0, sequences: int = 2) -> float:
+    """Mean keys of a token where ``sequences`` of ``length`` tokens begin with the same ``shared``.
+
+    Attention is causal: token i of a sequence has i keys. The shared tokens are there once.
+    """
+    own = length - shared
+    beginning = shared * (shared + 1) / 2
+    rest = own * shared + own * (own + 1) / 2
+    return (beginning + sequences * rest) / (shared + sequences * own)
+
+
+def widths(shape: ModelShape) -> tuple[int, int, int, int]:
+    """h, f, q and kv."""
+    return (
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        shape.num_attention_heads * shape.kv_channels,
+        shape.num_query_groups * shape.kv_channels,
+    )
+
+
+def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
+    """The layers of a stage, counted from 0."""
+    each = shape.num_layers // plan.pp
+    return range(stage * each, (stage + 1) * each)
+
+
+def has_backward(plan: Plan, stage: int, layer: int) -> bool:
+    """Whether gradients flow through a layer.
+
+    Frozen ones have none on the first stage, unless layers are recomputed in full, whose input has
+    to ask for a gradient; as do the states that later stages receive.
+    """
+    return layer >= plan.freeze_layers or stage > 0 or plan.recompute is Recompute.full
+
+
+def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
+    """Whether a layer keeps nothing but its input."""
+    if plan.recompute is not Recompute.full:
+        return False
+    each = shape.num_layers // plan.pp
+    return layer % each < (each if plan.recompute_layers is None else plan.recompute_layers)
+
+
+def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = False) -> int:
+    """Parameters of one rank of a stage.
+
+    Linear layers and the embedding's rows are split over t, norms are on every rank; the first
+    stage has the embedding, the last one the final norm and the head.
+    """
+    frozen = plan.freeze_layers if trainable else 0
+    split, whole = shape.layer_parameters()
+    layer = split // plan.tp + whole
+    count = layer * sum(index >= frozen for index in stage_layers(shape, plan, stage))
+    if stage == 0 and not frozen:
+        count += embedding_size(shape, plan)
+    if stage == plan.pp - 1:
+        count += shape.norm_parameters(shape.hidden_size) + head_size(shape, plan)
+    return count
+
+
+def embedding_size(shape: ModelShape, plan: Plan) -> int:
+    """Parameters of a rank's rows of the embedding."""
+    return shape.padded_vocab_size(plan.tp) // plan.tp * shape.hidden_size
+
+
+def head_size(shape: ModelShape, plan: Plan) -> int:
+    """Parameters of the reward head."""
+    return plan.num_attributes * shape.hidden_size
+
+
+def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, float]:
+    """Of one pack's forward pass: linear layers, and attention's two products."""
+    h, f, q, kv = widths(shape)
+    packs = plan.packs
+    rows = packs.sequences if last else packs.tokens
+    mlp = (3 if shape.is_gated else 2) * h * f
+    linear = 2.0 * packs.tokens * h * (q + 2 * kv) + 2.0 * rows * (q * h + mlp)
+    return linear, 4.0 * packs.tokens * packs.keys * q
+
+
+def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
+    """A stage's floating point operations for one pack, over its tensor parallel ranks.
+
+    A multiplication and an addition are two. A linear layer has ``2 in out`` per token; attention
+    ``4 q`` per query and key that it attends to (Narayanan et al. 2021, appendix, where all keys
+    are counted; here a causal pass has its own). The backward pass has twice as many; where all
+    weights are frozen below, none. Full recomputation repeats the forward pass, selective that of
+    attention. Norms, biases, rotation and softmax are left out, and so are windows: a layer that
+    has one is counted as if it saw all tokens.
+    """
+    forward = backward = recomputed = 0.0
+    for layer in stage_layers(shape, plan, stage):
+        linear, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
+        forward += linear + attention
+        if not has_backward(plan, stage, layer):
+            continue
+        # A frozen layer passes the gradient on, and makes none for its weights.
+        backward += linear * (2 if layer >= plan.freeze_layers else 1) + 2 * attention
+        if is_recomputed(shape, plan, layer):
+            recomputed += linear + attention
+        elif plan.recompute is Recompute.selective:
+            recomputed += attention
+    return Flops(forward, backward, recomputed)
+
+
+def step_flops(shape: ModelShape, plan: Plan) -> float:
+    """Of the whole model, on all packs of a step, without what is recomputed."""
+    stages = [pack_flops(shape, plan, stage) for stage in range(plan.pp)]
+    return plan.packs.count * plan.dp * sum(flops.forward + flops.backward for flops in stages)
+
+
+def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
+    """Bytes that one rank of a stage sends in a step, by ring algorithms.
+
+    Tensor parallelism (Narayanan et al. 2021, section 3.2): after attention and after the MLP the
+    states are summed, and in the backward pass the gradients of their inputs. A ring's all-reduce
+    sends ``2 (t - 1) / t`` of the tensor; sequence parallelism makes it a reduce-scatter and an
+    all-gather, half each, and gathers the inputs of two linear layers once more for their weights'
+    gradients. Pipeline: the states forward, their gradients back. Data parallelism: fp32 gradients
+    are reduce-scattered, updated weights all-gathered, ``(d - 1) / d`` of each.
+    """
+    size = ELEMENT_BYTES[plan.precision]
+    states = plan.packs.tokens * shape.hidden_size * size
+    ring = (plan.tp - 1) / plan.tp * states
+    reductions = 1.0 if stage == 0 else 0.0  # the embedding's rows
+    for layer in stage_layers(shape, plan, stage):
+        # The head's rows of the last layer are too few to count.
+        forward = 1 if layer == shape.num_layers - 1 else 2
+        reductions += forward
+        if has_backward(plan, stage, layer):
+            again = 0.5 * 2 if plan.sequence_parallel else 0
+            reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + again
+    trained = parameters(shape, plan, stage, trainable=True)
+    neighbours = (stage > 0) + (stage < plan.pp - 1)
+    split = plan.tp if plan.sequence_parallel else 1
+    return Traffic(
+        tensor=plan.packs.count * reductions * 2 * ring,
+        pipeline=plan.packs.count * neighbours * states / split,
+        data=(plan.dp - 1) / plan.dp * trained * (FP32_BYTES + size),
+    )
+
+
+def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
+    """Seconds of a step on ``machine``: a model of what has to be done, not a measurement.
+
+    1F1B leaves a stage idle for ``(p - 1) / m`` of its m packs' time (Narayanan et al. 2021,
+    section 2.2). Gradients are reduced during the backward pass of the last pack, and weights
+    gathered during the forward pass of the first; nothing else overlaps. Moments in host memory
+    come to the GPU and go back, 16 bytes for each parameter.
+    """
+    stages = range(plan.pp)
+    slowest = max(pack_flops(shape, plan, stage).total for stage in stages)
+    per_pack = slowest / plan.tp / (machine.flops * machine.efficiency)
+    sent = [traffic(shape, plan, stage) for stage in stages]
+    inside = machine.ranks_per_node
+
+    def bandwidth(ranks: int) -> float:
+        return machine.intra_node if ranks <= inside else machine.inter_node
+
+    tensor = max(each.tensor for each in sent) / bandwidth(plan.tp)
+    # Tensor parallel ranks are neighbours, then data parallel ones; stages are the furthest apart.
+    data = max(each.data for each in sent) / bandwidth(plan.tp * plan.dp)
+    pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
+    idle = (plan.pp - 1) / plan.packs.count
+    compute = per_pack * plan.packs.count
+    trained = max(parameters(shape, plan, stage, trainable=True) for stage in stages)
+    moments = 4 * FP32_BYTES * trained / plan.dp if plan.cpu_offload else 0.0
+    return StepTime(
+        compute,
+        bubble=idle * (compute + tensor),
+        tensor=tensor,
+        pipeline=pipeline,
+        data=max(0.0, data - per_pack),
+        host=moments / machine.host,
+    )

@@ -1,0 +1,134 @@
+"""RewardScorer: texts or tokens -> rewards on all ranks, by the rule of the checkpoint's contract.
+
+Evaluation and the server call the same code from here down, so a text has one reward, whether it is
+scored in process or over HTTP, alone or among others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
+from nemo_aligner.config.common import Precision
+from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.models.step import gather_rewards, infer, record_ids_of
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.text.contract import Encoded, ScoringContract
+from nemo_aligner.text.messages import Text
+from nemo_aligner.text.tokenizer import Tokenizer
+
+
+class RewardScorer:
+    """Scores N texts as ``[N, A]`` float32, one column per attribute of the contract.
+
+    The ``score`` methods are collective: every rank calls them with the same arguments and gets all
+    rewards. Data parallel ranks share the packs.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        contract: ScoringContract,
+        tokenizer: Tokenizer,
+        layout: ParallelLayout,
+        micro_batch_tokens: int,
+    ) -> None:
+        """Raises ConfigError when a text of the contract's ``seq_length`` exceeds the budget."""
+        if micro_batch_tokens < contract.seq_length:
+            raise ConfigError(
+                f"model.micro_batch_tokens: got {micro_batch_tokens}, "
+                f"wanted at least the scoring contract's seq_length, {contract.seq_length}"
+            )
+        self._model = model
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._micro_batch_tokens = micro_batch_tokens
+        self._label_means = torch.tensor(contract.label_means, dtype=torch.float32)
+        self.contract = contract
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """What the columns of the rewards are called."""
+        return tuple(self.contract.attributes)
+
+    def score(self, texts: Sequence[Text]) -> np.ndarray:
+        """Rewards of raw texts and conversations.
+
+        Raises:
+            DataError: the contract refuses a text; the message has its number.
+        """
+        return self.score_token_lists(
+            [self._encode_numbered(i, text) for i, text in enumerate(texts)]
+        )
+
+    def score_tokens(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
+        """Rewards of token ids as they stand.
+
+        Raises:
+            DataError: a sequence is empty, too long, or has an id outside the vocabulary.
+        """
+        for token_ids in token_lists:
+            self.check_tokens(token_ids)
+        return self.score_token_lists([list(token_ids) for token_ids in token_lists])
+
+    def encode(self, text: Text) -> Encoded:
+        """The token ids of one text; DataError where the contract refuses it."""
+        encoded = self.contract.encode(self._tokenizer, text)
+        self.check_tokens(encoded.token_ids)
+        return encoded
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone, at its full length."""
+        return self.contract.count_reply_tokens(self._tokenizer, texts)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Refuse, with a DataError, what the model would fail on or take for something else."""
+        if not 1 <= len(token_ids) <= self.contract.seq_length:
+            raise DataError(
+                f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"
+            )
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self._tokenizer.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(f"got token id {wrong}, wanted 0 to {self._tokenizer.vocab_size - 1}")
+
+    def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
+        """Rewards of token ids that ``check_tokens`` let pass."""
+        if not token_lists:
+            return np.zeros((0, len(self.attributes)), dtype=np.float32)
+        packs = pack_sequences(token_lists, self._micro_batch_tokens)
+        mine = packs[self._layout.dp_rank :: self._layout.dp]
+        rewards = infer(self._model, mine, self._layout)
+        shape = (len(token_lists), 1, len(self.attributes))
+        everyone = gather_rewards(rewards, record_ids_of(mine), shape, self._layout)[:, 0]
+        return (everyone + self._label_means).numpy()
+
+    def _encode_numbered(self, number: int, text: Text) -> list[int]:
+        try:
+            return self.encode(text).token_ids
+        except DataError as error:
+            raise DataError(f"text {number}: {error}") from error
+
+
+def load_scorer(
+    path: str | Path,
+    layout: ParallelLayout,
+    *,
+    precision: Precision | None = None,
+    micro_batch_tokens: int = 8192,
+) -> RewardScorer:
+    """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
+
+    ``precision`` None is the contract's.
+
+    Raises:
+        CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
+        ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
+    """
+    loaded = load_reward_model(path, layout, precision)
+    return RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, micro_batch_tokens)

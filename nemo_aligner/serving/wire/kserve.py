@@ -1,0 +1,234 @@
+"""The wire contract of the ``reward_model`` endpoint: KServe v2 tensors, and what they mean.
+
+A request carries B texts (or token rows), in exactly one of three forms:
+
+====================  =====  ======  ==============================================================
+input                 dtype  shape   meaning
+====================  =====  ======  ==============================================================
+``sentences``         BYTES  [B, 1]  raw UTF-8 text, scored as it stands, without chat template
+``conversations``     BYTES  [B, 1]  a JSON list of ``{"role", "content"}``; the contract's chat
+                                     template is applied
+``tokens``            INT64  [B, S]  token ids, scored as sent; whatever stands after the length
+                                     is ignored
+``sequence_lengths``  INT64  [B, 1]  the true lengths, with ``tokens``
+``add_EOS``           BOOL   [B, 1]  optional, from clients of NeMo-Aligner 0.2-0.3; see below
+====================  =====  ======  ==============================================================
+
+The answer has ``rewards`` FP32 [B, A], one column per attribute; ``exceeded`` INT32 [B, 1], 1
+where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it; and
+``contract_hash`` BYTES [B, 1], which says by what contract it was scored. With any other overlong
+rule, and for ``tokens``, which are never altered, too long is an error.
+
+The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
+JSON, its hash included. It needs no input; ``dummy_var`` INT64 [1] is for clients that must send
+one.
+
+Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
+contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
+says, for the other forms it must be false, and a request that disagrees is refused.
+
+A bad request is answered with HTTP 400 and one line of its own; the others in its batch are not
+touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.messages import Conversation, Text
+
+MODEL_NAME = "reward_model"
+CONTRACT_MODEL_NAME = "contract"
+DEFAULT_URL = "http://127.0.0.1:5555"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+INPUTS = (
+    TensorSpec("sentences", bytes, (1,), optional=True),
+    TensorSpec("conversations", bytes, (1,), optional=True),
+    TensorSpec("tokens", np.int64, (-1,), optional=True),
+    TensorSpec("sequence_lengths", np.int64, (1,), optional=True),
+    TensorSpec("add_EOS", np.bool_, (1,), optional=True),
+)
+OUTPUTS = (
+    TensorSpec("rewards", np.float32, (-1,)),
+    TensorSpec("exceeded", np.int32, (1,)),
+    TensorSpec("contract_hash", bytes, (1,)),
+)
+CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
+CONTRACT_OUTPUTS = (TensorSpec("contract", bytes, (1,)),)
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``."""
+
+    texts: list[Text] | None = None
+    token_lists: list[list[int]] | None = None
+    add_eos: list[bool] | None = None
+
+    @property
+    def size(self) -> int:
+        rows: Sequence[object] | None = self.texts if self.texts is not None else self.token_lists
+        return len(rows or ())
+
+
+@dataclass(frozen=True)
+class ScoreReply:
+    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known."""
+
+    rewards: np.ndarray
+    exceeded: np.ndarray
+    contract_hash: str | None = None
+
+
+def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
+    """The inputs of a request for raw texts."""
+    return {"sentences": _bytes_column(text.encode() for text in texts)}
+
+
+def encode_conversations(conversations: Sequence[Conversation]) -> dict[str, np.ndarray]:
+    """The inputs of a request for conversations."""
+    rows = (json.dumps(each, ensure_ascii=False).encode() for each in conversations)
+    return {"conversations": _bytes_column(rows)}
+
+
+def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """The inputs of a request for token ids: rows padded with zeros, and their true lengths."""
+    lengths = np.array([[len(row)] for row in token_lists], dtype=np.int64)
+    tokens = np.zeros((len(token_lists), int(lengths.max())), dtype=np.int64)
+    for line, row in zip(tokens, token_lists, strict=True):
+        line[: len(row)] = row
+    return {"tokens": tokens, "sequence_lengths": lengths}
+
+
+def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
+    """The outputs of one answered request."""
+    return {
+        "rewards": np.asarray(reply.rewards, dtype=np.float32),
+        "exceeded": np.asarray(reply.exceeded, dtype=np.int32).reshape(-1, 1),
+        "contract_hash": _bytes_column([(reply.contract_hash or "").encode()] * len(reply.rewards)),
+    }
+
+
+def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
+    """What a client got; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
+    rewards = np.asarray(outputs["rewards"], dtype=np.float32)
+    exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
+    hashes = outputs.get("contract_hash", np.array([b""]))
+    return ScoreReply(
+        rewards,
+        np.asarray(exceeded).reshape(-1).astype(bool),
+        _decode_bytes(hashes.reshape(-1)[0]) or None,
+    )
+
+
+def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
+    """The outputs of the ``contract`` model."""
+    text = json.dumps(contract.to_dict(), ensure_ascii=False)
+    return {"contract": np.array([text.encode()], dtype=np.object_)}
+
+
+def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
+    """What the ``contract`` model answered.
+
+    Raises:
+        CheckpointError: it is of another version, or was changed.
+    """
+    return ScoringContract.from_dict(json.loads(_decode_bytes(outputs["contract"].reshape(-1)[0])))
+
+
+def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
+    """Check one request's tensors and take them apart.
+
+    Raises:
+        ServingError: the tensors contradict each other or the contract above, in one line.
+    """
+    forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
+    if len(forms) != 1:
+        raise ServingError(
+            f"got {_listing(inputs)}, wanted exactly one of sentences, conversations, "
+            "or tokens with sequence_lengths"
+        )
+    form = forms[0]
+    if len(inputs[form]) == 0:
+        raise ServingError(f"{form}: got no rows, wanted at least one")
+    if (form == "tokens") != ("sequence_lengths" in inputs):
+        raise ServingError(f"got {_listing(inputs)}, wanted tokens and sequence_lengths together")
+    add_eos = _column(inputs, "add_EOS", len(inputs[form])) if "add_EOS" in inputs else None
+    flags = None if add_eos is None else [bool(flag) for flag in add_eos]
+    if form == "tokens":
+        return ScoreRequest(token_lists=_decode_tokens(inputs), add_eos=flags)
+    rows = [_decode_bytes(raw) for raw in _column(inputs, form, len(inputs[form]))]
+    if form == "sentences":
+        return ScoreRequest(texts=list(rows), add_eos=flags)
+    conversations = [_conversation(row, text) for row, text in enumerate(rows)]
+    return ScoreRequest(texts=list(conversations), add_eos=flags)
+
+
+def _bytes_column(rows: Any) -> np.ndarray:
+    return np.array([[row] for row in rows], dtype=np.object_)
+
+
+def _listing(inputs: Mapping[str, np.ndarray]) -> str:
+    return ", ".join(sorted(inputs)) or "no inputs"
+
+
+def _column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]:
+    array = inputs[name]
+    if array.shape != (rows, 1):
+        raise ServingError(f"{name}: got shape {list(array.shape)}, wanted [{rows}, 1]")
+    return list(array.reshape(-1))
+
+
+def _decode_bytes(raw: Any) -> str:
+    return raw.decode("utf-8", errors="replace") if isinstance(raw, bytes) else str(raw)
+
+
+def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
+    tokens = inputs["tokens"]
+    if tokens.ndim != 2:
+        raise ServingError(f"tokens: got shape {list(tokens.shape)}, wanted [B, S]")
+    lengths = [int(length) for length in _column(inputs, "sequence_lengths", len(tokens))]
+    for row, length in enumerate(lengths):
+        if not 1 <= length <= tokens.shape[1]:
+            raise ServingError(
+                f"sequence_lengths, row {row}: got {length}, "
+                f"wanted 1 to {tokens.shape[1]} (the width of tokens)"
+            )
+    return [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
+
+
+def _conversation(row: int, text: str) -> Conversation:
+    try:
+        messages = json.loads(text)
+    except ValueError as error:
+        raise ServingError(f"conversations, row {row}: not JSON ({error})") from None
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ServingError(
+            f"conversations, row {row}: got {text[:80]}, "
+            'wanted a non-empty list of {"role": text, "content": text}'
+        )
+    return messages
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )

@@ -1,0 +1,369 @@
+"""ScoringContract: the one rule from a text to token ids, and what a score of them means.
+
+It is written when a reward model is trained, saved in every checkpoint, and read by evaluation and
+by the server; nobody types it again.
+
+Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
+(A newline that a template writes after its last end-of-turn token is part of the text: the last
+token scored is whatever the template ends with.)
+
+Raw texts (``str``) are scored as they stand: ``add_bos`` puts BOS in front unless the text already
+begins with it, ``add_eos`` puts EOS at the end unless it already ends with it. When the settings
+``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's own habit with a bare text
+decides.
+
+Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens,
+and a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training
+turns into a counted drop or an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.errors import CheckpointError, ConfigError, DataError, short, shown
+from nemo_aligner.text.contract_fields import check_fields
+from nemo_aligner.text.messages import Conversation, Text, check_text, reply_of
+from nemo_aligner.text.template_trial import check_it_ends
+from nemo_aligner.text.templates import check_template, end_of_turn, render, resolve_template
+from nemo_aligner.text.tokenizer import Tokenizer
+
+VERSION = 1
+# For people, and for trainers that normalise rewards; no score depends on them.
+_NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
+_SETTINGS = {
+    "template": "model.data.template",
+    "add_bos": "model.data.add_bos",
+    "add_eos": "model.data.add_eos",
+    "overlong": "model.data.overlong",
+    "seq_length": "model.data.seq_length",
+    "attributes": "model.regression.attributes",
+    "dtype": "trainer.precision",
+    "reward_model_type": "model.reward_model_type",
+}
+_SHOWN_CHARACTERS = 40
+
+
+class OverlongError(DataError):
+    """A text of more tokens than the contract's ``seq_length``."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of one text, and whether ``truncate_left`` cut it."""
+
+    token_ids: list[int]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class ScoringContract:
+    """What a score means.
+
+    ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
+    the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
+    """
+
+    template: str
+    add_bos: bool
+    add_eos: bool
+    bos_id: int | None
+    eos_id: int | None
+    overlong: str
+    seq_length: int
+    attributes: tuple[str, ...]
+    attribute_weights: tuple[float, ...]
+    label_means: tuple[float, ...]
+    dtype: str
+    tokenizer_fingerprint: str
+    reward_model_type: str
+    scored_position: str = "last_token"
+    reward_mean: tuple[float, ...] | None = None
+    reward_std: tuple[float, ...] | None = None
+    measured_on: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        # 0 and 0.0 are the same rule and must have the same hash.
+        for name in ("attribute_weights", "label_means"):
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+        wanted = len(self.attributes)
+        if not len(self.attribute_weights) == len(self.label_means) == wanted > 0:
+            raise DataError(
+                f"scoring contract: got {wanted} attributes, {len(self.attribute_weights)} weights "
+                f"and {len(self.label_means)} label means; wanted the same number, at least 1"
+            )
+
+    @property
+    def hash(self) -> str:
+        """sha256 (hex) of the canonical JSON of every field that changes a score."""
+        fields = {name: value for name, value in self._fields().items() if name not in _NOT_HASHED}
+        canonical = json.dumps(
+            {"version": VERSION, **fields},
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
+        )
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def differences(self, other: ScoringContract) -> dict[str, tuple[Any, Any]]:
+        """Field -> (value here, value there), for every field by which the two score otherwise."""
+        mine, theirs = self._fields(), other._fields()
+        return {
+            name: (mine[name], theirs[name])
+            for name in mine
+            if name not in _NOT_HASHED and mine[name] != theirs[name]
+        }
+
+    def _fields(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with the version and the hash."""
+        return {"version": VERSION, **self._fields(), "hash": self.hash}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ScoringContract:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            CheckpointError: another version, unknown or missing fields, or a wrong hash.
+        """
+        content = dict(values)
+        version, wanted_hash = content.pop("version", None), content.pop("hash", None)
+        if version != VERSION:
+            raise CheckpointError(
+                f"scoring contract: got version {shown(version)}, wanted {VERSION}"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        if set(content) != known:
+            raise CheckpointError(
+                "scoring contract: unknown or missing fields: "
+                + short(", ".join(sorted(set(content) ^ known)))
+            )
+        for name, value in content.items():
+            content[name] = tuple(value) if isinstance(value, list) else value
+        try:
+            contract = cls(**content)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"scoring contract: {error}") from error
+        if contract.hash != wanted_hash:
+            raise CheckpointError(
+                f"scoring contract: its fields hash to {contract.hash}, it says "
+                f"{shown(wanted_hash)}: it was changed after it was written"
+            )
+        return contract
+
+    def check_template_ends(self, tokenizer: Tokenizer) -> None:
+        """Try the template where it may not end: a stranger may have written it.
+
+        Raises:
+            DataError: it cannot write a question and its answer, or takes much too long for it.
+        """
+        if self.template:
+            check_it_ends(self.template, tokenizer.bos_token, tokenizer.eos_token)
+
+    def with_dtype(self, precision: Precision | None) -> ScoringContract:
+        """The contract of the same model run in another precision; None changes nothing."""
+        return self if precision is None else dataclasses.replace(self, dtype=precision.value)
+
+    def with_label_means(self, means: Sequence[float]) -> ScoringContract:
+        """The same contract with the offsets of a regression head."""
+        return dataclasses.replace(self, label_means=tuple(float(mean) for mean in means))
+
+    def with_statistics(
+        self, mean: Sequence[float], std: Sequence[float], measured_on: str
+    ) -> ScoringContract:
+        """The same contract with the rewards' mean and spread per attribute, and on what data."""
+        return dataclasses.replace(
+            self,
+            reward_mean=tuple(mean),
+            reward_std=tuple(std),
+            measured_on=measured_on,
+        )
+
+    def encode(self, tokenizer: Tokenizer, text: Text) -> Encoded:
+        """Token ids of one text by the rules above.
+
+        Raises:
+            OverlongError: it is too long, and the rule is not ``truncate_left``.
+            DataError: it is empty, malformed, or a conversation and there is no chat template.
+        """
+        return self.fit(self.tokenize(tokenizer, [text])[0])
+
+    def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
+        """Token ids of many texts at their full lengths; ``fit`` is the rule for long ones."""
+        written = [self._write(tokenizer, text) for text in texts]
+        ids = tokenizer.encode_batch(written)
+        return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
+
+    def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone (see ``reply_of``), at its full length."""
+        return [len(ids) for ids in tokenizer.encode_batch([reply_of(text) for text in texts])]
+
+    def fit(self, token_ids: list[int]) -> Encoded:
+        """Apply the rule for sequences of more than ``seq_length`` tokens.
+
+        Raises:
+            OverlongError: it is too long, and the rule is not ``truncate_left``.
+        """
+        if len(token_ids) <= self.seq_length:
+            return Encoded(token_ids, False)
+        if self.overlong != Overlong.truncate_left.value:
+            raise OverlongError(f"got {len(token_ids)} tokens, wanted at most {self.seq_length}")
+        keeps_bos = self.bos_id is not None and token_ids[0] == self.bos_id
+        head = token_ids[:1] if keeps_bos and self.seq_length > 1 else []
+        return Encoded(head + token_ids[len(token_ids) - self.seq_length + len(head) :], True)
+
+    def _write(self, tokenizer: Tokenizer, text: Text) -> str:
+        check_text(text)
+        if isinstance(text, str):
+            return text
+        if not self.template:
+            raise DataError(
+                "this text is a conversation, and there is no chat template to write it with; "
+                "train with model.data.template=chatml (or plain, or a file), or use raw text"
+            )
+        self._check_ends(tokenizer, text)
+        return render(self.template, text, tokenizer.bos_token, tokenizer.eos_token)
+
+    def _check_ends(self, tokenizer: Tokenizer, conversation: Conversation) -> None:
+        end = end_of_turn(self.template, tokenizer.bos_token, tokenizer.eos_token)
+        for number, message in enumerate(conversation, start=1):
+            if end and message["content"].rstrip().endswith(end):
+                raise DataError(
+                    f"message {number} ends with {end!r}, which the chat template writes after it, "
+                    "so that it would stand twice; remove it from the text"
+                )
+
+    def _complete(self, ids: list[int], text: Text) -> list[int]:
+        if isinstance(text, str):
+            if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+                ids = [self.bos_id, *ids]
+            if self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+                ids = [*ids, self.eos_id]
+        if not ids:
+            raise DataError("the text has no tokens: it is empty")
+        if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
+            raise DataError("the text begins with BOS twice; write it once, or not at all")
+        return ids
+
+
+def build_contract(
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    precision: Precision,
+    start: ScoringContract | None = None,
+) -> ScoringContract:
+    """The contract of a model about to be trained; ``label_means`` are still zero.
+
+    ``start`` is the contract of the reward model that training starts from, if it starts from one:
+    it decides what the settings leave open.
+
+    Raises:
+        ConfigError: the template is not found, or fails its checks (see ``check_template``), or a
+            BOS or EOS is asked for that the tokenizer does not have.
+    """
+    data = config.data
+    ranking = config.reward_model_type is RewardModelType.binary_ranking
+    attributes = ("reward",) if ranking else tuple(config.regression.attributes)
+    bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
+    if start is not None:
+        bos, eos = start.add_bos, start.add_eos
+    contract = ScoringContract(
+        template=_template(data.template, tokenizer, start),
+        add_bos=_resolve(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
+        add_eos=_resolve(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        overlong=data.overlong.value,
+        seq_length=data.seq_length,
+        attributes=attributes,
+        attribute_weights=(1.0,) * len(attributes),
+        label_means=(0.0,) * len(attributes),
+        dtype=precision.value,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        reward_model_type=config.reward_model_type.value,
+    )
+    if contract.template:
+        check_template(contract.template, data.template or "tokenizer", tokenizer)
+    return contract
+
+
+def continue_contract(
+    contract: ScoringContract, start: ScoringContract, allow_change: bool
+) -> ScoringContract:
+    """The contract for training on from a reward model, with that model's label means.
+
+    Raises:
+        ConfigError: the settings ask for another contract, and nobody allowed that.
+    """
+    if start.attributes == contract.attributes:
+        contract = dataclasses.replace(
+            contract,
+            label_means=start.label_means,
+            attribute_weights=start.attribute_weights,
+        )
+    differences = start.differences(contract)
+    if differences and not allow_change:
+        raise ConfigError(
+            f"the reward model to start from has another scoring contract ({start.hash[:12]}) than "
+            f"these settings ({contract.hash[:12]}): {describe_differences(differences)}. Set them "
+            "alike, or set pretrained_checkpoint.allow_contract_change=true to train another model"
+        )
+    return contract
+
+
+def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
+    """Refuse a contract that does not have the hash ``expected``; None takes any.
+
+    Raises:
+        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
+    """
+    if expected is not None and expected != contract.hash:
+        raise ConfigError(
+            f"{key}: got a reward model with the scoring contract {contract.hash}, "
+            f"wanted {expected}"
+        )
+
+
+def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """``setting: mine -> other`` for people, long texts from where they part."""
+    return "; ".join(
+        f"{_SETTINGS.get(name, name)}: {' -> '.join(_parting(*values))}"
+        for name, values in differences.items()
+    )
+
+
+def _parting(first: Any, second: Any) -> tuple[str, str]:
+    shown = (repr(first), repr(second))
+    if max(map(len, shown)) <= _SHOWN_CHARACTERS:
+        return shown
+    same = next(place for place, (a, b) in enumerate(zip(*shown, strict=False)) if a != b)
+    start = max(0, same - _SHOWN_CHARACTERS // 2)
+    cut = [text[start : start + _SHOWN_CHARACTERS] for text in shown]
+    return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."
+
+
+def _template(setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None) -> str:
+    if setting is None and start is not None:
+        return start.template
+    return resolve_template(setting or "tokenizer", tokenizer)
+
+
+def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str) -> bool:
+    if setting and token_id is None:
+        token = name.removeprefix("add_").upper()
+        raise ConfigError(f"model.data.{name}: got true, but the tokenizer has no {token} token")
+    return habit if setting is None else setting

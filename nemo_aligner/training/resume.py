@@ -1,0 +1,135 @@
+"""A new run, or one that goes on: what must not have changed, and what has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.config.load import config_to_dict, save_config
+from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.collectives import on_main, say
+from nemo_aligner.text.contract import ScoringContract, describe_differences
+from nemo_aligner.training.learner import RewardLearner
+
+_CONTRACT = "scoring contract"
+
+
+def resume(
+    checkpoints: RunCheckpoints,
+    config: TrainConfig,
+    model_config: Mapping[str, Any],
+    learner: RewardLearner,
+) -> RunState:
+    """Put the learner where the newest checkpoint left it; where there is none, a new run begins.
+
+    Raises:
+        ConfigError: there is one, and ``exp_manager.resume_if_exists`` is false.
+        CheckpointError: it is of another run.
+    """
+    data = learner.data
+    fresh = RunState(
+        step=0,
+        consumed_samples=0,
+        fingerprint=fingerprint(config, model_config, data.train, data.contract),
+        config=config_to_dict(config),
+        contract=data.contract.to_dict(),
+    )
+    checkpoints.clean()
+    latest = checkpoints.latest()
+    if latest is not None:
+        if not config.exp_manager.resume_if_exists:
+            raise ConfigError(
+                f"exp_manager.resume_if_exists: got false, but {checkpoints.folder} holds the "
+                "checkpoints of a run; wanted another exp_manager.explicit_log_dir"
+            )
+        _restore(checkpoints, latest, fresh, learner)
+    folder = Path(config.exp_manager.explicit_log_dir)
+    on_main(lambda: _write_config(config, folder))
+    checkpoints.reserve(learner.model, learner.optimizer)
+    if latest is None:
+        return fresh
+    return replace(fresh, step=latest.state.step, consumed_samples=latest.state.consumed_samples)
+
+
+def _restore(
+    checkpoints: RunCheckpoints, latest: Saved, fresh: RunState, learner: RewardLearner
+) -> None:
+    before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
+    differences = describe_differences(before.differences(now))
+    check_same_run(latest, {**fresh.fingerprint, _CONTRACT: differences or before.hash})
+    checkpoints.load(latest, learner.model, learner.optimizer)
+    say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
+    for change in changed_settings(latest.state.config, fresh.config):
+        say(f"  changed since: {change}")
+
+
+def _write_config(config: TrainConfig, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(config, folder / "config.yaml")
+
+
+def fingerprint(
+    config: TrainConfig,
+    model_config: Mapping[str, Any],
+    train: TokenizedDataset,
+    contract: ScoringContract,
+) -> dict[str, Any]:
+    """What must not change when a run goes on, as plain JSON values.
+
+    It is the model, the data and its order. Layout, learning rate and length may change.
+    """
+    model = config.model
+    shape = asdict(ModelShape.from_config(model_config))
+    return {
+        **{f"model.{name}": value for name, value in shape.items()},
+        "model.reward_model_type": model.reward_model_type.value,
+        "model.regression.attributes": list(model.regression.attributes),
+        "model.freeze_layers": model.freeze_layers,
+        "model.global_batch_size": model.global_batch_size,
+        "model.seed": model.seed,
+        "trainer.precision": config.trainer.precision.value,
+        "training records": len(train),
+        "training data": _digest(train),
+        _CONTRACT: contract.hash,
+    }
+
+
+def _digest(dataset: TokenizedDataset) -> str:
+    """sha256 of all token ids and labels, in order."""
+    digest = hashlib.sha256()
+    for sequence in dataset.sequences:
+        ids = torch.as_tensor(sequence, dtype=torch.int32)
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids.numpy().tobytes())
+    if dataset.labels is not None:
+        digest.update(dataset.labels.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``key: old -> new`` for every setting that differs between two nested mappings."""
+    old, new = _flatten(before), _flatten(now)
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

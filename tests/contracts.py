@@ -1,0 +1,27 @@
+"""A tiny tokenizer with ChatML's tokens, and contracts on it."""
+
+from __future__ import annotations
+
+from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.data import DataConfig, RegressionConfig
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.text.contract import ScoringContract, build_contract
+from nemo_aligner.text.tokenizer import Tokenizer
+
+
+class Contracts:
+    """``contracts(seq_length=..., attributes=[...])`` -> the model's config and its contract."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def config(self, attributes: list[str] | None = None, **data: object) -> ModelConfig:
+        kind = RewardModelType.regression if attributes else RewardModelType.binary_ranking
+        return ModelConfig(
+            reward_model_type=kind,
+            regression=RegressionConfig(attributes or []),
+            data=DataConfig(**data),  # type: ignore[arg-type]
+        )
+
+    def __call__(self, attributes: list[str] | None = None, **data: object) -> ScoringContract:
+        return build_contract(self.config(attributes, **data), self.tokenizer, Precision.fp32)

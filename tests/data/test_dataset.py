@@ -1,0 +1,238 @@
+"""What is dropped or altered is counted; labels are centred on the training set."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_aligner.config.common import Overlong
+from nemo_aligner.config.data import DataPrefixConfig
+from nemo_aligner.data.dataset import build_dataset
+from nemo_aligner.data.training_data import TrainingData, build_training_data
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.text.tokenizer import Tokenizer
+from tests import tiny
+from tests.contracts import Contracts
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def pair(chosen: str, rejected: str) -> dict[str, str]:
+    return {"prompt": "why", "chosen": chosen, "rejected": rejected}
+
+
+def test_records_keep_order_and_sides(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    path = write(tmp_path / "a.jsonl", pair("the cat", "no"), pair("a dog", "bad bad"))
+    contract = contracts()
+    dataset = build_dataset([path, path], contract, tokenizer, contracts.config())
+    assert (len(dataset), dataset.kind, dataset.sequences_per_record) == (4, "comparison", 2)
+    assert dataset.counts == {"read": 4, "kept": 4, "duplicates": 2}
+    assert [str(origin) for origin in dataset.origins] == [f"{path}:1", f"{path}:2"] * 2
+    for index, replies in enumerate([("the cat", "no"), ("a dog", "bad bad")]):
+        for sequence, reply in zip(dataset.record(index), replies, strict=True):
+            conversation = [
+                {"role": "user", "content": "why"},
+                {"role": "assistant", "content": reply},
+            ]
+            ids = contract.encode(tokenizer, conversation).token_ids
+            assert torch.as_tensor(sequence).tolist() == ids
+
+
+def test_overlong_pairs_are_dropped_whole_and_not_replaced(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    rows = [pair("yes", "no"), pair("yes", "cat " * 50), pair("cat " * 50, "no"), pair("a", "b")]
+    path = write(tmp_path / "a.jsonl", *rows)
+
+    def build(rule: Overlong) -> Any:
+        options: dict[str, Any] = {"seq_length": 30, "overlong": rule}
+        return build_dataset([path], contracts(**options), tokenizer, contracts.config(**options))
+
+    dropped = build(Overlong.drop)
+    assert dropped.counts == {"read": 4, "kept": 2, "overlong": 2}
+    assert [origin.line for origin in dropped.origins] == [1, 4]
+    cut = build(Overlong.truncate_left)
+    assert cut.counts == {"read": 4, "kept": 4, "truncated": 2}
+    assert max(len(sequence) for sequence in cut.sequences) == 30
+    with pytest.raises(DataError, match=r"a.jsonl:2: got \d+ tokens, wanted at most 30"):
+        build(Overlong.error)
+
+
+def test_sides_equal_as_tokens_are_dropped(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    rows = [pair("x" + " cat" * 60, "y" + " cat" * 60), pair("yes", "no")]
+    path = write(tmp_path / "a.jsonl", *rows)
+    options: dict[str, Any] = {"seq_length": 30, "overlong": Overlong.truncate_left}
+    dataset = build_dataset([path], contracts(**options), tokenizer, contracts.config(**options))
+    assert dataset.counts == {"read": 2, "kept": 1, "same_tokens": 1}
+
+
+def test_a_record_the_template_refuses_is_named(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    path = write(tmp_path / "a.jsonl", pair("yes", "no"), pair("forbidden", "no"))
+    refusing = (
+        "{% for m in messages %}{% if m.content == 'forbidden' %}{{ raise_exception('refused') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    contract = replace(contracts(), template=refusing)
+    with pytest.raises(DataError, match=r"a.jsonl:2: the chat template .*refused"):
+        build_dataset([path], contract, tokenizer, contracts.config())
+
+
+def test_nothing_left_is_an_error(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    path = write(tmp_path / "a.jsonl", pair("the cat", "no"))
+    with pytest.raises(DataError, match=r"train: no usable record in .*'overlong': 1"):
+        build_dataset([path], contracts(seq_length=3), tokenizer, contracts.config(seq_length=3))
+
+
+def regression_data(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> TrainingData:
+    config = contracts.config(["help", "depth"])
+    train = [{"prompt": "a", "response": "b c", "help": n, "depth": None} for n in (1, 2, 6)]
+    train += [{"prompt": "d", "response": "e", "help": -100, "depth": 4}]
+    train += [{"prompt": "f", "response": "e", "help": None, "depth": -100}]
+    valid = [{"prompt": "g", "response": "e", "help": 3, "depth": 7}]
+    config.data.data_prefix = DataPrefixConfig(
+        [write(tmp_path / "train.jsonl", *train)], [write(tmp_path / "valid.jsonl", *valid)]
+    )
+    return build_training_data(config, contracts(["help", "depth"]), tokenizer)
+
+
+def test_labels_are_centred_on_the_training_set(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    data = regression_data(tmp_path, contracts, tokenizer)
+    nan = float("nan")
+    assert data.contract.label_means == (3.0, 4.0)
+    assert data.train.counts == {"read": 5, "no_label": 1, "kept": 4}
+    expected = torch.tensor([[3.0, nan], [nan, 0.0]])
+    labels = data.train.centred_labels([2, 3])
+    assert torch.equal(torch.nan_to_num(labels, -1), torch.nan_to_num(expected, -1))  # type: ignore[arg-type]
+    assert data.validation[0].centred_labels([0]).tolist() == [[0.0, 3.0]]  # type: ignore[union-attr]
+    assert data.validation[0].labels.tolist() == [[3.0, 7.0]]  # type: ignore[union-attr]
+
+
+def rows_of(table: str) -> dict[str, str]:
+    """``name -> value`` of one file's part of the table."""
+    return {line[2:28].strip(): line[28:] for line in table.splitlines()[1:]}
+
+
+def test_the_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+    data = regression_data(tmp_path, contracts, tokenizer)
+    train, valid = rows_of(data.train.table()), rows_of(data.validation[0].table())
+    assert data.validation[0].table().startswith(f"validation-valid: {tmp_path / 'valid.jsonl'} (")
+    assert train["records"] == "5"
+    assert train["dropped"] == "1 (1 no_label)"
+    assert train["prompts"] == "2, 2 repeated"
+    assert train["labels missing"] == "1 3"
+    assert train["label means"] == "3 4"
+    assert "prompts also in training" not in train
+    assert valid["prompts also in training"] == "0"
+    assert data.table() == f"{data.train.table()}\n{data.validation[0].table()}"
+
+
+def test_the_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+    rows = [
+        {**pair("cat cat cat", "no"), "source": "one"},
+        {**pair("cat cat cat", "no"), "source": "one"},
+        {**pair("no", "cat cat"), "subset": "two"},
+        {**pair("cat", "dog"), "prompt": "WHO \n is"},
+        {**pair("cat cat", "a"), "prompt": "who is"},
+        {**pair("same", "same"), "prompt": "what"},
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    table = rows_of(build_dataset([path], contracts(), tokenizer, contracts.config()).table())
+    assert table["kept"] == "5"
+    assert table["dropped"] == "1 (1 identical)"
+    assert table["exact ties (dropped)"] == "1"
+    assert table["duplicate records"] == "1"
+    assert table["prompts"] == "2, 3 repeated"
+    assert table["chosen is the longer"] == "70.0%"
+    assert table["sources"] == "none 2, one 2, two 1"
+    longest = len(tokenizer.encode("cat cat cat"))
+    assert table["tokens of a reply"].startswith(f"1 to {longest}, median ")
+
+
+def test_a_prompt_in_training_and_validation_is_an_error_unless_allowed(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config()
+    train = write(tmp_path / "train.jsonl", {**pair("a", "b"), "prompt": "x"}, pair("a", "b"))
+    valid = write(tmp_path / "valid.jsonl", {**pair("c", "d"), "prompt": "y"}, pair("c", "d"))
+    config.data.data_prefix = DataPrefixConfig([train], [valid])
+    with pytest.raises(DataError, match=r"1 of its 2 prompts .*valid.jsonl:2 and .*train.jsonl:2"):
+        build_training_data(config, contracts(), tokenizer)
+    config.data.allow_prompt_overlap = True
+    data = build_training_data(config, contracts(), tokenizer)
+    assert rows_of(data.validation[0].table())["prompts also in training"] == "1"
+
+
+def test_raw_text_shares_a_prompt_up_to_a_lines_end(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config()
+    texts = {"train": ("why\nyes cat", "why\nyes dog"), "valid": ("why\nno", "why\na tree")}
+    paths = {
+        name: write(tmp_path / f"{name}.jsonl", *({"text": text} for text in sides))
+        for name, sides in texts.items()
+    }
+    config.data.data_prefix = DataPrefixConfig([paths["train"]], [paths["valid"]])
+    with pytest.raises(DataError, match="1 of its 1 prompts stand in the training files"):
+        build_training_data(config, contracts(), tokenizer)
+
+
+def test_an_attribute_without_a_label_is_an_error(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config(["help", "depth"])
+    row = {"prompt": "a", "response": "b", "help": 1, "depth": None}
+    config.data.data_prefix.train = [write(tmp_path / "train.jsonl", row)]
+    with pytest.raises(DataError, match="no record has a label of depth"):
+        build_training_data(config, contracts(["help", "depth"]), tokenizer)
+
+
+def test_ranking_data_and_its_names(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config()
+    (tmp_path / "other").mkdir()
+    paths = [tmp_path / "a.jsonl", tmp_path / "other" / "a.jsonl", tmp_path / "b.v2.jsonl"]
+    names = [str(tiny.write_pairs(path, 3, seed)) for seed, path in enumerate(paths)]
+    config.data.allow_prompt_overlap = True
+    config.data.data_prefix = DataPrefixConfig(names[:1], names)
+    data = build_training_data(config, contracts(), tokenizer)
+    assert [dataset.name for dataset in data.validation] == [
+        "validation-a_1",
+        "validation-a_2",
+        "validation-b",
+    ]
+    assert data.contract == contracts()
+
+
+def test_a_record_beyond_the_budget_is_found_at_the_start(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config()
+    config.micro_batch_tokens = 60
+    rows = [pair("yes", "no"), pair("cat " * 30, "dog " * 30)]
+    config.data.data_prefix.train = [write(tmp_path / "a.jsonl", *rows)]
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_tokens: got 60, wanted at least.*a.jsonl:2"
+    ):
+        build_training_data(config, contracts(), tokenizer)
+    config.data.data_prefix.train = []
+    with pytest.raises(ConfigError, match=r"data_prefix.train: got no file"):
+        build_training_data(config, contracts(), tokenizer)

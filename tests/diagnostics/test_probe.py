@@ -1,0 +1,86 @@
+"""The probe passes a trainer that follows its labels, and fails one that is blind to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_aligner.data.training_data import TrainingData
+from nemo_aligner.diagnostics.probe import few_records, probe, swap_labels
+from tests import tiny
+from tests.data.test_packing import dataset
+
+PROBE = "scripts/probe_training.py"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    base = tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+    return [
+        f"pretrained_checkpoint.restore_from_path={base}",
+        "model.optim.lr=3e-3",
+        "model.micro_batch_tokens=512",
+        "model.data.seq_length=128",
+    ]
+
+
+def test_training_on_demo_pairs_passes(settings: list[str]) -> None:
+    done = tiny.run_script(PROBE, "--records=4", *settings)
+    assert "passed: training follows its labels" in done.stdout
+    assert "4 records, 20 steps each way" in done.stdout
+
+
+def test_regression_passes(settings: list[str], tmp_path: Path) -> None:
+    ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 12, ("a", "b"))
+    done = tiny.run_script(
+        PROBE,
+        "--records=6",
+        "--steps=60",
+        *settings,
+        f"model.data.data_prefix.train=[{ratings}]",
+        "model.reward_model_type=regression",
+        "model.regression.attributes=[a,b]",
+    )
+    assert "passed: training follows its labels" in done.stdout
+    assert "pearson_mean on the labels as they are" in done.stdout
+
+
+def test_a_trainer_that_is_blind_to_its_labels_fails(settings: list[str]) -> None:
+    done = tiny.run_script("tests/training/blind.py", "--records=4", *settings, check=False)
+    assert done.returncode == 1
+    assert "FAILED: training does not follow its labels" in done.stdout
+
+
+class Rote:
+    """Learns at once what the labels say, if it looks at them."""
+
+    def __init__(self, data: TrainingData, looks: bool) -> None:
+        # The chosen sequence of the first pair of the untouched data is of token 0.
+        self._right = float(data.train.sequences[0][0] == 0) if looks else 1.0
+        self._accuracy = 0.5
+
+    def train_step(self, step: int) -> dict[str, float]:
+        self._accuracy = self._right
+        return {"loss": 1.0 / (step + 1)}
+
+    def validate(self) -> dict[str, float]:
+        return {"validation-probe/accuracy": self._accuracy}
+
+
+def test_what_passes() -> None:
+    data = few_records(TrainingData(dataset([2, 3] * 4), [], contract=None), 2)  # type: ignore[arg-type]
+    assert len(data.train) == len(data.validation[0]) == 2
+    result = probe(lambda each: Rote(each, looks=True), data, 3)
+    assert (result.untrained, result.learned, result.swapped) == (0.5, 1.0, 0.0)
+    assert result.losses == ((1.0, pytest.approx(1 / 3)),) * 2
+    assert result.passed
+    assert not probe(lambda each: Rote(each, looks=False), data, 3).passed
+
+
+def test_swapped_twice_is_as_it_was() -> None:
+    pairs, rated = dataset([2, 3, 4, 5]), dataset([2, 3, 4], "rating")
+    assert [len(s) for s in swap_labels(pairs).sequences] == [3, 2, 5, 4]
+    assert swap_labels(swap_labels(pairs)).sequences == pairs.sequences
+    assert torch.equal(swap_labels(rated).labels, rated.labels.flip(0))  # type: ignore[union-attr, arg-type]

@@ -1,0 +1,200 @@
+"""The cost model against what is counted and measured: FLOPs, parameters, keys, live bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.planning.cost import (
+    Machine,
+    Packs,
+    Plan,
+    attended_keys,
+    even_packs,
+    pack_flops,
+    parameters,
+    step_time,
+    traffic,
+)
+from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
+from tests import tiny
+
+CONFIG = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 160,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 500,
+    "max_position_embeddings": 2048,
+}
+SHAPE = ModelShape.from_config(CONFIG)
+FP32 = Precision.fp32
+
+
+def test_keys_are_those_that_a_pack_attends_to() -> None:
+    from nemo_aligner.batch import Group, PackedBatch
+
+    sequences = [list(range(30)), [*range(20), *range(100, 110)]]
+    for shared in (0, 20):
+        batch = PackedBatch.pack(sequences, [0], 2, groups=[Group(2, shared)])
+        # A token sees all tokens of its sequence up to itself, wherever they are in the pack.
+        keys = float((batch.position_ids + 1).sum()) / batch.num_tokens
+        assert attended_keys(30, shared) == pytest.approx(keys)
+
+
+def test_packs_are_those_that_are_made() -> None:
+    """9 pairs of 2 x 30 tokens at 256 are 3 packs of 3, not two of 4 and one of 1."""
+    packs = even_packs(9, 30, 256)
+    assert (packs.count, packs.tokens, packs.sequences) == (3, 180, 6)
+    assert even_packs(9, 30, 256, shared=20).count == 2
+    with pytest.raises(ConfigError, match="got 50, wanted at least 60, a pair"):
+        even_packs(1, 30, 50)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "squared-relu"])
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_flops_of_linear_layers_are_those_that_torch_counts(
+    layout: ParallelLayout, frozen: int, activation: str
+) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from nemo_aligner.batch import PackedBatch
+    from nemo_aligner.models.reward_model import build_reward_model
+    from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
+
+    shape = ModelShape.from_config({**CONFIG, "activation": activation})
+    model = build_reward_model(shape, layout, num_attributes=1, precision=FP32)
+    freeze_lower_layers(model, frozen, 4)
+    wrapped = wrap_for_training(model)
+    batch = PackedBatch.pack([[1] * 40, [2] * 40, [3] * 20], range(3), 1)
+    # torch's counter does not know the CPU's attention.
+    plan = Plan(Packs(tokens=100, sequences=3, keys=0), precision=FP32, freeze_layers=frozen)
+    expected = pack_flops(shape, plan, 0)
+    # Nor the product that is added to a buffer as it is made.
+    known = {torch.ops.aten.addmm_: lambda total, a, b, **unused: 2 * a[0] * a[1] * b[1]}
+    counters = [FlopCounterMode(display=False, custom_mapping=known) for _ in range(2)]
+    with counters[0]:
+        rewards = wrapped(batch)
+    with counters[1]:
+        rewards.sum().backward()
+    found = [counter.get_total_flops() for counter in counters]
+    # Beside the layers: the head.
+    assert found[0] == pytest.approx(expected.forward, rel=1e-3)
+    assert found[1] == pytest.approx(expected.backward, rel=1e-3)
+
+
+def test_parameters_of_all_ranks_are_the_model_s() -> None:
+    plan = Plan(Packs(1, 1, 1), tp=2, pp=2)
+    norms = 2 * SHAPE.num_layers * SHAPE.hidden_size
+    padding = (SHAPE.padded_vocab_size(2) - SHAPE.vocab_size) * SHAPE.hidden_size
+    on_both = norms + 2 * SHAPE.hidden_size  # of a tensor parallel group: final norm and head, too
+    total = 2 * sum(parameters(SHAPE, plan, stage) for stage in range(2))
+    assert total == SHAPE.num_parameters() + SHAPE.hidden_size + padding + on_both
+
+
+def test_frozen_layers_have_no_gradients_and_keep_nothing() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50)
+    whole, frozen = Plan(packs), Plan(packs, freeze_layers=3)
+    assert memory(SHAPE, frozen, 0).gradients < memory(SHAPE, whole, 0).gradients / 3
+    assert pack_activations(SHAPE, frozen, 0) < pack_activations(SHAPE, whole, 0) / 3
+    assert pack_flops(SHAPE, frozen, 0).backward < pack_flops(SHAPE, whole, 0).backward / 3
+
+
+def test_moments_in_host_memory_are_not_the_gpu_s_but_cross_the_bus() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50)
+    here, there = Plan(packs, dp=2), Plan(packs, dp=2, cpu_offload=True)
+    trained = parameters(SHAPE, here, 0)
+    assert memory(SHAPE, here, 0).total - memory(SHAPE, there, 0).total == 8 * trained / 2
+    machine = Machine(flops=1e12, efficiency=0.5, intra_node=1e11, inter_node=1e10, host=2e10)
+    slower = step_time(SHAPE, there, machine).total - step_time(SHAPE, here, machine).total
+    assert slower == pytest.approx(16 * trained / 2 / 2e10)
+
+
+def test_a_step_sends_what_its_layout_asks_for() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50, count=4)
+    states = packs.tokens * SHAPE.hidden_size * 2
+    alone = traffic(SHAPE, Plan(packs), 0)
+    assert (alone.tensor, alone.pipeline, alone.data) == (0, 0, 0)
+    middle = traffic(SHAPE, Plan(packs, pp=4), 1)
+    assert middle.pipeline == 4 * 2 * states
+    gradients_and_weights = (4 + 2) * parameters(SHAPE, Plan(packs, dp=2), 0)
+    assert traffic(SHAPE, Plan(packs, dp=2), 0).data == gradients_and_weights / 2
+    # The embedding's rows; 2 all-reduces forward and 2 back in each layer, half of it in the last.
+    assert traffic(SHAPE, Plan(packs, tp=2), 0).tensor == 4 * (1 + 3 * 4 + 2) * states
+
+
+def test_a_pipeline_waits_for_its_first_and_last_packs() -> None:
+    machine = Machine(flops=1e12, efficiency=0.5, intra_node=1e11, inter_node=1e10)
+    packs = Packs(tokens=1000, sequences=10, keys=50, count=8)
+    time = step_time(SHAPE, Plan(packs, pp=4), machine)
+    assert time.bubble == pytest.approx(3 / 8 * time.compute)
+    slowest = max(pack_flops(SHAPE, Plan(packs, pp=4), stage).total for stage in range(4))
+    assert time.compute == pytest.approx(8 * slowest / 0.5e12)
+
+
+def test_gradients_and_weights_hide_behind_a_pack() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50, count=2)
+    plan = Plan(packs, dp=2)
+    sent = traffic(SHAPE, plan, 0).data
+    for seconds in (1e-6, 1.0):
+        machine = Machine(flops=1e12, efficiency=0.5, intra_node=sent / seconds, inter_node=1e10)
+        time = step_time(SHAPE, plan, machine)
+        assert time.data == pytest.approx(max(0.0, seconds - time.compute / packs.count))
+
+
+ALONE = {
+    "none": {},
+    "full": {"recompute": "full"},
+    "two": {"recompute": "full", "recompute_layers": 2},
+    "frozen": {"freeze_layers": 2},
+}
+# What other families than Llama have in their layers.
+FAMILIES = {
+    "ungated": {"activation": "squared-relu", "normalization": "layernorm1p"},
+    "qk_norms": {"qk_layernorm": True, "qkv_bias": True},
+    "post_norms": {"activation": "geglu", "post_layernorms": True},
+}
+TWO = {
+    "DP": {"dp": 2},
+    "TP": {"tp": 2},
+    "TP+SP": {"tp": 2, "sequence_parallel": True},
+    "PP": {"pp": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ALONE, *TWO, *FAMILIES])
+def test_memory_is_what_a_step_is_measured_to_hold(name: str, tmp_path: Path) -> None:
+    changes = {**ALONE, **TWO}.get(name, {})
+    model = {**CONFIG, **FAMILIES.get(name, {})}
+    job = {
+        **{"model": model, "tp": 1, "pp": 1, "dp": 1, "sequence_parallel": False},
+        **{"precision": "fp32", "recompute": "none", "recompute_layers": None, "freeze_layers": 0},
+        **{"sequence_length": 64, "shared": 0, "pairs": 8, "micro_batch_tokens": 512},
+        **{"steps": 0, "save": False},
+        **changes,
+    }
+    done = tiny.run_script(
+        "benchmarks/scaling_point.py", json.dumps(job), processes=2 if name in TWO else 1
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])["memory"]
+    packs = even_packs(8 // changes.get("dp", 1), 64, 512)
+    settings = {**changes, "recompute": Recompute(job["recompute"])}
+    shape = ModelShape.from_config(model)
+    expected = fullest_stage(shape, Plan(packs, precision=FP32, **settings))
+    assert measured["weights"] == pytest.approx(expected.weights, rel=0.01)
+    assert measured["gradients"] == pytest.approx(expected.gradients, rel=0.01)
+    assert measured["optimizer"] == pytest.approx(expected.optimizer, rel=0.01)
+    # What a step adds to them is most of it, and has to be right by itself.
+    assert measured["step"] == pytest.approx(expected.activations + expected.transient, rel=0.1)
+    assert measured["total"] == pytest.approx(expected.total, rel=0.1)

@@ -1,0 +1,153 @@
+"""``scripts/plan_layout.py``: layouts that fit, what they hold, and errors of one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import tiny
+
+SCRIPT = "scripts/plan_layout.py"
+CONFIG = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 320,
+    "encoder_seq_length": 256,
+}
+
+
+def rows(shown: str) -> list[dict[str, str]]:
+    """The table: its heading begins with ``layout`` or ``GPUs``, an empty line ends it."""
+    lines = shown.splitlines()
+    start = next(place for place, line in enumerate(lines) if "layout  " in line)
+    names = re.split(r" {2,}", lines[start].strip())
+    table = lines[start + 1 : lines.index("", start) if "" in lines[start:] else None]
+    # A layout has single blanks inside, columns are two apart.
+    return [dict(zip(names, re.split(r" {2,}", line.strip()), strict=False)) for line in table]
+
+
+def error_of(*arguments: str) -> str:
+    done = tiny.run_script(SCRIPT, *arguments, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_layouts_come_fastest_first_and_fit() -> None:
+    done = tiny.run_script(SCRIPT, "--params=8B", "--gpus=8", "--top=50")
+    found = rows(done.stdout)
+    speeds = [float(row["tokens/s"].replace(",", "")) for row in found]
+    assert len(found) > 5
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(float(row["GiB"]) <= 76 for row in found)
+    parts = ("weights", "gradients", "optimizer", "activations", "transient")
+    for row in found:
+        assert sum(float(row[part]) for part in parts) == pytest.approx(float(row["GiB"]), abs=0.3)
+        tp, pp, dp = (int(size) for size in re.findall(r"=(\d+)", row["layout"]))
+        assert tp * pp * dp == 8
+    # 7.5 billion parameters and a head: 2 bytes each where nothing splits them.
+    alone = next(row for row in found if row["layout"] == "TP=1 PP=1 DP=8")
+    assert float(alone["weights"]) == pytest.approx(2 * 7.504 / 1.0737, abs=0.1)
+
+
+def test_where_memory_is_short_layers_are_recomputed() -> None:
+    (row,) = rows(tiny.run_script(SCRIPT, "--params=8B", "--gpus=1", "--gpu-memory=141").stdout)
+    layers = int(row["recompute"].removesuffix(" layers"))
+    assert 0 < layers < 32
+    # One less would be too much.
+    more = float(row["GiB"]) + (float(row["activations"]) / (32 - layers))
+    assert float(row["GiB"]) <= 137 < more
+
+
+def test_what_would_fit_is_said_where_nothing_does() -> None:
+    message = error_of("--params=70B", "--gpus=8")
+    assert "no layout fits on 8 GPUs" in message
+    enough = int(re.search(r"the least that fits is (\d+) GPUs, as TP=8\+SP", message)[1])  # type: ignore[index]
+    assert enough > 8
+    tiny.run_script(SCRIPT, "--params=70B", f"--gpus={enough}")
+
+
+def test_settings_are_those_of_training(tmp_path: Path) -> None:
+    from nemo_aligner.config.load import load_config
+    from nemo_aligner.config.training import TrainConfig
+
+    done = tiny.run_script(SCRIPT, "--params=70B", "--gpus=64", "--top=1")
+    settings = [line.strip() for line in done.stdout.splitlines() if line.startswith("  model.")]
+    model = load_config(TrainConfig, settings).model
+    row = rows(done.stdout)[0]["layout"]
+    assert f"TP={model.tensor_model_parallel_size}" in row
+    assert f"PP={model.pipeline_model_parallel_size}" in row
+
+
+def test_a_model_config_and_an_archive_s_folder(tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "model_weights").mkdir()
+    options = ("--gpus=4", "--precision=fp32", "--top=50")
+    of_file = tiny.run_script(SCRIPT, f"--config={path}", *options).stdout
+    of_folder = tiny.run_script(SCRIPT, f"--config={tmp_path}", *options).stdout
+    assert rows(of_file) == rows(of_folder)
+    # Two query groups do not split over four.
+    assert not [row for row in rows(of_file) if "TP=4" in row["layout"]]
+
+
+def test_several_numbers_of_gpus_have_a_line_each() -> None:
+    found = rows(tiny.run_script(SCRIPT, "--params=70B", "--gpus", "8", "64").stdout)
+    assert [row["GPUs"] for row in found] == ["8", "64"]
+    assert found[0]["layout"] == "none fits"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--params=9B"], "--params: got 9B, wanted one of 1B, 3B"),
+        (["--config=nowhere.yaml"], "--config: got nowhere.yaml, which is not there"),
+        (["--params=8B", "--micro-batch-tokens=100"], "--micro-batch-tokens: got 100, wanted 2048"),
+        (["--params=8B", "--gpu-memory=3"], "--gpu-memory: got 3, wanted more than the 4 of"),
+        (["--params=8B", "--mfu=1.5"], "--mfu: got 1.5, wanted more than 0, at most 1"),
+        (["--params=8B", "--tflops=0"], "--tflops: got 0, wanted a number above 0"),
+        (["--params=8B", "--freeze-layers=32"], "--freeze-layers: got 32, wanted 0 to 31"),
+        (["--params=70B", "--gpus=7"], "no layout fits on 7 GPUs"),
+        (["--params=8B", "--gpus=37", "--global-batch-size=4"], "--gpus: got 37, wanted a number"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
+    message = error_of("--gpus=8", *arguments)
+    assert message.startswith(f"plan_layout.py: {expected}")
+
+
+def test_a_config_that_is_no_model_s_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text("num_layers: 4\n")
+    assert "it lacks hidden_size" in error_of(f"--config={path}", "--gpus=1")
+    path.write_text("a: [b\n")
+    assert f"--config: {path}: " in error_of(f"--config={path}", "--gpus=1")
+
+
+def test_help_and_plans_import_no_torch() -> None:
+    """A machine that only plans needs none, and an answer takes no seconds."""
+    program = (
+        "import runpy, sys\n"
+        "try:\n"
+        f"    runpy.run_path({str(tiny.ROOT / SCRIPT)!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    for arguments in (["--help"], ["--params=8B", "--gpus=8"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tiny.ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "layout" in done.stdout
