@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nemo_aligner.models.attention import cpu as cpu_attention
-from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores
 from nemo_aligner.models.attention.varlen import fits_varlen_kernel, varlen_kernel
 from nemo_aligner.models.pointwise import rotate
 from nemo_aligner.models.shape import ModelShape
@@ -55,10 +54,7 @@ class PackedAttention(MegatronModule):
         return attend(query, key, value.squeeze(1), segments, scores).flatten(1).unsqueeze(1)
 
 
-_Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
-
-
-def _attention_for(query: Tensor, scores: Scores) -> _Attend:
+def _attention_for(query: Tensor, scores: Scores) -> Attend:
     """The fastest that can do it."""
     if scores.soft_cap is None and query.is_cpu and scores.window is None:
         return _attend_on_cpu

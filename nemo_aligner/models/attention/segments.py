@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -96,3 +97,7 @@ class Scores:
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
+"""``query [T, heads, c]``, ``key`` and ``value [T, groups, c]`` -> ``[T, heads, c]``."""

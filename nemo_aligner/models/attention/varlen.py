@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.attention.packed import _Attend
-from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores
 
 
 def fits_varlen_kernel(query: Tensor) -> bool:
@@ -20,7 +19,7 @@ def fits_varlen_kernel(query: Tensor) -> bool:
 
 
 @lru_cache(maxsize=2)
-def varlen_kernel(with_window: bool) -> _Attend | None:
+def varlen_kernel(with_window: bool) -> Attend | None:
     """torch's variable-length flash attention (torch >= 2.10), behind one signature."""
     try:
         from torch.nn.attention.varlen import varlen_attn
