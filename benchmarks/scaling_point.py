@@ -45,7 +45,7 @@ def main() -> None:
         if job["save"]:
             parts |= _time_checkpoint(learner)
         found = {
-            "tokens": sum(batch.num_tokens for batch in learner._loader.micro_batches(0)),
+            "tokens": sum(batch.num_tokens for batch in learner._loader.plan(0).packs),
             "seconds": parts,
             "memory": measured,
         }
@@ -73,7 +73,7 @@ def build_synthetic_learner(
     """A learner with random weights, on pairs of random tokens."""
     from nemo_aligner.data.loader import TrainLoader
     from nemo_aligner.data.training_data import TrainingData
-    from nemo_aligner.training.objective import RankingObjective
+    from nemo_aligner.objectives.bradley_terry import BradleyTerry
     from nemo_aligner.training.optimizer import build_optimizer
 
     model = build_reward_model(
@@ -96,15 +96,16 @@ def build_synthetic_learner(
     optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 1000)
     train = _random_pairs(job["pairs"], job["sequence_length"], job["shared"], shape.vocab_size)
     budget = job["micro_batch_tokens"]
-    cost = shape.pair_cost()
+    cost = shape.query_key_cost()
     loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp, cost)
     # The contract is for texts; these are tokens.
-    data = TrainingData(train, [], cast(Any, None))
-    objective = RankingObjective()
-    return RewardLearner(wrapped, optimizer, objective, data, loader, layout, budget, cost)
+    data = TrainingData(train, [], cast(Any, None), BradleyTerry())
+    return RewardLearner(wrapped, optimizer, data, loader, layout, budget, cost)
 
 
 def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
+    from nemo_aligner.batch import Records
+    from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.dataset import TokenizedDataset
     from nemo_aligner.data.records import Origin
 
@@ -114,15 +115,15 @@ def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
     # So that no more than that is shared.
     sequences[:, 0, shared], sequences[:, 1, shared] = 1, 2
     return TokenizedDataset(
-        kind="comparison",
+        kind=RecordKind.comparison,
         name="train",
         sequences=list(sequences.flatten(0, 1).int()),
-        labels=None,
+        records=Records.of(range(count), [2] * count),
         origins=[Origin("random", line + 1) for line in range(count)],
-        reply_lengths=torch.full((count, 2), length - shared),
+        reply_lengths=torch.full((2 * count,), length - shared),
         sources=[""] * count,
         reports=[],
-        shared=torch.full((count,), shared),
+        prefixes=torch.full((count,), shared),
     )
 
 
@@ -311,7 +312,7 @@ def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
     """
     watch = _Stopwatch()
     model, backward = learner.model, torch.autograd.backward
-    learner._loader.micro_batches = watch.wrap("data", learner._loader.micro_batches)  # type: ignore[method-assign]
+    learner._loader.plan = watch.wrap("data", learner._loader.plan)  # type: ignore[method-assign]
     learner.optimizer.step = watch.wrap("optimizer", learner.optimizer.step)  # type: ignore[method-assign]
     model.forward = watch.wrap("forward", model.forward)
     model.config.finalize_model_grads_func = watch.wrap(

@@ -1,36 +1,170 @@
-"""PackedBatch: the one shape that data makes and models eat."""
+"""PackedBatch: the one form in which data reaches a model; Records: what owns its rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 # Fewer tokens are not worth a segment of their own.
-_MIN_SHARED = 8
+_MIN_PREFIX = 8
 
 
-def shared_tokens(first: Sequence[int] | Tensor, second: Sequence[int] | Tensor) -> int:
-    """How many tokens two sequences share at their beginning, where that is worth a segment.
+def common_prefix(first: Sequence[int] | Tensor, second: Sequence[int] | Tensor) -> int:
+    """How many tokens two sequences begin with together, where that is worth a segment, else 0.
 
     It is less than the shorter one's length, as every sequence needs a last token of its own.
     """
     most = min(len(first), len(second)) - 1
-    if most < _MIN_SHARED:
+    if most < _MIN_PREFIX:
         return 0
     differs = torch.as_tensor(first[:most]) != torch.as_tensor(second[:most])
-    shared = int(differs.int().argmax()) if bool(differs.any()) else most
-    return shared if shared >= _MIN_SHARED else 0
+    prefix = int(differs.int().argmax()) if bool(differs.any()) else most
+    return prefix if prefix >= _MIN_PREFIX else 0
+
+
+@dataclass(frozen=True)
+class LabelColumns:
+    """What people said of R records, in C named columns.
+
+    Attributes:
+        names: C names.
+        values: ``[R, C]`` float32 as in the data, NaN where a label is missing.
+        means: of every column the number that ``targets`` subtracts; None for a column that is not
+            centred.
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+    means: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str], values: Tensor) -> LabelColumns:
+        """Columns that are not centred."""
+        return cls(tuple(names), values, (None,) * len(names))
+
+    @classmethod
+    def none(cls, records: int) -> LabelColumns:
+        """No column, for ``records`` records."""
+        return cls.of((), torch.zeros(records, 0))
+
+    def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
+        """The same columns, of which those named are centred on these means."""
+        return replace(self, means=tuple(means.get(name) for name in self.names))
+
+    def select(self, indices: Tensor) -> LabelColumns:
+        """The labels of the records at ``indices [r]``."""
+        return replace(self, values=self.values[indices])
+
+    def measured_means(self) -> tuple[float, ...]:
+        """The mean of every column over the labels that are there; NaN where none is."""
+        return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
+
+    def targets(self, names: Sequence[str]) -> Tensor:
+        """``[R, len(names)]`` float32: the columns called ``names``, centred ones minus their mean.
+
+        Raises:
+            KeyError: there is no column of a name.
+        """
+        missing = [name for name in names if name not in self.names]
+        if missing:
+            raise KeyError(f"got the label columns {self.names}, wanted {missing[0]!r}")
+        columns = [self.names.index(name) for name in names]
+        values, means = self.values[:, columns], [self.means[column] for column in columns]
+        if all(mean is None for mean in means):
+            return values
+        offsets = [0.0 if mean is None else mean for mean in means]
+        wide = torch.tensor(offsets, dtype=torch.float64, device=values.device)
+        return (values.double() - wide).float()
+
+
+@dataclass(frozen=True)
+class Records:
+    """R records, and which of S rewards each owns.
+
+    A record owns any number of neighbouring scored tokens, and so of rewards: 2 for a comparison
+    (chosen, then rejected), 1 for a rated reply or a text to score.
+
+    Attributes:
+        ids: ``[R]`` int64 index of each record in its data set (or request).
+        bounds: ``[R + 1]`` int64, from 0 to S: record r owns rewards ``bounds[r]`` up to
+            ``bounds[r + 1]``.
+        labels: what people said of the records.
+    """
+
+    ids: Tensor
+    bounds: Tensor
+    labels: LabelColumns
+
+    @classmethod
+    def of(
+        cls, ids: Sequence[int], sizes: Sequence[int], labels: LabelColumns | None = None
+    ) -> Records:
+        """Records with ``sizes`` rewards each, without labels unless they are given."""
+        return cls(
+            torch.as_tensor(ids, dtype=torch.int64),
+            torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0),
+            LabelColumns.none(len(ids)) if labels is None else labels,
+        )
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+    @property
+    def num_rewards(self) -> int:
+        """S."""
+        return int(self.bounds[-1])
+
+    @property
+    def sizes(self) -> Tensor:
+        """``[R]`` int64 rewards of each record."""
+        return self.bounds.diff()
+
+    def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """The rewards that the records at ``indices`` own, as int64 indices, record by record."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        sizes = self.sizes[chosen]
+        ends = sizes.cumsum(0)
+        before = (self.bounds[chosen] - ends + sizes).repeat_interleave(sizes)
+        return before + torch.arange(before.numel())
+
+    def select(self, indices: Sequence[int] | Tensor) -> Records:
+        """The records at ``indices``, in that order, as if there were no others."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        sizes = self.sizes[chosen].tolist()
+        return Records.of(self.ids[chosen].tolist(), sizes, self.labels.select(chosen))
+
+    def as_pairs(self, rewards: Tensor) -> Tensor:
+        """``rewards [S, ...]`` as ``[R, 2, ...]``, chosen then rejected.
+
+        Raises:
+            ValueError: a record does not own two.
+        """
+        return self._in_rows_of(2, rewards)
+
+    def as_single(self, rewards: Tensor) -> Tensor:
+        """``rewards [S, ...]`` as they are, once every record is found to own one.
+
+        Raises:
+            ValueError: a record does not.
+        """
+        return self._in_rows_of(1, rewards)[:, 0]
+
+    def _in_rows_of(self, size: int, rewards: Tensor) -> Tensor:
+        if bool((self.sizes != size).any()):
+            sizes = self.sizes.unique().tolist()
+            raise ValueError(f"got records of {sizes} rewards, wanted {size} of each")
+        return rewards.view(len(self), size, *rewards.shape[1:])
 
 
 @dataclass(frozen=True)
 class Group:
-    """``size`` neighbouring sequences that begin with the same ``shared`` tokens."""
+    """``size`` neighbouring sequences that begin with the same ``prefix`` tokens."""
 
     size: int
-    shared: int
+    prefix: int
 
 
 class _Segments:
@@ -43,16 +177,16 @@ class _Segments:
         self.prefixes: list[int] = []
         self.ends: list[int] = []  # the segment that each sequence ends with
 
-    def add_group(self, sequences: Sequence[Sequence[int] | Tensor], shared: int) -> None:
-        if shared >= min(map(len, sequences)):
-            raise ValueError(f"{shared} shared tokens leave no last token to a sequence")
-        prefix = -1
-        if shared:
-            prefix = len(self.lengths)
-            self._add(sequences[0], 0, shared, -1)
+    def add_group(self, sequences: Sequence[Sequence[int] | Tensor], prefix: int) -> None:
+        if prefix >= min(map(len, sequences)):
+            raise ValueError(f"a prefix of {prefix} tokens leaves no last token to a sequence")
+        segment = -1
+        if prefix:
+            segment = len(self.lengths)
+            self._add(sequences[0], 0, prefix, -1)
         for sequence in sequences:
             self.ends.append(len(self.lengths))
-            self._add(sequence, shared, len(sequence), prefix)
+            self._add(sequence, prefix, len(sequence), segment)
 
     def _add(self, sequence: Sequence[int] | Tensor, start: int, stop: int, prefix: int) -> None:
         self.tokens.append(torch.as_tensor(sequence[start:stop], dtype=torch.int64))
@@ -63,83 +197,79 @@ class _Segments:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Sequences laid end to end, without padding between them; what some begin with is there once.
+    """Sequences laid end to end, without padding between them; a common prefix is there once.
 
-    A record owns ``sequences_per_record`` neighbouring sequences: 2 for a comparison (chosen, then
-    rejected), 1 for a rating or a text to score. T counts tokens, S sequences, R records
-    (``S == R * sequences_per_record``), A attributes.
+    T counts tokens, S scored tokens and so rewards, R records, C label columns.
 
-    The pack is made of G segments. A sequence is one segment, or two: a beginning that it shares
-    with its neighbours, and the rest of its own. In attention a segment sees itself, causally, and
-    the whole of its beginning; so every token has the hidden state that it has in its sequence.
+    The pack is made of G segments. A sequence is one segment, or two: a prefix that its neighbours
+    begin with, too, and the rest of its own. In attention a segment sees itself, causally, and the
+    whole of its prefix; so every token has the hidden state that it has in its sequence.
 
     Attributes:
         tokens: ``[T]`` int64 token ids.
-        position_ids: ``[T]`` int64 places in the sequences, counted from 0.
+        position_ids: ``[T]`` int64 positions in the sequences, counted from 0.
         cu_seqlens: ``[G + 1]`` int32 bounds of the segments, from 0 to T.
         prefixes: ``[G]`` int64, the segment that a segment begins with, -1 for none.
-        last_token: ``[S]`` int64 index into ``tokens`` of every sequence's last token.
-        record_ids: ``[R]`` int64 position of each record in its data set (or request).
-        sequences_per_record: 1 or 2.
-        labels: ``[R, A]`` float32, NaN where a label is missing; None for comparisons and scoring.
+        scored_tokens: ``[S]`` int64 index into ``tokens`` of every token that the head reads,
+            record by record.
+        rows: ``[S]`` int64, where their rewards belong among those of the step, the data set or
+            the request that the pack is a part of.
+        records: the records that own them.
     """
 
     tokens: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
     prefixes: Tensor
-    last_token: Tensor
-    record_ids: Tensor
-    sequences_per_record: int
-    labels: Tensor | None = None
+    scored_tokens: Tensor
+    rows: Tensor
+    records: Records
 
     @classmethod
     def pack(
         cls,
         sequences: Sequence[Sequence[int] | Tensor],
-        record_ids: Sequence[int],
-        sequences_per_record: int,
-        labels: Tensor | None = None,
+        records: Records | None = None,
+        rows: Sequence[int] | Tensor | None = None,
         groups: Sequence[Group] | None = None,
     ) -> PackedBatch:
         """Lay ``sequences`` (S of them, in record order, none empty) end to end.
 
-        ``groups`` says which neighbours share a beginning; without it none do.
+        The last token of each is scored. Without ``records`` every sequence is one; without
+        ``rows`` the rewards belong where the sequences stand. ``groups`` says which neighbours have
+        a common prefix; without it none do.
+
+        Raises:
+            ValueError: records or rows are not of as many sequences, or a sequence is empty.
         """
-        if len(sequences) != len(record_ids) * sequences_per_record:
+        if records is None:
+            records = Records.of(range(len(sequences)), [1] * len(sequences))
+        if len(sequences) != records.num_rewards:
             raise ValueError(
-                f"{len(sequences)} sequences for {len(record_ids)} records "
-                f"of {sequences_per_record}"
+                f"got {len(sequences)} sequences, wanted {records.num_rewards}, those of "
+                f"{len(records)} records"
             )
         if len(sequences) == 0 or min(map(len, sequences)) < 1:
             raise ValueError("a pack needs at least one sequence, and no sequence may be empty")
         segments = _Segments()
         rest = iter(sequences)
         for group in groups or [Group(1, 0)] * len(sequences):
-            segments.add_group([next(rest) for _ in range(group.size)], group.shared)
+            segments.add_group([next(rest) for _ in range(group.size)], group.prefix)
         bounds = torch.tensor([0, *segments.lengths], dtype=torch.int32).cumsum(0).int()
         return cls(
             tokens=torch.cat(segments.tokens),
             position_ids=torch.cat(segments.positions),
             cu_seqlens=bounds,
             prefixes=torch.tensor(segments.prefixes),
-            last_token=bounds[1:][torch.tensor(segments.ends)].long() - 1,
-            record_ids=torch.as_tensor(record_ids, dtype=torch.int64),
-            sequences_per_record=sequences_per_record,
-            labels=labels,
+            scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1,
+            rows=torch.as_tensor(range(len(sequences)) if rows is None else rows),
+            records=records,
         )
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return self.tokens.numel()
-
-    @property
-    def num_sequences(self) -> int:
-        return self.last_token.numel()
-
-    @property
-    def num_records(self) -> int:
-        return self.record_ids.numel()
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
         """The same batch with a filler segment at the tail, so that T divides by ``multiple``."""
@@ -158,12 +288,14 @@ class PackedBatch:
         )
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Move what the model computes with; ``record_ids`` stay where they are."""
+        """Move what the model and the loss compute with; the rest stays where it is."""
+        labels = self.records.labels
+        moved = replace(labels, values=labels.values.to(device, non_blocking=True))
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=True),
             position_ids=self.position_ids.to(device, non_blocking=True),
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
-            last_token=self.last_token.to(device, non_blocking=True),
-            labels=None if self.labels is None else self.labels.to(device, non_blocking=True),
+            scored_tokens=self.scored_tokens.to(device, non_blocking=True),
+            records=replace(self.records, labels=moved),
         )

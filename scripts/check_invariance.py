@@ -95,10 +95,11 @@ def choose_texts(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _pairs(path: str | None) -> Iterator[tuple[Any, ...]]:
-    from nemo_aligner.data.records import read_records
+    from nemo_aligner.config.common import RecordKind
+    from nemo_aligner.data.reading import read_records
 
     if path is not None:
-        yield from (record.texts for record in read_records(path, "comparison").records)
+        yield from (record.texts for record in read_records(path, RecordKind.comparison).records)
         return
     from demo_pairs import build_demo_pairs
 

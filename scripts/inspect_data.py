@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_aligner.data.records import Record, RecordFile
+    from nemo_aligner.data.reading import RecordFile
+    from nemo_aligner.data.records import Record
     from nemo_aligner.data.report import FileReport
     from nemo_aligner.text.contract import ScoringContract
     from nemo_aligner.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def inspect(arguments: argparse.Namespace) -> None:
         file, report = report_on(path, arguments, contract, tokenizer)
         if training:
             shared = check_overlap(report, training, allowed=True)
-            report = replace(report, shared_prompts=shared)
+            report = replace(report, prompts_in_training=shared)
         print(report.table())
         for record in file.records[: arguments.show]:
             show(record, contract, tokenizer)
@@ -82,7 +83,7 @@ def report_on(
     contract: ScoringContract | None,
     tokenizer: Tokenizer | None,
 ) -> tuple[RecordFile, FileReport]:
-    from nemo_aligner.data.records import read_records
+    from nemo_aligner.data.reading import read_records
 
     attributes = arguments.attributes
     if contract is not None and contract.reward_model_type == "regression":
@@ -102,6 +103,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
 
     import torch
 
+    from nemo_aligner.batch import LabelColumns
     from nemo_aligner.data.overlap import first_prompts
     from nemo_aligner.data.report import FileReport
     from nemo_aligner.text.messages import prompt_of, reply_of
@@ -116,8 +118,9 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
         format=file.format,
         counts=file.counts,
         lengths=replies + torch.tensor(prompts),
-        reply_lengths=replies.view(len(file.records), -1),
+        reply_lengths=replies,
         sources=Counter(record.source for record in file.records),
+        labels=LabelColumns.none(len(file.records)),
         prompts=first_prompts(file.records),
         unit="characters",
     )

@@ -21,13 +21,12 @@ from pathlib import Path
 import numpy as np
 from demo_pairs import REASONS, build_demo_pairs
 
+from nemo_aligner.data.reading import RecordFile, read_records
 from nemo_aligner.data.records import (
     Comparison,
     Rating,
     Record,
-    RecordFile,
     prompt_key,
-    read_records,
 )
 from nemo_aligner.data.sources import read_lines
 from nemo_aligner.errors import AlignerError, DataError

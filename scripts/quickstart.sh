@@ -217,7 +217,7 @@ import sys
 from pathlib import Path
 
 from nemo_aligner.text.messages import prompt_of, reply_of
-from nemo_aligner.data.records import read_records
+from nemo_aligner.data.reading import read_records
 
 records = read_records(sys.argv[1], None).records
 texts = [text for record in records[:2] for text in record.texts][:2]

@@ -115,18 +115,23 @@ def _trained_on(
     recompute: Any,
 ) -> np.ndarray:
     """The rewards of a training step's forward pass."""
+    from dataclasses import replace
+
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, read_text_rules
     from nemo_aligner.data.packing import pack_sequences
-    from nemo_aligner.models.step import forward_backward, gather_rewards, record_ids_of
+    from nemo_aligner.models.step import forward_backward, gather_rewards
     from nemo_aligner.models.trainable import wrap_for_training
 
     tokenizer, contract = read_text_rules(checkpoint)
     assert contract is not None, "its rewards were scored before"
     places = torch.arange(layout.dp_rank, len(texts), layout.dp)
     sequences = [contract.encode(tokenizer, texts[place]).token_ids for place in places]
-    packs = pack_sequences(sequences, contract.seq_length)
+    packs = [
+        replace(pack, rows=places[pack.rows])
+        for pack in pack_sequences(sequences, contract.seq_length)
+    ]
     pretrained = load_pretrained(
         checkpoint,
         layout,
@@ -137,8 +142,8 @@ def _trained_on(
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)
-    shape = (len(texts), 1, len(contract.attributes))
-    everyone = gather_rewards(rewards, places[record_ids_of(packs)], shape, layout)[:, 0]
+    shape = (len(texts), len(contract.attributes))
+    everyone = gather_rewards(rewards, packs, shape, layout)
     return (everyone + torch.tensor(contract.label_means)).numpy()
 
 

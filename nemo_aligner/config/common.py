@@ -12,6 +12,13 @@ class RewardModelType(Enum):
     regression = "regression"
 
 
+class RecordKind(Enum):
+    """What one record of a data file is."""
+
+    comparison = "comparison"  # two replies, of which one was chosen
+    rating = "rating"  # a reply with a label for each attribute
+
+
 class Overlong(Enum):
     drop = "drop"
     truncate_left = "truncate_left"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from nemo_aligner.config.common import RewardModelType, require, require_positive
 from nemo_aligner.config.data import DataConfig, RegressionConfig
@@ -65,11 +66,15 @@ class OptimConfig:
 class ModelConfig:
     """What is trained, how it is laid out over ranks, and on which data.
 
+    ``objective`` is a name from ``nemo_aligner/objectives/`` or ``package.module:Name``, and
+    ``objective_kwargs`` its settings; null is what ``reward_model_type`` is usually trained by.
     ``activations_checkpoint_num_layers``: how many layers of every pipeline stage, the first ones,
     ``activations_checkpoint_granularity: full`` recomputes; null is all of them.
     """
 
     reward_model_type: RewardModelType = RewardModelType.binary_ranking
+    objective: str | None = None
+    objective_kwargs: dict[str, Any] = field(default_factory=dict)
     regression: RegressionConfig = field(default_factory=RegressionConfig)
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1

@@ -1,6 +1,6 @@
 """Tokenized records, ready to be packed; whatever is dropped or altered on the way is counted.
 
-To the reasons of ``records.py`` tokens add three:
+To the reasons of ``reading.py`` tokens add three:
 
 ================  ===============================================================================
 ``overlong``      dropped: a sequence is longer than ``seq_length`` and the rule is ``drop`` (a
@@ -14,62 +14,52 @@ To the reasons of ``records.py`` tokens add three:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import shared_tokens
-from nemo_aligner.config.common import Overlong
+from nemo_aligner.batch import LabelColumns, Records, common_prefix
+from nemo_aligner.config.common import Overlong, RecordKind
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.data.overlap import first_prompts
-from nemo_aligner.data.records import (
-    Comparison,
-    Origin,
-    Rating,
-    Record,
-    RecordFile,
-    read_records,
-)
+from nemo_aligner.data.reading import RecordFile, read_records
+from nemo_aligner.data.records import Origin, Record
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.errors import DataError
-from nemo_aligner.text.contract import Encoded, OverlongError, ScoringContract
+from nemo_aligner.objectives.base import Objective
+from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 
-_KINDS = {"binary_ranking": "comparison", "regression": "rating"}
-_SEQUENCES_PER_RECORD = {"comparison": 2, "rating": 1}
 _RECORDS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class TokenizedDataset:
-    """N records of one kind, as token ids.
+    """N records of one kind with S sequences, as token ids.
 
     Attributes:
-        kind: ``comparison`` or ``rating``.
+        kind: what a record is.
         name: what logs call it.
-        sequences: flat, in record order: record i owns ``sequences_per_record`` of them from
-            ``i * sequences_per_record`` on (chosen, rejected). Lists, or ``[L]`` int32 tensors.
-        labels: ``[N, A]`` float32 as in the data, NaN where missing; None for comparisons.
+        sequences: S of them, in record order; lists, or ``[L]`` int32 tensors.
+        records: which sequences each record owns, and its labels.
         origins: file and line of every record.
-        reply_lengths: ``[N, sequences_per_record]`` int64 tokens of every reply, before any cut.
+        reply_lengths: ``[S]`` int64 tokens of every reply, before any cut.
         sources: where every record says it is from; "" where it says nothing.
         reports: what became of every file.
-        shared: ``[N]`` int64 tokens that the two sides of a record begin with; 0 for ratings.
-        label_means: A numbers that ``pack_records`` subtracts from the labels; empty for none.
+        prefixes: ``[N]`` int64 tokens that all sequences of a record begin with; 0 for a lone one.
     """
 
-    kind: str
+    kind: RecordKind
     name: str
     sequences: Sequence[Sequence[int] | Tensor]
-    labels: Tensor | None
+    records: Records
     origins: Sequence[Origin]
     reply_lengths: Tensor
     sources: Sequence[str]
     reports: Sequence[FileReport]
-    shared: Tensor
-    label_means: tuple[float, ...] = ()
+    prefixes: Tensor
 
     def __len__(self) -> int:
         return len(self.origins)
@@ -82,33 +72,32 @@ class TokenizedDataset:
             total.update(report.counts)
         return dict(total)
 
-    @property
-    def sequences_per_record(self) -> int:
-        return _SEQUENCES_PER_RECORD[self.kind]
-
     def record(self, index: int) -> Sequence[Sequence[int] | Tensor]:
         """The sequences of one record."""
-        start = index * self.sequences_per_record
-        return self.sequences[start : start + self.sequences_per_record]
+        return self.sequences[int(self.records.bounds[index]) : int(self.records.bounds[index + 1])]
 
     def num_tokens(self, index: int) -> int:
         """Tokens of one record, all its sequences together."""
         return sum(len(sequence) for sequence in self.record(index))
 
-    def centred_labels(self, record_ids: Sequence[int]) -> Tensor | None:
-        """``[R, A]`` float32 labels minus ``label_means``, NaN where missing."""
-        if self.labels is None:
-            return None
-        labels = self.labels[torch.as_tensor(record_ids, dtype=torch.int64)]
-        if not self.label_means:
-            return labels
-        return (labels.double() - torch.tensor(self.label_means, dtype=torch.float64)).float()
+    def first(self, count: int) -> TokenizedDataset:
+        """The first ``count`` records, without the reports of files."""
+        chosen = self.records.select(range(min(count, len(self))))
+        return replace(
+            self,
+            sequences=self.sequences[: chosen.num_rewards],
+            records=chosen,
+            origins=self.origins[:count],
+            reply_lengths=self.reply_lengths[: chosen.num_rewards],
+            sources=self.sources[:count],
+            reports=[],
+            prefixes=self.prefixes[:count],
+        )
 
-    def mean_labels(self) -> tuple[float, ...]:
-        """The mean of every attribute over the labels that are there; NaN where none is."""
-        if self.labels is None:
-            raise DataError(f"{self.name}: comparisons have no labels")
-        return tuple(torch.nanmean(self.labels.double(), dim=0).tolist())
+    def centred_on(self, means: Mapping[str, float]) -> TokenizedDataset:
+        """The same data, whose label columns of these names are learned minus their means."""
+        labels = self.records.labels.centred_on(means)
+        return replace(self, records=replace(self.records, labels=labels))
 
     def table(self) -> str:
         """What became of every file."""
@@ -120,17 +109,24 @@ def build_dataset(
     contract: ScoringContract,
     tokenizer: Tokenizer,
     config: ModelConfig,
+    objective: Objective,
     name: str = "train",
 ) -> TokenizedDataset:
-    """Read and tokenize the records of ``paths`` by the contract, in order.
+    """Read and tokenize, by the contract, what ``objective`` learns from in ``paths``, in order.
 
     Raises:
-        DataError: a record is malformed, or none is left; see ``records.py`` and above.
+        DataError: a record is malformed, or none is left; see ``reading.py`` and above.
     """
-    kind = _KINDS[contract.reward_model_type]
-    attributes = contract.attributes if kind == "rating" else ()
+    is_rating = objective.record_kind is RecordKind.rating
     files = [
-        read_records(path, kind, config.data.format, attributes, config.regression.loss_mask_val)
+        read_records(
+            path,
+            objective.record_kind,
+            config.data.format,
+            objective.columns if is_rating else (),
+            config.regression.loss_mask_val,
+            () if is_rating else objective.columns,
+        )
         for path in paths
     ]
     return tokenize_files(files, contract, tokenizer, name)
@@ -142,7 +138,7 @@ def tokenize_files(
     tokenizer: Tokenizer,
     name: str,
 ) -> TokenizedDataset:
-    """The dataset of files of one kind that were read before.
+    """The dataset of files of one kind, and with the same label columns, that were read before.
 
     Raises:
         DataError: a record is too long and the rule is ``error``, or none is left.
@@ -153,30 +149,46 @@ def tokenize_files(
     if not kept:
         counts = [dict(part.report.counts) for part in parts]
         raise DataError(f"{name}: no usable record in {[file.path for file in files]}: {counts}")
+    sizes = [len(encoded) for _, encoded in kept]
     return TokenizedDataset(
         kind=files[0].kind,
         name=name,
         sequences=_as_views([text.token_ids for _, encoded in kept for text in encoded]),
-        labels=_labels([record for record, _ in kept]),
+        records=Records.of(
+            range(len(kept)),
+            sizes,
+            label_columns([record for record, _ in kept], files[0].columns),
+        ),
         origins=[record.origin for record, _ in kept],
         reply_lengths=torch.cat([part.report.reply_lengths for part in parts]),
         sources=[record.source for record, _ in kept],
         reports=[part.report for part in parts],
-        shared=torch.cat([part.shared for part in parts]),
+        prefixes=torch.cat([part.prefixes for part in parts]),
     )
 
 
-def shared_by_record(records: Sequence[Sequence[Sequence[int] | Tensor]]) -> Tensor:
-    """``[N]`` int64 tokens that the two sequences of every record begin with; 0 for a lone one."""
-    shared = [shared_tokens(*record) if len(record) == 2 else 0 for record in records]
-    return torch.tensor(shared, dtype=torch.int64)
+def prefixes_of(records: Sequence[Sequence[Sequence[int] | Tensor]]) -> Tensor:
+    """``[N]`` int64 tokens that all sequences of every record begin with; 0 for a lone one."""
+    prefixes = [
+        min((common_prefix(first, other) for other in others), default=0)
+        for first, *others in records
+    ]
+    return torch.tensor(prefixes, dtype=torch.int64)
+
+
+def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelColumns:
+    """The labels of ``records`` as ``columns``, not centred, NaN where one is missing."""
+    missing = float("nan")
+    rows = [[missing if label is None else label for label in record.labels] for record in records]
+    values = torch.tensor(rows, dtype=torch.float32).view(len(records), len(columns))
+    return LabelColumns.of(columns, values)
 
 
 @dataclass(frozen=True)
 class _FilePart:
-    kept: list[tuple[Record, list[Encoded]]]
+    kept: list[tuple[Record, list[EncodedText]]]
     report: FileReport
-    shared: Tensor
+    prefixes: Tensor
 
 
 def _tokenize_file(
@@ -187,7 +199,7 @@ def _tokenize_file(
     seen: set[tuple[object, ...]],
 ) -> _FilePart:
     counts: Counter[str] = Counter(file.counts)
-    kept: list[tuple[Record, list[Encoded]]] = []
+    kept: list[tuple[Record, list[EncodedText]]] = []
     for record, encoded in _encode(file.records, contract, tokenizer):
         reason = _why_drop(encoded)
         if reason is not None:
@@ -199,7 +211,7 @@ def _tokenize_file(
     counts["kept"] = len(kept)
     records = [record for record, _ in kept]
     lengths = [len(text.token_ids) for _, encoded in kept for text in encoded]
-    shared = shared_by_record([[text.token_ids for text in encoded] for _, encoded in kept])
+    prefixes = prefixes_of([[text.token_ids for text in encoded] for _, encoded in kept])
     report = FileReport(
         name=name,
         path=file.path,
@@ -207,29 +219,29 @@ def _tokenize_file(
         format=file.format,
         counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
         lengths=torch.tensor(lengths, dtype=torch.int64),
-        reply_lengths=_reply_lengths(records, file.kind, contract, tokenizer),
+        reply_lengths=_reply_lengths(records, contract, tokenizer),
         sources=Counter(record.source for record in records),
-        labels=_labels(records),
-        shared=shared if file.kind == "comparison" else None,
+        labels=label_columns(records, file.columns),
+        prefixes=prefixes,
         prompts=first_prompts(records),
     )
-    return _FilePart(kept, report, shared)
+    return _FilePart(kept, report, prefixes)
 
 
 def _reply_lengths(
-    records: list[Record], kind: str, contract: ScoringContract, tokenizer: Tokenizer
+    records: list[Record], contract: ScoringContract, tokenizer: Tokenizer
 ) -> Tensor:
     lengths: list[int] = []
     for start in range(0, len(records), _RECORDS_AT_ONCE):
         block = records[start : start + _RECORDS_AT_ONCE]
         texts = [text for record in block for text in record.texts]
         lengths += contract.count_reply_tokens(tokenizer, texts)
-    return torch.tensor(lengths, dtype=torch.int64).view(-1, _SEQUENCES_PER_RECORD[kind])
+    return torch.tensor(lengths, dtype=torch.int64)
 
 
 def _encode(
     records: list[Record], contract: ScoringContract, tokenizer: Tokenizer
-) -> Iterator[tuple[Record, list[Encoded | None]]]:
+) -> Iterator[tuple[Record, list[EncodedText | None]]]:
     """Every record with its texts encoded; None for a text that the rule ``drop`` refuses."""
     for start in range(0, len(records), _RECORDS_AT_ONCE):
         block = records[start : start + _RECORDS_AT_ONCE]
@@ -255,7 +267,7 @@ def _tokenize(
         yield [next(rest) for _ in record.texts]
 
 
-def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> Encoded | None:
+def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> EncodedText | None:
     try:
         return contract.fit(token_ids)
     except OverlongError as error:
@@ -264,7 +276,7 @@ def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> Enc
         return None
 
 
-def _why_drop(encoded: list[Encoded | None]) -> str | None:
+def _why_drop(encoded: list[EncodedText | None]) -> str | None:
     if any(text is None for text in encoded):
         return "overlong"
     ids = [text.token_ids for text in encoded if text is not None]
@@ -272,11 +284,10 @@ def _why_drop(encoded: list[Encoded | None]) -> str | None:
 
 
 def _seen_before(
-    record: Record, encoded: list[Encoded | None], seen: set[tuple[object, ...]]
+    record: Record, encoded: list[EncodedText | None], seen: set[tuple[object, ...]]
 ) -> bool:
-    labels = record.labels if isinstance(record, Rating) else ()
     key = (
-        hash(labels),
+        hash(record.labels),
         *(hash(tuple(text.token_ids)) for text in encoded if text is not None),
     )
     if key in seen:
@@ -290,17 +301,3 @@ def _as_views(sequences: list[list[int]]) -> list[Tensor]:
     lengths = [len(sequence) for sequence in sequences]
     flat = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int32)
     return list(flat.split(lengths))
-
-
-def _labels(records: list[Record]) -> Tensor | None:
-    if not records or isinstance(records[0], Comparison):
-        return None
-    missing = float("nan")
-    return torch.tensor(
-        [
-            [missing if label is None else label for label in record.labels]
-            for record in records
-            if isinstance(record, Rating)
-        ],
-        dtype=torch.float32,
-    )

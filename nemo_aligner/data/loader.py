@@ -21,10 +21,26 @@ from nemo_aligner.data.packing import pack_records, record_cost, share_out
 from nemo_aligner.errors import ConfigError
 
 
-class TrainLoader:
-    """This data-parallel rank's share of every step, as even as ``packing.record_cost`` tells.
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step trains on, and who computes which part of it.
 
-    The packs of the step to come are made while the present one is computed.
+    Attributes:
+        record_ids: of the global batch, in its order; the same on every rank and at any layout.
+        owners: of each of them the data parallel rank that computes it; no rank has none.
+        packs: of this rank; ranks may differ in number. Their rows are those of the global batch's
+            rewards.
+    """
+
+    record_ids: list[int]
+    owners: list[int]
+    packs: list[PackedBatch]
+
+
+class TrainLoader:
+    """The plan of every step, with ranks as even as ``packing.record_cost`` tells.
+
+    The step to come is packed while the present one is computed.
     """
 
     def __init__(
@@ -35,7 +51,7 @@ class TrainLoader:
         seed: int,
         dp_rank: int,
         dp_size: int,
-        pair_cost: float = 0.0,
+        query_key_cost: float = 0.0,
     ) -> None:
         if global_batch_size < dp_size:
             raise ConfigError(
@@ -48,11 +64,9 @@ class TrainLoader:
         self._seed = seed
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._pair_cost = pair_cost
-        # Of the present step and the one that is packed ahead.
-        self._shares = lru_cache(maxsize=2)(self._share_out)
+        self._query_key_cost = query_key_cost
         self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="packs")
-        self._ahead: tuple[int, Future[list[PackedBatch]]] | None = None
+        self._ahead: tuple[int, Future[StepPlan]] | None = None
 
     def total_steps(self, max_epochs: int, max_steps: int | None = None) -> int:
         """Full batches in ``max_epochs`` epochs, at most ``max_steps``.
@@ -78,48 +92,53 @@ class TrainLoader:
             for position in range(first, first + self._global_batch_size)
         ]
 
-    def share(self, step: int) -> list[int]:
-        """The places in ``global_batch(step)`` of this rank's records; no rank has none."""
-        return self._shares(step)[self._dp_rank]
-
-    def micro_batches(self, step: int) -> list[PackedBatch]:
-        """This rank's packs of ``step``; ranks may differ in number, none has zero."""
+    def plan(self, step: int) -> StepPlan:
+        """This rank's view of ``step``, counted from 0."""
         ahead, self._ahead = self._ahead, None
-        packs = ahead[1].result() if ahead and ahead[0] == step else self._pack(step)
-        self._ahead = step + 1, self._packer.submit(self._pack, step + 1)
-        return packs
+        plan = ahead[1].result() if ahead and ahead[0] == step else self._plan(step)
+        self._ahead = step + 1, self._packer.submit(self._plan, step + 1)
+        return plan
 
     def imbalance(self, steps: range) -> Imbalance:
         """How far the work of ``steps`` is from even."""
         ranks, packs = [], []
         for step in steps:
             batch = self.global_batch(step)
-            shares = [[batch[place] for place in share] for share in self._shares(step)]
-            ranks.append(_largest_to_mean([self._work(share) for share in shares]))
-            packs += [
-                _largest_to_mean(
-                    [self._work(pack.record_ids.tolist()) for pack in self._packs_of(share)]
-                )
-                for share in shares
-            ]
+            shares = self._rank_shares(batch)
+            work = [sum(self._cost(batch[index]) for index in share) for share in shares]
+            ranks.append(_largest_to_mean(work))
+            for share in shares:
+                of_rank = self._pack(batch, share)
+                work = [sum(map(self._cost, pack.records.ids.tolist())) for pack in of_rank]
+                packs.append(_largest_to_mean(work))
         return Imbalance(fmean(ranks), fmean(packs))
 
-    def _pack(self, step: int) -> list[PackedBatch]:
+    def _plan(self, step: int) -> StepPlan:
         batch = self.global_batch(step)
-        return self._packs_of([batch[place] for place in self.share(step)])
+        shares = self._rank_shares(batch)
+        owner_of = {index: rank for rank, share in enumerate(shares) for index in share}
+        return StepPlan(
+            record_ids=batch,
+            owners=[owner_of[index] for index in range(len(batch))],
+            packs=self._pack(batch, shares[self._dp_rank]),
+        )
 
-    def _packs_of(self, record_ids: Sequence[int]) -> list[PackedBatch]:
-        return pack_records(self._dataset, record_ids, self._micro_batch_tokens, self._pair_cost)
+    def _rank_shares(self, batch: Sequence[int]) -> list[list[int]]:
+        """Of every rank the indices into ``batch`` of what it computes."""
+        return share_out([self._cost(record) for record in batch], self._dp_size)
 
-    def _share_out(self, step: int) -> list[list[int]]:
-        costs = [
-            record_cost(self._dataset, record, self._pair_cost)
-            for record in self.global_batch(step)
-        ]
-        return share_out(costs, self._dp_size)
+    def _pack(self, batch: Sequence[int], share: Sequence[int]) -> list[PackedBatch]:
+        bounds = self._dataset.records.select(batch).bounds.tolist()
+        return pack_records(
+            self._dataset,
+            [batch[index] for index in share],
+            self._micro_batch_tokens,
+            self._query_key_cost,
+            [bounds[index] for index in share],
+        )
 
-    def _work(self, record_ids: Sequence[int]) -> float:
-        return sum(record_cost(self._dataset, record, self._pair_cost) for record in record_ids)
+    def _cost(self, record: int) -> float:
+        return record_cost(self._dataset, record, self._query_key_cost)
 
 
 @dataclass(frozen=True)
@@ -150,12 +169,17 @@ def validation_batches(
     micro_batch_tokens: int,
     dp_rank: int,
     dp_size: int,
-    pair_cost: float = 0.0,
+    query_key_cost: float = 0.0,
 ) -> list[PackedBatch]:
-    """This rank's packs of every record once; empty on a rank beyond the last record."""
-    costs = [record_cost(dataset, record, pair_cost) for record in range(len(dataset))]
+    """This rank's packs of every record once; empty on a rank beyond the last record.
+
+    Their rows are those of the data set's rewards.
+    """
+    costs = [record_cost(dataset, record, query_key_cost) for record in range(len(dataset))]
     mine = share_out(costs, dp_size)[dp_rank]
-    return pack_records(dataset, mine, micro_batch_tokens, pair_cost)
+    bounds = dataset.records.bounds.tolist()
+    first_rows = [bounds[record] for record in mine]
+    return pack_records(dataset, mine, micro_batch_tokens, query_key_cost, first_rows)
 
 
 @lru_cache(maxsize=4)

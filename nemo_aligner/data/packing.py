@@ -4,9 +4,9 @@ As few packs as best fit makes (longest record first: of the packs with room eno
 the least), then filled anew so that each is the same work. The result depends on nothing but the
 arguments.
 
-What the two sides of a comparison begin with, or several texts to score, is in a pack once: as
-attention is causal, those tokens have the same states in each. Equal token ids decide, so it holds
-for every template and for raw text.
+What the replies of a record begin with, or several texts to score, is in a pack once: as attention
+is causal, the tokens of a common prefix have the same states in each. Equal token ids decide, so it
+holds for every template and for raw text.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from heapq import heappop, heappush
 import numpy as np
 from torch import Tensor
 
-from nemo_aligner.batch import Group, PackedBatch, shared_tokens
+from nemo_aligner.batch import Group, PackedBatch, common_prefix
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.errors import DataError
 
 
 def packed_size(dataset: TokenizedDataset, record: int) -> int:
-    """Tokens of one record in a pack, with what its sides share counted once."""
-    return dataset.num_tokens(record) - int(dataset.shared[record])
+    """Tokens of one record in a pack, with the prefix of its sequences counted once."""
+    repeats = len(dataset.record(record)) - 1
+    return dataset.num_tokens(record) - repeats * int(dataset.prefixes[record])
 
 
-def record_cost(dataset: TokenizedDataset, record: int, pair_cost: float) -> float:
+def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -> float:
     """The work of one record, in tokens through the linear layers.
 
-    ``pair_cost`` is that of attention between one query and one key (``ModelShape.pair_cost``).
+    ``query_key_cost`` is that of attention between one query and one key
+    (``ModelShape.query_key_cost``).
     """
     lengths = [len(sequence) for sequence in dataset.record(record)]
-    shared = int(dataset.shared[record])
-    # Every token sees itself and all before it; what is shared looks but once.
-    pairs = sum(length * (length + 1) for length in lengths) / 2
-    pairs -= (len(lengths) - 1) * shared * (shared + 1) / 2
-    return packed_size(dataset, record) + pair_cost * pairs
+    prefix = int(dataset.prefixes[record])
+    # Every token sees itself and all before it; the prefix looks but once.
+    looks = sum(length * (length + 1) for length in lengths) / 2
+    looks -= (len(lengths) - 1) * prefix * (prefix + 1) / 2
+    return packed_size(dataset, record) + query_key_cost * looks
 
 
 def share_out(costs: Sequence[float], shares: int) -> list[list[int]]:
@@ -55,13 +57,15 @@ def pack_records(
     dataset: TokenizedDataset,
     record_ids: Sequence[int],
     micro_batch_tokens: int,
-    pair_cost: float = 0.0,
+    query_key_cost: float = 0.0,
+    first_rows: Sequence[int] | None = None,
 ) -> list[PackedBatch]:
     """Packs of at most ``micro_batch_tokens`` tokens that hold every record of ``record_ids`` once.
 
-    No more packs than best fit needs, with work as even as ``record_cost`` tells. Labels are minus
-    the dataset's ``label_means``. Records keep their order inside a pack. The largest pack is the
-    first: the next ones fit into the memory that it leaves.
+    No more packs than best fit needs, with work as even as ``record_cost`` tells. Records keep
+    their order inside a pack. The largest pack is the first: the next ones fit into the memory that
+    it leaves. ``first_rows`` says for each of ``record_ids`` where the first of its rewards belongs
+    (see ``PackedBatch.rows``); without it they follow each other.
 
     Raises:
         DataError: a record alone is larger than the budget.
@@ -73,26 +77,35 @@ def pack_records(
                 f"{dataset.origins[record]}: got a record of {size} tokens, wanted at most "
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
-    costs = [record_cost(dataset, record, pair_cost) for record in record_ids]
+    if first_rows is None:
+        first_rows = dataset.records.select(record_ids).bounds.tolist()
+    costs = [record_cost(dataset, record, query_key_cost) for record in record_ids]
     packs = []
     for members in _assign(sizes, costs, micro_batch_tokens):
-        records = [record_ids[member] for member in members]
-        packs.append(
-            PackedBatch.pack(
-                [sequence for record in records for sequence in dataset.record(record)],
-                records,
-                dataset.sequences_per_record,
-                dataset.centred_labels(records),
-                [Group(dataset.sequences_per_record, int(dataset.shared[id])) for id in records],
-            )
-        )
+        chosen = [record_ids[member] for member in members]
+        packs.append(_pack(dataset, chosen, [first_rows[member] for member in members]))
     return sorted(packs, key=lambda pack: -pack.num_tokens)
+
+
+def _pack(
+    dataset: TokenizedDataset, record_ids: Sequence[int], first_rows: Sequence[int]
+) -> PackedBatch:
+    of_record = [dataset.record(record) for record in record_ids]
+    return PackedBatch.pack(
+        [sequence for sequences in of_record for sequence in sequences],
+        dataset.records.select(record_ids),
+        [row + n for row, own in zip(first_rows, of_record, strict=True) for n in range(len(own))],
+        [
+            Group(len(own), int(dataset.prefixes[record]))
+            for record, own in zip(record_ids, of_record, strict=True)
+        ],
+    )
 
 
 def pack_sequences(
     sequences: Sequence[Sequence[int] | Tensor], micro_batch_tokens: int
 ) -> list[PackedBatch]:
-    """Packs of single sequences to score; ``record_ids`` are positions in ``sequences``.
+    """Packs of single sequences to score; ``rows`` are positions in ``sequences``.
 
     Raises:
         DataError: a sequence alone is larger than the budget, or empty.
@@ -103,57 +116,57 @@ def pack_sequences(
                 f"sequence {index}: got {len(sequence)} tokens, wanted 1 to "
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
-    families = _find_families(sequences, micro_batch_tokens)
+    found = _find_prefix_groups(sequences, micro_batch_tokens)
     packs = []
-    sizes = [family.size for family in families]
+    sizes = [each.size for each in found]
     for chosen in _assign(sizes, sizes, micro_batch_tokens):
-        members = [member for place in chosen for member in families[place].members]
-        groups = [Group(len(families[place].members), families[place].shared) for place in chosen]
-        packs.append(
-            PackedBatch.pack([sequences[member] for member in members], members, 1, None, groups)
-        )
+        members = [member for index in chosen for member in found[index].members]
+        groups = [Group(len(found[index].members), found[index].prefix) for index in chosen]
+        packs.append(PackedBatch.pack([sequences[m] for m in members], rows=members, groups=groups))
     return packs
 
 
 @dataclass(frozen=True)
-class _Family:
-    """Sequences that share a beginning of ``shared`` tokens, and their tokens in a pack."""
+class _PrefixGroup:
+    """Sequences with a common prefix of ``prefix`` tokens, and their tokens in a pack."""
 
     members: list[int]
-    shared: int
+    prefix: int
     size: int
 
 
-def _find_families(sequences: Sequence[Sequence[int] | Tensor], budget: int) -> list[_Family]:
-    """All sequences, those with much in common together; no family is larger than ``budget``.
+def _find_prefix_groups(
+    sequences: Sequence[Sequence[int] | Tensor], budget: int
+) -> list[_PrefixGroup]:
+    """All sequences, those with much in common together; no group is larger than ``budget``.
 
-    In the order of their tokens, neighbours have the most in common. One joins the family before it
+    In the order of their tokens, neighbours have the most in common. One joins the group before it
     if that saves tokens.
     """
     # Big-endian, so that bytes are in the order of the tokens.
     keys = [np.asarray(sequence).astype(">i4").tobytes() for sequence in sequences]
-    families: list[_Family] = []
+    groups: list[_PrefixGroup] = []
     for index in sorted(range(len(sequences)), key=lambda index: keys[index]):
-        joined = _join(families[-1], index, sequences) if families else None
+        joined = _join(groups[-1], index, sequences) if groups else None
         if joined is not None and joined.size <= budget:
-            families[-1] = joined
+            groups[-1] = joined
         else:
-            families.append(_Family([index], 0, len(sequences[index])))
-    return families
+            groups.append(_PrefixGroup([index], 0, len(sequences[index])))
+    return groups
 
 
 def _join(
-    family: _Family, index: int, sequences: Sequence[Sequence[int] | Tensor]
-) -> _Family | None:
-    """The family with one more member, or None if that saves nothing."""
-    size, own = len(family.members), sequences[index]
-    shared = shared_tokens(sequences[family.members[0]], own)
+    group: _PrefixGroup, index: int, sequences: Sequence[Sequence[int] | Tensor]
+) -> _PrefixGroup | None:
+    """The group with one more member, or None if that saves nothing."""
+    size, own = len(group.members), sequences[index]
+    prefix = common_prefix(sequences[group.members[0]], own)
     if size > 1:
-        shared = min(shared, family.shared)
-    if size * shared <= (size - 1) * family.shared:
+        prefix = min(prefix, group.prefix)
+    if size * prefix <= (size - 1) * group.prefix:
         return None
-    total = family.size + (size - 1) * family.shared + len(own) - size * shared
-    return _Family([*family.members, index], shared, total)
+    total = group.size + (size - 1) * group.prefix + len(own) - size * prefix
+    return _PrefixGroup([*group.members, index], prefix, total)
 
 
 def _assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
@@ -169,12 +182,12 @@ def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        place = bisect_left(room, (sizes[index], -1))
-        if place == len(room):
+        fitting = bisect_left(room, (sizes[index], -1))
+        if fitting == len(room):
             packs.append([])
             free, pack = budget, len(packs) - 1
         else:
-            free, pack = room.pop(place)
+            free, pack = room.pop(fitting)
         packs[pack].append(index)
         insort(room, (free - sizes[index], pack))
     return [sorted(members) for members in packs]

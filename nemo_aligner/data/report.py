@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch import LabelColumns
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.records import Origin
 from nemo_aligner.metrics.by_source import MAX_SOURCES
 
@@ -25,28 +27,29 @@ class FileReport:
         path, kind, format: the file, what it holds, and how it is written.
         counts: ``read``, ``kept``, and every reason that occurred.
         lengths: ``[S]`` int64 length of every sequence.
-        reply_lengths: ``[N, sequences_per_record]`` int64 length of every reply.
+        reply_lengths: ``[S]`` int64 length of every reply.
         sources: records of every source; "" for those that name none.
-        labels: ``[N, A]`` float32 of ratings, NaN where missing; None for comparisons.
-        shared: tokens that both sides of each pair begin with, ``[N]`` int64; None of ratings.
+        labels: of the records, in columns that may be none.
+        prefixes: tokens that all texts of each record begin with, ``[N]`` int64; None where nobody
+            counted.
         prompts: prompt -> the first record with it, by the hash of ``records.prompt_key``.
         unit: what lengths count, tokens unless there is no tokenizer.
-        shared_prompts: prompts that stand in the training files, too; None of a training file.
+        prompts_in_training: prompts that stand in the training files, too; None of a training file.
     """
 
     name: str
     path: str
-    kind: str
+    kind: RecordKind
     format: str
     counts: Mapping[str, int]
     lengths: Tensor
     reply_lengths: Tensor
     sources: Mapping[str, int]
-    labels: Tensor | None = None
-    shared: Tensor | None = None
+    labels: LabelColumns
+    prefixes: Tensor | None = None
     prompts: Mapping[int, Origin] = field(default_factory=dict)
     unit: str = "tokens"
-    shared_prompts: int | None = None
+    prompts_in_training: int | None = None
 
     def table(self) -> str:
         """Two columns under the file's name."""
@@ -54,33 +57,33 @@ class FileReport:
         return "\n".join([heading, *(f"  {name:<26}{value}" for name, value in self._rows())])
 
     def _rows(self) -> Iterable[tuple[str, object]]:
-        counts = self.counts
+        counts, is_pairs = self.counts, self.kind is RecordKind.comparison
         dropped = {name: counts[name] for name in _DROPPED if counts.get(name)}
         yield "records", counts["read"]
         yield "kept", counts["kept"]
         yield "dropped", _with_parts(sum(dropped.values()), dropped)
         yield "truncated", counts.get("truncated", 0)
-        if self.kind == "comparison":
+        if is_pairs:
             yield "exact ties (dropped)", sum(counts.get(name, 0) for name in _TIES)
             yield "different prompts in pair", counts.get("different_prompts", 0)
         yield "duplicate records", counts.get("duplicates", 0)
         yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
-        if self.shared_prompts is not None:
-            yield "prompts also in training", self.shared_prompts
+        if self.prompts_in_training is not None:
+            yield "prompts also in training", self.prompts_in_training
         yield self.unit, int(self.lengths.sum())
-        if self.shared is not None and self.lengths.numel():
-            share = float(self.shared.sum() / self.lengths.sum())
-            alone = int((self.shared == 0).sum())
+        if is_pairs and self.prefixes is not None and self.lengths.numel():
+            share = float(self.prefixes.sum() / self.lengths.sum())
+            alone = int((self.prefixes == 0).sum())
             yield "computed once for both", f"{share:.1%}; nothing in {alone} pairs"
         yield f"{self.unit} of a sequence", _quantiles(self.lengths)
         yield f"{self.unit} of a reply", _quantiles(self.reply_lengths)
-        if self.kind == "comparison" and counts["kept"]:
-            longer = (self.reply_lengths[:, 0] - self.reply_lengths[:, 1]).sign().double()
+        if is_pairs and counts["kept"]:
+            longer = (self.reply_lengths[::2] - self.reply_lengths[1::2]).sign().double()
             yield "chosen is the longer", f"{(longer.mean() + 1) / 2:.1%}"
-        if self.labels is not None:
-            missing = torch.isnan(self.labels).sum(0).tolist()
+        if self.labels.names:
+            missing = torch.isnan(self.labels.values).sum(0).tolist()
             yield "labels missing", " ".join(map(str, missing))
-            means = torch.nanmean(self.labels.double(), dim=0).tolist()
+            means = self.labels.measured_means()
             yield "label means", " ".join(f"{mean:.4g}" for mean in means)
         if set(self.sources) != {""}:
             yield "sources", _sources(self.sources)
@@ -94,10 +97,10 @@ def _with_parts(total: int, parts: Mapping[str, int]) -> str:
 def _quantiles(lengths: Tensor) -> str:
     if lengths.numel() == 0:
         return "none"
-    places = torch.tensor(_PERCENT, dtype=torch.float64) / 100
+    at = torch.tensor(_PERCENT, dtype=torch.float64) / 100
     # By hand: torch.quantile takes no more than 2**24 values.
     ordered = lengths.flatten().sort().values
-    found = ordered[(places * (len(ordered) - 1)).round().long()].tolist()
+    found = ordered[(at * (len(ordered) - 1)).round().long()].tolist()
     low, p5, middle, p95, high = found
     return f"{low} to {high}, median {middle}, 90% within {p5} to {p95}"
 

@@ -7,22 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.data.dataset import TokenizedDataset, build_dataset
 from nemo_aligner.data.overlap import check_overlap
 from nemo_aligner.data.packing import packed_size
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.objectives import build_objective
+from nemo_aligner.objectives.base import Objective
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """All data of a run, and the contract that its labels complete."""
+    """All data of a run, the contract that its labels complete, and what is to be learned."""
 
     train: TokenizedDataset
     validation: list[TokenizedDataset]
     contract: ScoringContract
+    objective: Objective
 
     def table(self) -> str:
         """The start-up table of every dataset."""
@@ -41,16 +45,18 @@ def build_training_data(
     These are the training set's, unless ``measure_label_means`` is false.
 
     Raises:
-        ConfigError: no training file, or a record too large for ``model.micro_batch_tokens``.
+        ConfigError: no training file, a record too large for ``model.micro_batch_tokens``, or see
+            ``build_objective``.
         DataError: see ``build_dataset`` and ``check_overlap``.
     """
     prefix = config.data.data_prefix
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
-    train = build_dataset(prefix.train, contract, tokenizer, config)
+    objective = build_objective(config, contract.attributes)
+    train = build_dataset(prefix.train, contract, tokenizer, config, objective)
     validation = [
         _mark_overlap(
-            build_dataset([path], contract, tokenizer, config, name),
+            build_dataset([path], contract, tokenizer, config, objective, name),
             train,
             config.data.allow_prompt_overlap,
         )
@@ -58,31 +64,29 @@ def build_training_data(
     ]
     for dataset in (train, *validation):
         _check_fits(dataset, config.micro_batch_tokens)
-    if train.labels is None:
-        return TrainingData(train, validation, contract)
+    if objective.record_kind is not RecordKind.rating:
+        return TrainingData(train, validation, contract, objective)
     if measure_label_means:
-        contract = contract.with_label_means(_measured_means(train, contract.attributes))
-    means = contract.label_means
-    return TrainingData(
-        replace(train, label_means=means),
-        [replace(dataset, label_means=means) for dataset in validation],
-        contract,
-    )
+        contract = contract.with_label_means(_measured_means(train))
+    means = dict(zip(contract.attributes, contract.label_means, strict=True))
+    centred = [dataset.centred_on(means) for dataset in validation]
+    return TrainingData(train.centred_on(means), centred, contract, objective)
 
 
 def _mark_overlap(
     dataset: TokenizedDataset, train: TokenizedDataset, allowed: bool
 ) -> TokenizedDataset:
     reports = [
-        replace(report, shared_prompts=check_overlap(report, train.reports, allowed))
+        replace(report, prompts_in_training=check_overlap(report, train.reports, allowed))
         for report in dataset.reports
     ]
     return replace(dataset, reports=reports)
 
 
-def _measured_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:
-    means = train.mean_labels()
-    for name, mean in zip(attributes, means, strict=True):
+def _measured_means(train: TokenizedDataset) -> tuple[float, ...]:
+    labels = train.records.labels
+    means = labels.measured_means()
+    for name, mean in zip(labels.names, means, strict=True):
         if math.isnan(mean):
             files = [report.path for report in train.reports]
             raise DataError(f"{files}: no record has a label of {name}")
@@ -105,5 +109,5 @@ def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
         raise ConfigError(
             f"model.micro_batch_tokens: got {micro_batch_tokens}, wanted at least "
             f"{sizes[longest]}, the tokens of {dataset.origins[longest]} "
-            f"({dataset.sequences_per_record} sequences)"
+            f"({len(dataset.record(longest))} sequences)"
         )

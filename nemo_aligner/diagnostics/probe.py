@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData
 
@@ -17,7 +18,7 @@ _NAME = "validation-probe"
 BARS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
-class Learner(Protocol):
+class ProbedLearner(Protocol):
     """What is trained, as ``RewardLearner``."""
 
     def train_step(self, step: int) -> dict[str, float]: ...
@@ -47,35 +48,31 @@ class ProbeResult:
 
 def few_records(data: TrainingData, count: int) -> TrainingData:
     """The first ``count`` training records, to train on and to validate on."""
-    train = data.train
-    few = replace(
-        train,
-        sequences=train.sequences[: count * train.sequences_per_record],
-        labels=None if train.labels is None else train.labels[:count],
-        origins=train.origins[:count],
-        reply_lengths=train.reply_lengths[:count],
-        sources=[""] * min(count, len(train)),
-        reports=[],
-    )
+    few = data.train.first(count)
+    few = replace(few, sources=[""] * len(few))
     return replace(data, train=few, validation=[replace(few, name=_NAME)])
 
 
 def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
     """Rejected for chosen; ratings mirrored at the mean of their attribute."""
-    if dataset.labels is None:
+    if dataset.kind is RecordKind.comparison:
         pairs = zip(dataset.sequences[1::2], dataset.sequences[::2], strict=True)
         return replace(dataset, sequences=[sequence for pair in pairs for sequence in pair])
-    means = torch.tensor(dataset.mean_labels(), dtype=torch.float32)
-    return replace(dataset, labels=2 * means - dataset.labels)
+    labels = dataset.records.labels
+    means = torch.tensor(labels.measured_means(), dtype=torch.float32)
+    mirrored = replace(labels, values=2 * means - labels.values)
+    return replace(dataset, records=replace(dataset.records, labels=mirrored))
 
 
-def probe(build: Callable[[TrainingData], Learner], data: TrainingData, steps: int) -> ProbeResult:
+def probe(
+    build: Callable[[TrainingData], ProbedLearner], data: TrainingData, steps: int
+) -> ProbeResult:
     """Train ``steps`` steps on ``data``, and anew on ``data`` with its labels swapped.
 
     ``build`` makes a learner from the same start each time; ``data`` is as ``few_records`` makes
     it, small enough to be learned by heart.
     """
-    metric = "accuracy" if data.train.labels is None else "pearson_mean"
+    metric = data.objective.main_metric
     swapped = replace(data, train=swap_labels(data.train))
     found, losses = [], []
     for each in (data, swapped):

@@ -16,30 +16,33 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from nemo_aligner.data.records import Comparison, Origin, Rating, read_records
+from nemo_aligner.batch import Records
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.dataset import label_columns
+from nemo_aligner.data.reading import read_records
+from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.errors import DataError
-from nemo_aligner.metrics.by_source import by_source
-from nemo_aligner.metrics.ranking import ranking_report
-from nemo_aligner.metrics.regression import regression_report
-from nemo_aligner.text.contract import Encoded, OverlongError, ScoringContract
+from nemo_aligner.objectives import default_objective
+from nemo_aligner.objectives.measure import measure_set
+from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.text.messages import Text, reply_of
 
 # N texts -> [N, A] float32.
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
-Encode: TypeAlias = Callable[[Text], Encoded]
+Encode: TypeAlias = Callable[[Text], EncodedText]
 # N texts -> the lengths of their N replies.
 Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
 RecordT = TypeVar("RecordT", Comparison, Rating)
 
 
-class Scorer(Protocol):
+class EvaluableScorer(Protocol):
     """A reward model that knows its contract."""
 
     contract: ScoringContract
 
     def score(self, texts: Sequence[Text]) -> np.ndarray: ...
 
-    def encode(self, text: Text) -> Encoded: ...
+    def encode(self, text: Text) -> EncodedText: ...
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
 
@@ -49,21 +52,21 @@ class EvaluationReport:
     """What was measured on N records of one kind.
 
     Attributes:
-        kind: ``comparison`` or ``rating``.
+        kind: what a record is.
         metrics: those of the trainer's validation.
         counts: ``read``, ``kept``, and every reason that occurred.
         columns: what the columns of ``rewards`` are: ``chosen`` and ``rejected``, or attributes.
         rewards: ``[N, columns]`` float32.
-        labels: ``[N, columns]`` float32 of ratings, NaN where missing; None for comparisons.
+        labels: ``[N, columns]`` float32 of ratings, NaN where missing; no column of comparisons.
         origins: file and line of every record.
     """
 
-    kind: str
+    kind: RecordKind
     metrics: dict[str, float]
     counts: dict[str, int]
     columns: tuple[str, ...]
     rewards: np.ndarray
-    labels: np.ndarray | None = None
+    labels: np.ndarray
     origins: list[Origin] = field(default_factory=list)
 
 
@@ -92,18 +95,13 @@ def evaluate_comparisons(
         raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(weights)}")
     merged = scores[:, 0] if len(weights) == 1 else scores @ weights
     rewards = np.asarray(merged, dtype=np.float32).reshape(-1, 2)
-    pairs, lengths = torch.from_numpy(rewards), _reply_lengths(kept, measure).view(-1, 2)
-
-    def report(records: Sequence[int]) -> dict[str, float]:
-        return ranking_report(pairs[list(records)], lengths[list(records)])
-
-    metrics = {**report(range(len(kept))), **by_source([r.source for r in kept], report)}
     return EvaluationReport(
-        kind="comparison",
-        metrics=metrics,
+        kind=RecordKind.comparison,
+        metrics=_measure(RecordKind.comparison, ("reward",), rewards.reshape(-1, 1), kept, measure),
         counts=counts,
         columns=("chosen", "rejected"),
         rewards=rewards,
+        labels=np.zeros((len(kept), 0), dtype=np.float32),
         origins=[record.origin for record in kept],
     )
 
@@ -129,33 +127,40 @@ def evaluate_ratings(
         raise DataError(
             f"got {rewards.shape[1]} rewards per text, wanted {len(attributes)}: {attributes}"
         )
-    rows = [[np.nan if value is None else value for value in record.labels] for record in kept]
-    labels = np.array(rows, dtype=np.float32)
-    lengths = _reply_lengths(kept, measure).view(-1, 1)
-
-    def report(records: Sequence[int]) -> dict[str, float]:
-        chosen = list(records)
-        return regression_report(
-            torch.from_numpy(rewards[chosen]),
-            torch.from_numpy(labels[chosen]),
-            attributes,
-            lengths[chosen],
-        )
-
-    metrics = {**report(range(len(kept))), **by_source([r.source for r in kept], report)}
     return EvaluationReport(
-        kind="rating",
-        metrics=metrics,
+        kind=RecordKind.rating,
+        metrics=_measure(RecordKind.rating, attributes, rewards, kept, measure),
         counts=counts,
         columns=tuple(attributes),
         rewards=rewards,
-        labels=labels,
+        labels=label_columns(kept, attributes).values.numpy(),
         origins=[record.origin for record in kept],
     )
 
 
+def _measure(
+    kind: RecordKind,
+    attributes: Sequence[str],
+    rewards: np.ndarray,
+    kept: Sequence[Comparison] | Sequence[Rating],
+    measure: Measure | None,
+) -> dict[str, float]:
+    """The metrics of the trainer's validation, of ``[S, A]`` rewards."""
+    columns = attributes if kind is RecordKind.rating else ()
+    records = Records.of(
+        range(len(kept)), [len(record.texts) for record in kept], label_columns(kept, columns)
+    )
+    return measure_set(
+        default_objective(kind, attributes),
+        torch.from_numpy(rewards),
+        records,
+        _reply_lengths(kept, measure),
+        [record.source for record in kept],
+    )
+
+
 def evaluate_file(
-    scorer: Scorer, path: str | Path, fmt: str = "auto", loss_mask_val: float | None = None
+    scorer: EvaluableScorer, path: str | Path, fmt: str = "auto", loss_mask_val: float | None = None
 ) -> EvaluationReport:
     """Evaluate a reward model on a file, by the rules of its contract.
 
@@ -170,13 +175,13 @@ def evaluate_file(
     is_regression = contract.reward_model_type == "regression"
     file = read_records(
         path,
-        None if is_regression else "comparison",
+        None if is_regression else RecordKind.comparison,
         fmt,
         contract.attributes if is_regression else (),
         loss_mask_val,
     )
     overlong = "error" if contract.overlong == "error" else "drop"
-    if file.kind == "rating":
+    if file.kind is RecordKind.rating:
         report = evaluate_ratings(
             scorer.score,
             file.records,

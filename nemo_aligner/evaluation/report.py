@@ -11,68 +11,57 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.evaluation.evaluate import EvaluationReport
-
-_BY_SOURCE = "by_source/"
-_EXPLAINED = {
-    "accuracy": "chosen above rejected; a tie counts one half",
-    "accuracy_longer_chosen": "where people chose the longer reply",
-    "accuracy_shorter_chosen": "where people chose the shorter reply",
-    "longer_reply_accuracy": "what taking the longer reply would give",
-    "ties": "share of pairs with equal rewards",
-    "reward_margin": "mean of chosen minus rejected",
-    "ece": "mean gap of sigmoid(|margin|) and the share of right verdicts",
-    "brier": "mean squared error of sigmoid(margin)",
-    "temperature": "T for which sigmoid(margin / T) is most likely",
-    "length_correlation": "Pearson r of reward and length of the reply",
-    "pearson_mean": "mean over the attributes",
-    "length_only_pearson_mean": "mean |r| of the labels with the length of the reply",
-}
+from nemo_aligner.metrics.by_source import BY_SOURCE
+from nemo_aligner.metrics.table import Shown, all_metrics, find_metric
 
 
 def render_report(report: EvaluationReport, about: Mapping[str, str]) -> str:
     """The report as a table; ``about`` says what was evaluated, with what."""
     counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
     lines = [f"{name:<14}{text}" for name, text in {**about, "records": counts}.items()]
-    overall = {k: v for k, v in report.metrics.items() if not k.startswith(_BY_SOURCE)}
+    overall = {k: v for k, v in report.metrics.items() if not k.startswith(BY_SOURCE)}
     width = max(map(len, overall)) + 2
     lines.append("")
     for name, value in overall.items():
-        note = _EXPLAINED.get(name)
-        lines.append(f"{name:<{width}}{value:>10.4f}" + (f"   {note}" if note else ""))
+        row = find_metric(name)
+        lines.append(f"{name:<{width}}{value:>10.4f}" + (f"   {row.meaning}" if row else ""))
     return "\n".join([*lines, *_source_lines(report)])
 
 
 def _source_lines(report: EvaluationReport) -> list[str]:
-    main = "/accuracy" if report.kind == "comparison" else "/pearson_mean"
-    found = {
-        name.removeprefix(_BY_SOURCE).removesuffix(main): value
-        for name, value in report.metrics.items()
-        if name.startswith(_BY_SOURCE) and name.endswith(main)
-    }
-    if not found:
-        return []
-    width = max(map(len, found)) + 2
-    rows = [f"  {name:<{width}}{value:>10.4f}" for name, value in found.items()]
-    return ["", f"{main[1:]} by source", *rows]
+    lines: list[str] = []
+    for metric in all_metrics():
+        if Shown.source not in metric.shown:
+            continue
+        found = {
+            name.removeprefix(BY_SOURCE).removesuffix(f"/{metric.name}"): value
+            for name, value in report.metrics.items()
+            if name.startswith(BY_SOURCE) and name.endswith(f"/{metric.name}")
+        }
+        if found:
+            width = max(map(len, found)) + 2
+            rows = [f"  {name:<{width}}{value:>10.4f}" for name, value in found.items()]
+            lines += ["", f"{metric.name} by source", *rows]
+    return lines
 
 
 def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str, str]) -> None:
     """Metrics and counts as one JSON object; a metric without a value is null."""
     metrics = {name: _number(value) for name, value in report.metrics.items()}
-    content = {**about, "kind": report.kind, "metrics": metrics, "counts": report.counts}
+    content = {**about, "kind": report.kind.value, "metrics": metrics, "counts": report.counts}
     _write(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_rewards(path: str | Path, report: EvaluationReport) -> None:
     """One line per record: where it came from, its rewards and, for ratings, its labels."""
     lines = []
-    for place, origin in enumerate(report.origins):
+    for index, origin in enumerate(report.origins):
         row: dict[str, Any] = {
             "record": str(origin),
-            "rewards": _named(report, report.rewards[place]),
+            "rewards": _named(report, report.rewards[index]),
         }
-        if report.labels is not None:
-            row["labels"] = _named(report, report.labels[place])
+        if report.labels.shape[1]:
+            row["labels"] = _named(report, report.labels[index])
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     _write(Path(path), "".join(lines))
 

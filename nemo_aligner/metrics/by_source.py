@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 MAX_SOURCES = 50
+BY_SOURCE = "by_source/"
 
 
 def by_source(
@@ -20,7 +21,7 @@ def by_source(
     if not 2 <= len(groups) <= MAX_SOURCES:
         return {}
     return {
-        f"by_source/{source or 'none'}/{name}": value
+        f"{BY_SOURCE}{source or 'none'}/{name}": value
         for source, records in sorted(groups.items())
         for name, value in metrics(records).items()
     }

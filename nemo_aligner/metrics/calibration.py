@@ -1,4 +1,4 @@
-"""How far the margin of two rewards is a probability."""
+"""How far ``sigmoid(margin)`` is the probability that people prefer the chosen reply."""
 
 from __future__ import annotations
 
@@ -7,37 +7,35 @@ import math
 import torch
 from torch import Tensor
 
-from nemo_aligner.metrics.statistics import ordered_right
+from nemo_aligner.metrics.ranking import PairRewards
 
 _BINS = 15
-
-
 _PAIRS_PER_BIN = 10
 
 
-def calibration_metrics(margins: Tensor) -> dict[str, float]:
-    """How far ``sigmoid(margin)`` is the probability that people prefer ``chosen``.
+def expected_calibration_error(pairs: PairRewards) -> float:
+    """The gap of ``sigmoid(|margin|)``, as the confidence of the verdict, and its being right.
 
-    Args:
-        margins: ``[N]`` float64, reward of chosen minus reward of rejected.
-
-    Returns:
-        ``ece``, the expected calibration error of ``sigmoid(|margin|)`` as the confidence of the
-        verdict, over 15 bins of equal numbers of pairs, or as many as get 10 pairs each (Nguyen and
-        O'Connor 2015, "Posterior calibration and exploratory analysis for natural language
-        processing models", sec. 3); ``brier``, the mean of
-        ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); ``temperature``, see ``fit_temperature``.
+    Over 15 bins of equal numbers of pairs, or as many as get 10 pairs each (Nguyen and O'Connor
+    2015, "Posterior calibration and exploratory analysis for natural language processing models",
+    sec. 3).
     """
-    confidence, order = torch.sigmoid(margins.abs()).sort(stable=True)
-    right = ordered_right(margins)[order]
-    number = min(_BINS, max(1, len(margins) // _PAIRS_PER_BIN))
+    confidence, order = torch.sigmoid(pairs.margins.abs()).sort(stable=True)
+    right = pairs.right[order]
+    number = min(_BINS, max(1, len(right) // _PAIRS_PER_BIN))
     bins = zip(confidence.tensor_split(number), right.tensor_split(number), strict=True)
     gaps = [abs(float((sure - true).sum())) for sure, true in bins]
-    return {
-        "ece": sum(gaps) / max(1, len(margins)),
-        "brier": float(torch.sigmoid(-margins).square().mean()),
-        "temperature": fit_temperature(margins),
-    }
+    return sum(gaps) / max(1, len(right))
+
+
+def brier(pairs: PairRewards) -> float:
+    """The mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950)."""
+    return float(torch.sigmoid(-pairs.margins).square().mean())
+
+
+def temperature(pairs: PairRewards) -> float:
+    """``fit_temperature`` of the margins."""
+    return fit_temperature(pairs.margins)
 
 
 def fit_temperature(margins: Tensor) -> float:

@@ -1,30 +1,35 @@
-"""How much rewards go with the length of replies."""
+"""How much the rewards of pairs go with the length of the replies."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from nemo_aligner.metrics.statistics import correlation, ordered_right
+from nemo_aligner.metrics.ranking import PairRewards, share_right
+from nemo_aligner.metrics.statistics import correlation
 
 
-def length_metrics(rewards: Tensor, reply_lengths: Tensor) -> dict[str, float]:
-    """How much the rewards of comparisons go with the length of the replies.
+def length_correlation(pairs: PairRewards) -> float:
+    """Pearson's r of reward and length, over all replies."""
+    rewards = torch.stack([pairs.chosen, pairs.rejected], dim=1)
+    return correlation(rewards.flatten(), pairs.reply_lengths.double().flatten())
 
-    Args:
-        rewards: ``[N, 2]``, chosen then rejected.
-        reply_lengths: ``[N, 2]``.
 
-    Returns:
-        ``length_correlation``, Pearson's r over all replies; ``accuracy_longer_chosen`` and
-        ``accuracy_shorter_chosen``, on the pairs where people chose the longer and the shorter
-        reply (NaN where there are none); ``longer_reply_accuracy``, of taking the longer reply.
-    """
-    rewards, lengths = rewards.double().cpu(), reply_lengths.double().cpu()
-    right = ordered_right(rewards[:, 0] - rewards[:, 1])
-    longer_by = lengths[:, 0] - lengths[:, 1]
-    return {
-        "length_correlation": correlation(rewards.flatten(), lengths.flatten()),
-        "accuracy_longer_chosen": float(right[longer_by > 0].mean()),
-        "accuracy_shorter_chosen": float(right[longer_by < 0].mean()),
-        "longer_reply_accuracy": float(ordered_right(longer_by).mean()),
-    }
+def accuracy_longer_chosen(pairs: PairRewards) -> float:
+    """The accuracy where people chose the longer reply; NaN where they never did."""
+    return float(pairs.right[_longer_by(pairs) > 0].mean())
+
+
+def accuracy_shorter_chosen(pairs: PairRewards) -> float:
+    """The accuracy where people chose the shorter reply; NaN where they never did."""
+    return float(pairs.right[_longer_by(pairs) < 0].mean())
+
+
+def longer_reply_accuracy(pairs: PairRewards) -> float:
+    """The accuracy that taking the longer reply would have."""
+    return float(share_right(_longer_by(pairs)).mean())
+
+
+def _longer_by(pairs: PairRewards) -> Tensor:
+    """``[N]`` tokens that the chosen reply has more."""
+    return pairs.reply_lengths[:, 0] - pairs.reply_lengths[:, 1]

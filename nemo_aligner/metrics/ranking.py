@@ -1,65 +1,93 @@
-"""Metrics of whole sets of rewards, in float64: the same numbers at any layout and batch size.
-
-Whoever calls these has gathered every record once; nothing here is a mean of means.
-"""
+"""How well rewards order pairs, in float64: the same numbers at any layout and batch size."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.losses import bradley_terry
-from nemo_aligner.metrics.calibration import calibration_metrics
-from nemo_aligner.metrics.length import length_metrics
-from nemo_aligner.metrics.statistics import ordered_right
 
-_QUANTILES = (5, 25, 50, 75, 95)
+@dataclass(frozen=True)
+class PairRewards:
+    """Rewards of N pairs, each there once; who calls metrics has gathered them all.
 
-
-def ranking_metrics(rewards: Tensor) -> dict[str, float]:
-    """How well comparisons are ordered; a tie counts one half and is also reported apart.
-
-    Args:
-        rewards: ``[N, 2]``, chosen then rejected, of every comparison once.
+    Attributes:
+        chosen, rejected: ``[N]`` float64.
+        reply_lengths: ``[N, 2]`` int64 tokens of the replies, chosen then rejected.
     """
-    rewards = rewards.double().cpu()
-    chosen, rejected = rewards.unbind(dim=1)
-    margins = chosen - rejected
-    loss, count = bradley_terry(rewards)
-    return {
-        "loss": float(loss / count),
-        "accuracy": float(ordered_right(margins).mean()),
-        "ties": float((margins == 0).double().mean()),
-        "reward_margin": float(margins.mean()),
-        "reward_chosen_mean": float(chosen.mean()),
-        "reward_chosen_std": float(chosen.std(correction=0)),
-        "reward_rejected_mean": float(rejected.mean()),
-        "reward_rejected_std": float(rejected.std(correction=0)),
-    }
+
+    chosen: Tensor
+    rejected: Tensor
+    reply_lengths: Tensor
+
+    @classmethod
+    def of(cls, rewards: Tensor, reply_lengths: Tensor | None = None) -> PairRewards:
+        """Of ``[N, 2]`` rewards, chosen then rejected, in any dtype and on any device."""
+        chosen, rejected = rewards.double().cpu().unbind(dim=1)
+        if reply_lengths is None:
+            reply_lengths = torch.zeros(rewards.shape, dtype=torch.int64)
+        return cls(chosen, rejected, reply_lengths.cpu())
+
+    @property
+    def margins(self) -> Tensor:
+        """``[N]`` float64, chosen minus rejected."""
+        return self.chosen - self.rejected
+
+    @property
+    def right(self) -> Tensor:
+        """``[N]`` float64: 1 for a pair in order, one half for a tie, else 0."""
+        return share_right(self.margins)
 
 
-def ranking_report(rewards: Tensor, reply_lengths: Tensor) -> dict[str, float]:
-    """``ranking_metrics``, and what a whole set can tell about margins, calibration and length.
+def share_right(margins: Tensor) -> Tensor:
+    """``[N]`` float64: 1 for a positive margin, one half for none, else 0."""
+    return (margins.sign().double() + 1) / 2
 
-    Args:
-        rewards: ``[N, 2]``, chosen then rejected, of every comparison once.
-        reply_lengths: ``[N, 2]`` lengths of the replies.
 
-    Returns:
-        Also ``reward_margin_p05`` to ``_p95``, quantiles of the margin; ``calibration_metrics`` and
-        ``length_metrics``.
-    """
-    margins = (rewards[:, 0].double() - rewards[:, 1].double()).cpu()
-    places = torch.tensor(_QUANTILES, dtype=torch.float64) / 100
-    quantiles = torch.quantile(margins, places).tolist() if len(margins) else [math.nan] * 5
-    return {
-        **ranking_metrics(rewards),
-        **{
-            f"reward_margin_p{percent:02d}": value
-            for percent, value in zip(_QUANTILES, quantiles, strict=True)
-        },
-        **calibration_metrics(margins),
-        **length_metrics(rewards, reply_lengths),
-    }
+def accuracy(pairs: PairRewards) -> float:
+    """The share of pairs in order; a tie counts one half."""
+    return float(pairs.right.mean())
+
+
+def ties(pairs: PairRewards) -> float:
+    """The share of pairs with equal rewards."""
+    return float((pairs.margins == 0).double().mean())
+
+
+def mean_margin(pairs: PairRewards) -> float:
+    """The mean of chosen minus rejected."""
+    return float(pairs.margins.mean())
+
+
+def chosen_mean(pairs: PairRewards) -> float:
+    """The mean reward of the chosen replies."""
+    return float(pairs.chosen.mean())
+
+
+def chosen_std(pairs: PairRewards) -> float:
+    """The deviation of the chosen replies' rewards."""
+    return float(pairs.chosen.std(correction=0))
+
+
+def rejected_mean(pairs: PairRewards) -> float:
+    """The mean reward of the rejected replies."""
+    return float(pairs.rejected.mean())
+
+
+def rejected_std(pairs: PairRewards) -> float:
+    """The deviation of the rejected replies' rewards."""
+    return float(pairs.rejected.std(correction=0))
+
+
+def margin_quantile(percent: int) -> Callable[[PairRewards], float]:
+    """The metric that is the margin which ``percent`` of the pairs stay below."""
+
+    def quantile(pairs: PairRewards) -> float:
+        if len(pairs.margins) == 0:
+            return math.nan
+        return float(torch.quantile(pairs.margins, percent / 100))
+
+    return quantile

@@ -1,71 +1,89 @@
-"""How near rewards are to labels, and how well they follow them."""
+"""How well rewards follow the labels of rated replies, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.losses import masked_mse
 from nemo_aligner.metrics.statistics import correlation, nanmean, ranks
 
 
-def regression_metrics(
-    rewards: Tensor, labels: Tensor, attributes: Sequence[str]
-) -> dict[str, float]:
-    """Loss and correlation with the labels that are there, per attribute and averaged over them.
+@dataclass(frozen=True)
+class RatedRewards:
+    """Rewards of N rated replies, each there once.
 
-    Args:
-        rewards: ``[N, A]`` of every rated reply once.
-        labels: ``[N, A]``, NaN where a label is missing.
+    Attributes:
+        rewards: ``[N, A]`` float64.
+        labels: ``[N, A]`` float64, NaN where a label is missing.
         attributes: A names.
-
-    Returns:
-        ``pearson/<attribute>`` and ``spearman/<attribute>`` are NaN where no two labels differ;
-        such an attribute is left out of ``pearson_mean`` and ``spearman_mean``.
+        reply_lengths: ``[N]`` int64 tokens of the replies.
     """
-    rewards, labels = rewards.double().cpu(), labels.double().cpu()
-    loss, count = masked_mse(rewards, labels)
-    pearson, spearman = {}, {}
-    for column, name in enumerate(attributes):
-        present = ~torch.isnan(labels[:, column])
-        got, wanted = rewards[present, column], labels[present, column]
-        pearson[name] = correlation(got, wanted)
-        spearman[name] = correlation(ranks(got), ranks(wanted))
+
+    rewards: Tensor
+    labels: Tensor
+    attributes: tuple[str, ...]
+    reply_lengths: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        rewards: Tensor,
+        labels: Tensor,
+        attributes: tuple[str, ...],
+        reply_lengths: Tensor | None = None,
+    ) -> RatedRewards:
+        """Of tensors in any dtype and on any device."""
+        if reply_lengths is None:
+            reply_lengths = torch.zeros(len(rewards), dtype=torch.int64)
+        return cls(rewards.double().cpu(), labels.double().cpu(), attributes, reply_lengths.cpu())
+
+
+def pearson(rated: RatedRewards) -> dict[str, float]:
+    """Of every attribute Pearson's r of reward and label; NaN where no two labels differ."""
+    return _by_attribute(rated, rated.rewards, correlation)
+
+
+def spearman(rated: RatedRewards) -> dict[str, float]:
+    """Of every attribute the correlation of the ranks of reward and label."""
+    return _by_attribute(
+        rated, rated.rewards, lambda got, wanted: correlation(ranks(got), ranks(wanted))
+    )
+
+
+def pearson_mean(rated: RatedRewards) -> float:
+    """The mean of ``pearson`` over the attributes that have one."""
+    return nanmean(pearson(rated).values())
+
+
+def spearman_mean(rated: RatedRewards) -> float:
+    """The mean of ``spearman`` over the attributes that have one."""
+    return nanmean(spearman(rated).values())
+
+
+def length_correlation_by_attribute(rated: RatedRewards) -> dict[str, float]:
+    """Of every attribute Pearson's r of reward and length of the reply."""
+    lengths = rated.reply_lengths.double()
     return {
-        "loss": float(loss / count.clamp(min=1)),
-        **{f"pearson/{name}": value for name, value in pearson.items()},
-        **{f"spearman/{name}": value for name, value in spearman.items()},
-        "pearson_mean": nanmean(pearson.values()),
-        "spearman_mean": nanmean(spearman.values()),
+        name: correlation(rated.rewards[:, column], lengths)
+        for column, name in enumerate(rated.attributes)
     }
 
 
-def regression_report(
-    rewards: Tensor, labels: Tensor, attributes: Sequence[str], reply_lengths: Tensor
+def length_only_pearson_mean(rated: RatedRewards) -> float:
+    """The mean over attributes of |r| of label and length: what length alone would give."""
+    lengths = rated.reply_lengths.double()[:, None].expand_as(rated.rewards)
+    return nanmean(abs(value) for value in _by_attribute(rated, lengths, correlation).values())
+
+
+def _by_attribute(
+    rated: RatedRewards, values: Tensor, compare: Callable[[Tensor, Tensor], float]
 ) -> dict[str, float]:
-    """``regression_metrics``, and how much rewards and labels go with the length of the replies.
-
-    Args:
-        rewards: ``[N, A]`` of every rated reply once.
-        labels: ``[N, A]``, NaN where a label is missing.
-        attributes: A names.
-        reply_lengths: ``[N, 1]``.
-
-    Returns:
-        Also ``length_correlation/<attribute>``, Pearson's r of reward and length, and
-        ``length_only_pearson_mean``, the mean over attributes of |r| of label and length.
-    """
-    lengths = reply_lengths.double().cpu().expand(-1, len(attributes))
-    alone = regression_metrics(lengths, labels, attributes)
-    return {
-        **regression_metrics(rewards, labels, attributes),
-        **{
-            f"length_correlation/{name}": correlation(
-                rewards[:, column].double().cpu(), lengths[:, column]
-            )
-            for column, name in enumerate(attributes)
-        },
-        "length_only_pearson_mean": nanmean(abs(alone[f"pearson/{name}"]) for name in attributes),
-    }
+    """``compare`` of ``values [N, A]`` with the labels that are there."""
+    found = {}
+    for column, name in enumerate(rated.attributes):
+        present = ~torch.isnan(rated.labels[:, column])
+        found[name] = compare(values[present, column], rated.labels[present, column])
+    return found

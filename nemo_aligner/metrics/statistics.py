@@ -1,4 +1,4 @@
-"""Correlations and ranks that several metrics need."""
+"""Correlations and ranks that several metrics need; NaN where there is no value."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 
-def ordered_right(margins: Tensor) -> Tensor:
-    """1 for a positive margin, one half for none, else 0."""
-    return (margins.sign().double() + 1) / 2
-
-
 def correlation(first: Tensor, second: Tensor) -> float:
+    """Pearson's r of two ``[N]``; NaN where one of them does not vary."""
     if first.numel() < 2:
         return float("nan")
     first, second = first - first.mean(), second - second.mean()
@@ -22,11 +18,12 @@ def correlation(first: Tensor, second: Tensor) -> float:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Ranks from 0; equal values share the mean of their ranks."""
+    """``[N]`` float64 ranks from 0; equal values get the mean of their ranks."""
     _, inverse, counts = values.unique(sorted=True, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts + 1) / 2.0)[inverse]
 
 
 def nanmean(values: Iterable[float]) -> float:
+    """The mean of those that are not NaN."""
     return float(torch.tensor(list(values), dtype=torch.float64).nanmean())

@@ -1,10 +1,202 @@
-"""Every metric's meaning: which direction is better."""
+"""The one table of metrics: what each means, which direction is better, and where it is shown.
+
+A metric is a function and its row here. Rows of ``PAIRS`` and ``RATINGS`` are computed on every
+validation and evaluation, in this order; those with ``in_step`` on every training step, too.
+``RUN`` has what a training step knows without them. ``loss`` is the objective's own.
+"""
 
 from __future__ import annotations
 
-_LOWER_IS_BETTER = ("loss", "ties", "brier", "ece")
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Any
+
+from nemo_aligner.metrics import calibration, length, ranking, regression
+from nemo_aligner.metrics.ranking import PairRewards
+from nemo_aligner.metrics.regression import RatedRewards
 
 
-def lower_is_better(metric: str) -> bool:
-    """Whether a smaller value of a metric (the last part of its name) is a better one."""
-    return metric.rpartition("/")[2] in _LOWER_IS_BETTER
+class Shown(Flag):
+    """Where a person sees a metric, beside the logs and the evaluation's table, which have all."""
+
+    nowhere = 0
+    step = auto()
+    validation = auto()
+    source = auto()  # of every source apart
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that is logged as ``name``, or of every attribute as ``name/<attribute>``.
+
+    Attributes:
+        meaning: a line for people.
+        function: of ``PairRewards`` or ``RatedRewards``, a number or one by attribute; None where
+            it is not of rewards alone.
+        lower_is_better: else a larger value is, or neither.
+        in_step: makes sense of one batch.
+    """
+
+    name: str
+    meaning: str
+    function: Callable[[Any], float | Mapping[str, float]] | None = None
+    lower_is_better: bool = False
+    shown: Shown = Shown.nowhere
+    in_step: bool = False
+
+
+_EVERYWHERE = Shown.step | Shown.validation
+
+LOSS = Metric("loss", "what is trained", None, True, _EVERYWHERE, True)
+
+PAIRS: list[Metric] = [
+    Metric(
+        "accuracy",
+        "chosen above rejected; a tie counts one half",
+        ranking.accuracy,
+        shown=_EVERYWHERE | Shown.source,
+        in_step=True,
+    ),
+    Metric("ties", "share of pairs with equal rewards", ranking.ties, True, Shown.validation, True),
+    Metric(
+        "reward_margin",
+        "mean of chosen minus rejected",
+        ranking.mean_margin,
+        shown=Shown.validation,
+        in_step=True,
+    ),
+    Metric("reward_chosen_mean", "of the chosen replies", ranking.chosen_mean, in_step=True),
+    Metric("reward_chosen_std", "of the chosen replies", ranking.chosen_std, in_step=True),
+    Metric("reward_rejected_mean", "of the rejected replies", ranking.rejected_mean, in_step=True),
+    Metric("reward_rejected_std", "of the rejected replies", ranking.rejected_std, in_step=True),
+    *(
+        Metric(
+            f"reward_margin_p{percent:02d}",
+            f"{percent}% of the margins are below",
+            ranking.margin_quantile(percent),
+        )
+        for percent in (5, 25, 50, 75, 95)
+    ),
+    Metric(
+        "ece",
+        "mean gap of sigmoid(|margin|) and the share of right verdicts",
+        calibration.expected_calibration_error,
+        True,
+        Shown.validation,
+    ),
+    Metric("brier", "mean squared error of sigmoid(margin)", calibration.brier, True),
+    Metric(
+        "temperature", "T for which sigmoid(margin / T) is most likely", calibration.temperature
+    ),
+    Metric(
+        "length_correlation",
+        "Pearson r of reward and length of the reply",
+        length.length_correlation,
+    ),
+    Metric(
+        "accuracy_longer_chosen",
+        "where people chose the longer reply",
+        length.accuracy_longer_chosen,
+        shown=Shown.validation,
+    ),
+    Metric(
+        "accuracy_shorter_chosen",
+        "where people chose the shorter reply",
+        length.accuracy_shorter_chosen,
+        shown=Shown.validation,
+    ),
+    Metric(
+        "longer_reply_accuracy",
+        "what taking the longer reply would give",
+        length.longer_reply_accuracy,
+    ),
+]
+
+RATINGS: list[Metric] = [
+    Metric(
+        "pearson", "correlation of reward and label", regression.pearson, shown=Shown.validation
+    ),
+    Metric("spearman", "correlation of their ranks", regression.spearman),
+    Metric(
+        "pearson_mean",
+        "mean over the attributes",
+        regression.pearson_mean,
+        shown=Shown.validation | Shown.source,
+    ),
+    Metric(
+        "spearman_mean",
+        "mean over the attributes",
+        regression.spearman_mean,
+        shown=Shown.validation,
+    ),
+    Metric(
+        "length_correlation",
+        "Pearson r of reward and length of the reply",
+        regression.length_correlation_by_attribute,
+    ),
+    Metric(
+        "length_only_pearson_mean",
+        "mean |r| of the labels with the length of the reply",
+        regression.length_only_pearson_mean,
+    ),
+]
+
+RUN: list[Metric] = [
+    Metric("grad_norm", "before clipping", None, shown=Shown.step),
+    Metric("lr", "learning rate", None, shown=Shown.step),
+    Metric("loss_scale", "of fp16", None, shown=Shown.step),
+    Metric("skipped_steps", "steps that overflowed fp16", None, True, Shown.step),
+    Metric("tokens_per_second", "of all ranks together", None, shown=Shown.step),
+]
+
+
+def measure_pairs(pairs: PairRewards, *, in_step: bool = False) -> dict[str, float]:
+    """Every metric of ``PAIRS``, or those that make sense of one batch."""
+    return _measure(PAIRS, pairs, in_step)
+
+
+def measure_ratings(rated: RatedRewards, *, in_step: bool = False) -> dict[str, float]:
+    """Every metric of ``RATINGS``, or those that make sense of one batch."""
+    return _measure(RATINGS, rated, in_step)
+
+
+def _measure(rows: Sequence[Metric], data: object, in_step: bool) -> dict[str, float]:
+    measured: dict[str, float] = {}
+    for row in rows:
+        if row.function is None or (in_step and not row.in_step):
+            continue
+        value = row.function(data)
+        if isinstance(value, Mapping):
+            measured |= {f"{row.name}/{attribute}": number for attribute, number in value.items()}
+        else:
+            measured[row.name] = value
+    return measured
+
+
+def all_metrics() -> list[Metric]:
+    """The whole table, in the order in which a person sees it."""
+    return [LOSS, *PAIRS, *RATINGS, *RUN]
+
+
+def find_metric(name: str) -> Metric | None:
+    """The row of a logged name, whatever set and source are named before, and attribute behind."""
+    path = f"/{name}/"
+    found = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
+    # An attribute may have a metric's name; what stands first is the metric.
+    named = [(index, row) for index, row in found if index >= 0]
+    return min(named, key=lambda pair: pair[0])[1] if named else None
+
+
+def lower_is_better(name: str) -> bool:
+    """Whether a smaller value of a logged metric is a better one."""
+    row = find_metric(name)
+    return row is not None and row.lower_is_better
+
+
+def is_shown(name: str, where: Shown) -> bool:
+    """Whether a logged metric, without the name of its set or source, is shown there."""
+    return any(
+        where in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
+        for row in all_metrics()
+    )

@@ -89,7 +89,7 @@ class GPTRewardModel(GPTModel):
                 # A recomputed layer is differentiated only if its input asks for it, and behind a
                 # frozen embedding nothing does.
                 embedded.requires_grad_()
-        rows = batch.last_token
+        rows = batch.scored_tokens
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
         hidden = self.decoder(

@@ -202,7 +202,7 @@ class ModelShape:
         """Parameters of a norm over ``width`` channels."""
         return width * (2 if self.normalization == "layernorm1p" else 1)
 
-    def pair_cost(self) -> float:
+    def query_key_cost(self) -> float:
         """FLOPs of attention between a query and a key, over those of a token's linear layers.
 
         Two multiplications and additions per channel of every head, against one per parameter.

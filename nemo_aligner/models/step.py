@@ -12,13 +12,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.batch import PackedBatch, Records
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.parallel.pipeline import PipelineMessages
 
-RewardLoss = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""Rewards ``[R, sequences, A]`` and labels ``[R, A]`` -> (sum of losses, how many were summed)."""
+RewardLoss = Callable[[Tensor, Records], tuple[Tensor, Tensor]]
+"""Rewards ``[S, A]`` and the records that own them -> (sum of losses, how many were summed)."""
 
 
 def forward_backward(
@@ -33,7 +33,7 @@ def forward_backward(
     global count, so they are those of the exact mean, however the records fell into micro-batches.
 
     Returns:
-        Rewards ``[R, sequences, A]`` float32 of this data parallel rank's records, in the order of
+        Rewards ``[S, A]`` float32 of this data parallel rank's records, in the order of
         ``batches``, on the last pipeline stage; None on the others.
     """
     return _run(model, batches, layout, loss)
@@ -43,7 +43,7 @@ def forward_backward(
 def infer(
     model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
 ) -> Tensor | None:
-    """Rewards ``[R, sequences, A]`` float32 of this data parallel rank's ``batches``.
+    """Rewards ``[S, A]`` float32 of this data parallel rank's ``batches``.
 
     They are in the order of ``batches``, and raw: the head's output, to which a scoring contract
     may add offsets. None on all pipeline stages but the last, and where there are no ``batches``.
@@ -72,30 +72,25 @@ def infer_values(
     return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=True)]
 
 
-def record_ids_of(batches: Sequence[PackedBatch]) -> Tensor:
-    """``[R]`` int64, of all ``batches`` one after the other."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return torch.cat([nothing, *(batch.record_ids for batch in batches)])
-
-
 def gather_rewards(
     rewards: Tensor | None,
-    positions: Tensor,
-    shape: tuple[int, int, int],
+    batches: Sequence[PackedBatch],
+    shape: tuple[int, int],
     layout: ParallelLayout,
 ) -> Tensor:
-    """Put this data parallel rank's rewards at their ``positions [R]`` among everyone's.
+    """Put the rewards of this data parallel rank's ``batches`` in their rows among everyone's.
 
     Args:
         rewards: as ``forward_backward`` and ``infer`` give them.
-        shape: of the result.
+        shape: ``(S, A)`` of the result.
 
     Returns:
-        ``shape`` float32 on the CPU, the same on every rank: they cross the ranks once.
+        ``[S, A]`` float32 on the CPU, the same on every rank: they cross the ranks once.
     """
     gathered = torch.zeros(shape, device=current_device())
     if rewards is not None and layout.tp_rank == 0:
-        gathered[positions.to(rewards.device)] = rewards
+        rows = torch.cat([batch.rows for batch in batches])
+        gathered[rows.to(rewards.device)] = rewards
     if dist.get_world_size() > 1:
         dist.all_reduce(gathered)
     return gathered.cpu()
@@ -156,12 +151,11 @@ def _forward_step(
     batch = next(batches).to(current_device())
 
     def finish(output: Tensor, **unused: Any) -> tuple[Tensor, ...]:
-        rewards = output.view(batch.num_records, batch.sequences_per_record, -1)
         # The schedule scales what it gets in place: keep a copy.
-        kept = rewards.detach().clone()
+        kept = output.detach().clone()
         if loss is None:
-            return rewards.sum(), kept
-        total, count = loss(rewards, batch.labels)
+            return output.sum(), kept
+        total, count = loss(output, batch.records)
         return total, count.to(torch.int), kept
 
     return model(batch), finish

@@ -16,9 +16,9 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.models.step import gather_rewards, infer, record_ids_of
+from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.text.contract import Encoded, ScoringContract
+from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class RewardScorer:
             self.check_tokens(token_ids)
         return self.score_token_lists([list(token_ids) for token_ids in token_lists])
 
-    def encode(self, text: Text) -> Encoded:
+    def encode(self, text: Text) -> EncodedText:
         """The token ids of one text; DataError where the contract refuses it."""
         encoded = self.contract.encode(self._tokenizer, text)
         self.check_tokens(encoded.token_ids)
@@ -104,8 +104,8 @@ class RewardScorer:
         packs = pack_sequences(token_lists, self._micro_batch_tokens)
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         rewards = infer(self._model, mine, self._layout)
-        shape = (len(token_lists), 1, len(self.attributes))
-        everyone = gather_rewards(rewards, record_ids_of(mine), shape, self._layout)[:, 0]
+        shape = (len(token_lists), len(self.attributes))
+        everyone = gather_rewards(rewards, mine, shape, self._layout)
         return (everyone + self._label_means).numpy()
 
     def _encode_numbered(self, number: int, text: Text) -> list[int]:

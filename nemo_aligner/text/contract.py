@@ -56,7 +56,7 @@ class OverlongError(DataError):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedText:
     """The token ids of one text, and whether ``truncate_left`` cut it."""
 
     token_ids: list[int]
@@ -193,7 +193,7 @@ class ScoringContract:
             measured_on=measured_on,
         )
 
-    def encode(self, tokenizer: Tokenizer, text: Text) -> Encoded:
+    def encode(self, tokenizer: Tokenizer, text: Text) -> EncodedText:
         """Token ids of one text by the rules above.
 
         Raises:
@@ -212,19 +212,19 @@ class ScoringContract:
         """Tokens of every text's reply alone (see ``reply_of``), at its full length."""
         return [len(ids) for ids in tokenizer.encode_batch([reply_of(text) for text in texts])]
 
-    def fit(self, token_ids: list[int]) -> Encoded:
+    def fit(self, token_ids: list[int]) -> EncodedText:
         """Apply the rule for sequences of more than ``seq_length`` tokens.
 
         Raises:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
         """
         if len(token_ids) <= self.seq_length:
-            return Encoded(token_ids, False)
+            return EncodedText(token_ids, False)
         if self.overlong != Overlong.truncate_left.value:
             raise OverlongError(f"got {len(token_ids)} tokens, wanted at most {self.seq_length}")
         keeps_bos = self.bos_id is not None and token_ids[0] == self.bos_id
         head = token_ids[:1] if keeps_bos and self.seq_length > 1 else []
-        return Encoded(head + token_ids[len(token_ids) - self.seq_length + len(head) :], True)
+        return EncodedText(head + token_ids[len(token_ids) - self.seq_length + len(head) :], True)
 
     def _write(self, tokenizer: Tokenizer, text: Text) -> str:
         check_text(text)

@@ -15,7 +15,6 @@ from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import build_contract, continue_contract
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.objective import build_objective
 from nemo_aligner.training.optimizer import build_optimizer
 
 
@@ -48,7 +47,7 @@ def build_learner(
         recompute_layers=options.activations_checkpoint_num_layers,
         seed=options.seed,
     )
-    pair_cost = ModelShape.from_config(pretrained.config).pair_cost()
+    query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
     loader = TrainLoader(
         data.train,
         options.global_batch_size,
@@ -56,7 +55,7 @@ def build_learner(
         options.seed,
         layout.dp_rank,
         layout.dp,
-        pair_cost,
+        query_key_cost,
     )
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
@@ -65,11 +64,10 @@ def build_learner(
     learner = RewardLearner(
         model,
         optimizer,
-        build_objective(data.contract),
         data,
         loader,
         layout,
         options.micro_batch_tokens,
-        pair_cost,
+        query_key_cost,
     )
     return learner, pretrained, total_steps

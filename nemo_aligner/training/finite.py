@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch import Records
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import pack_records
 from nemo_aligner.errors import TrainingError
@@ -32,27 +34,31 @@ class GradientOwner(Protocol):
 class StepRecords:
     """The records of one step, counted from 1, in the order of the global batch.
 
-    The record at place ``p`` is data parallel rank ``p % dp``'s.
+    Attributes:
+        record_ids: in ``dataset``.
+        owners: of each record the data parallel rank that computed it, as the loader planned.
     """
 
     step: int
     record_ids: Sequence[int]
+    owners: Sequence[int]
     dataset: TokenizedDataset
     layout: ParallelLayout
     device: torch.device
     is_fp16: bool = False
 
-    @property
-    def labels(self) -> Tensor | None:
-        """``[R, A]`` float32, as the loss takes them."""
-        return self.dataset.centred_labels(self.record_ids)
+    @cached_property
+    def records(self) -> Records:
+        """Who owns the step's rewards, and what people said."""
+        return self.dataset.records.select(self.record_ids)
 
-    def my_places(self) -> range:
-        return range(self.layout.dp_rank, len(self.record_ids), self.layout.dp)
+    def my_indices(self) -> list[int]:
+        """This rank's records, as indices into ``record_ids``."""
+        return [i for i, owner in enumerate(self.owners) if owner == self.layout.dp_rank]
 
-    def error(self, what: str, ranks: Sequence[int], places: Sequence[int]) -> TrainingError:
-        """The same on every rank, for what was seen on ``ranks`` at ``places``."""
-        whose = _named(self.dataset, [self.record_ids[place] for place in places])
+    def error(self, what: str, ranks: Sequence[int], indices: Sequence[int]) -> TrainingError:
+        """The same on every rank, for what was seen on ``ranks`` in the records at ``indices``."""
+        whose = _named(self.dataset, [self.record_ids[index] for index in indices])
         on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         advice = _ADVICE + _FP16_ADVICE * self.is_fp16
         return TrainingError(f"step {self.step}: got {what}, on {on}, from {whose}; {advice}")
@@ -66,53 +72,52 @@ def _named(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
 
 
 def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
-    """Refuse rewards ``[N, sequences, A]`` of a whole set that nothing can be measured on.
+    """Refuse rewards ``[S, A]`` of a whole set that nothing can be measured on.
 
     Raises:
         TrainingError: a reward is not finite.
     """
-    bad = torch.nonzero(~torch.isfinite(rewards).flatten(1).all(dim=1)).flatten().tolist()
-    if bad:
-        whose = _named(dataset, bad)
+    bad = torch.nonzero(~torch.isfinite(rewards).all(dim=1)).flatten()
+    if bad.numel():
+        owners = torch.searchsorted(dataset.records.bounds, bad, right=True) - 1
+        whose = _named(dataset, owners.unique().tolist())
         raise TrainingError(f"{dataset.name}: got a reward that is not finite, from {whose}")
 
 
-def check_rewards(records: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
-    """Refuse rewards ``[R, sequences, A]``, in the order of ``records``, that cannot be learned on.
+def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
+    """Refuse rewards ``[S, A]``, in the order of ``step``'s records, that cannot be learned on.
 
     Every rank calls it.
 
     Raises:
         TrainingError: on every rank, if on any a reward or the loss is not finite.
     """
-    is_bad = not _is_learnable(rewards, records.labels, loss)
-    if not agree(is_bad, records.device):
+    records = step.records
+    is_bad = not _is_learnable(rewards, records, loss)
+    if not agree(is_bad, step.device):
         return
-    labels = records.labels
     mine = [
-        place
-        for place in records.my_places()
-        if not _is_learnable(
-            rewards[place : place + 1], None if labels is None else labels[place : place + 1], loss
-        )
+        index
+        for index in step.my_indices()
+        if not _is_learnable(rewards[records.rows([index])], records.select([index]), loss)
     ]
     rewards_are_bad = not bool(torch.isfinite(rewards).all())
     seen = gather_objects((is_bad, rewards_are_bad, mine))
-    places = sorted({place for *_, found in seen for place in found})
+    indices = sorted({index for *_, found in seen for index in found})
     ranks = [rank for rank, (*_, found) in enumerate(seen) if found]
     # No record's loss, but their sum: then every rank that summed has seen it.
     ranks = ranks or [rank for rank, (bad, *_) in enumerate(seen) if bad]
     what = "reward" if any(of_rewards for _, of_rewards, _ in seen) else "loss"
-    raise records.error(f"a {what} that is not finite", ranks, places)
+    raise step.error(f"a {what} that is not finite", ranks, indices)
 
 
-def _is_learnable(rewards: Tensor, labels: Tensor | None, loss: RewardLoss) -> bool:
-    total, _ = loss(rewards, labels)
+def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
+    total, _ = loss(rewards, records)
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
 def gradient_error(
-    records: StepRecords,
+    step: StepRecords,
     model: Any,
     optimizer: GradientOwner,
     loss: RewardLoss,
@@ -124,21 +129,21 @@ def gradient_error(
     is in it afterwards is of no use.
     """
     broken = gather_objects(not _has_finite_gradients(model))
-    places = []
-    for place, record in enumerate(records.record_ids):
+    indices = []
+    for index, record in enumerate(step.record_ids):
         # All ranks take the same record: Megatron sums gradients over them within this call.
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        dataset = records.dataset
+        dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
-        forward_backward(model, packs, records.layout, loss)
-        if agree(not _has_finite_gradients(model), records.device):
-            places.append(place)
-    owners = {place % records.layout.dp for place in places}
-    dp_ranks = gather_objects(records.layout.dp_rank)
+        forward_backward(model, packs, step.layout, loss)
+        if agree(not _has_finite_gradients(model), step.device):
+            indices.append(index)
+    owners = {step.owners[index] for index in indices}
+    dp_ranks = gather_objects(step.layout.dp_rank)
     ranks = [rank for rank, dp_rank in enumerate(dp_ranks) if dp_rank in owners]
     ranks = ranks or [rank for rank, bad in enumerate(broken) if bad]
-    return records.error(what, ranks, places)
+    return step.error(what, ranks, indices)
 
 
 def _has_finite_gradients(model: Any) -> bool:

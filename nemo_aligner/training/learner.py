@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.batch import LabelColumns, PackedBatch, Records
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance, TrainLoader, validation_batches
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.metrics.by_source import by_source
-from nemo_aligner.models.step import forward_backward, gather_rewards, infer, record_ids_of
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.objectives.base import Objective
+from nemo_aligner.objectives.measure import measure_set, measure_step
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.finite import (
@@ -23,7 +23,6 @@ from nemo_aligner.training.finite import (
     check_validation,
     gradient_error,
 )
-from nemo_aligner.training.objective import Objective
 from nemo_aligner.training.optimizer import Optimizer, Update
 
 
@@ -34,20 +33,18 @@ class RewardLearner:
         self,
         model: Any,
         optimizer: Optimizer,
-        objective: Objective,
         data: TrainingData,
         loader: TrainLoader,
         layout: ParallelLayout,
         micro_batch_tokens: int,
-        pair_cost: float = 0.0,
+        query_key_cost: float = 0.0,
     ) -> None:
         self._ddp = model
         self._loader = loader
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
-        self._pair_cost = pair_cost
-        self._attributes = len(objective.attributes)
-        self.objective = objective
+        self._query_key_cost = query_key_cost
+        self.objective = data.objective
         self.model = model.module
         self.optimizer = optimizer
         self.data = data
@@ -65,30 +62,34 @@ class RewardLearner:
             TrainingError: a reward, the loss or the gradient is not finite; the weights are those
                 from before the step.
         """
-        record_ids = self._loader.global_batch(step)
-        batches = self._loader.micro_batches(step)
+        plan = self._loader.plan(step)
         self._ddp.train()
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        mine = forward_backward(self._ddp, batches, self._layout, self.objective.loss)
-        places = _places(batches, record_ids, self._loader.share(step))
+        mine = forward_backward(self._ddp, plan.packs, self._layout, self.objective.loss)
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
-        rewards = self._gather(mine, places, len(record_ids), dataset)
-        records = StepRecords(
-            step + 1, record_ids, dataset, self._layout, current_device(), loss_scale is not None
+        done = StepRecords(
+            step=step + 1,
+            record_ids=plan.record_ids,
+            owners=plan.owners,
+            dataset=dataset,
+            layout=self._layout,
+            device=current_device(),
+            is_fp16=loss_scale is not None,
         )
-        check_rewards(records, rewards, self.objective.loss)
-        metrics = self.objective.step_metrics(rewards, dataset.centred_labels(record_ids))
-        metrics |= self._update(records, loss_scale)
-        tokens = sum(dataset.num_tokens(record) for record in record_ids)
+        rewards = self._gather(mine, plan.packs, done.records)
+        check_rewards(done, rewards, self.objective.loss)
+        metrics = measure_step(self.objective, rewards, done.records)
+        metrics |= self._update(done, loss_scale)
+        tokens = sum(dataset.num_tokens(record) for record in plan.record_ids)
         return {**metrics, "lr": lr, "tokens": float(tokens)}
 
-    def _update(self, records: StepRecords, loss_scale: float | None) -> dict[str, float]:
+    def _update(self, done: StepRecords, loss_scale: float | None) -> dict[str, float]:
         """Step the optimizer: the gradient's norm, and what ``loss_scale`` made of the step."""
         update = self.optimizer.step()
         if not update.applied and not update.skipped:
             what = _wrong_gradient(update, loss_scale)
-            raise gradient_error(records, self._ddp, self.optimizer, self.objective.loss, what)
+            raise gradient_error(done, self._ddp, self.optimizer, self.objective.loss, what)
         norm = {"grad_norm": update.grad_norm} if update.applied else {}
         if loss_scale is None:
             return norm
@@ -100,10 +101,10 @@ class RewardLearner:
         }
 
     def _gather(
-        self, mine: Tensor | None, places: Tensor, records: int, dataset: TokenizedDataset
+        self, mine: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
-        shape = (records, dataset.sequences_per_record, self._attributes)
-        return gather_rewards(mine, places, shape, self._layout)
+        shape = (records.num_rewards, len(self.objective.attributes))
+        return gather_rewards(mine, batches, shape, self._layout)
 
     def validate(self) -> dict[str, float]:
         """Metrics of every validation set, over each record once, named ``set/metric``."""
@@ -118,10 +119,10 @@ class RewardLearner:
     def _validate_on(self, dataset: TokenizedDataset) -> dict[str, float]:
         layout = self._layout
         batches = validation_batches(
-            dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp, self._pair_cost
+            dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp, self._query_key_cost
         )
         mine = infer(self._ddp, batches, layout)
-        rewards = self._gather(mine, record_ids_of(batches), len(dataset), dataset)
+        rewards = self._gather(mine, batches, dataset.records)
         check_validation(dataset, rewards)
         return describe_rewards(self.objective, dataset, rewards)
 
@@ -132,29 +133,22 @@ def describe_rewards(
     """The objective's report on a whole data set and on each of its sources; the rewards' spread.
 
     Args:
-        rewards: ``[N, sequences, A]`` of every record once, as the head gives them.
+        rewards: ``[S, A]`` of every record once, as the head gives them.
     """
-
-    def report(records: Sequence[int]) -> dict[str, float]:
-        places = torch.as_tensor(records, dtype=torch.int64)
-        labels = dataset.centred_labels(records)
-        return objective.report(rewards[places], labels, dataset.reply_lengths[places])
-
     return {
-        **report(range(len(dataset))),
-        **by_source(dataset.sources, report),
-        **_spread(objective, dataset, rewards),
+        **measure_set(objective, rewards, dataset.records, dataset.reply_lengths, dataset.sources),
+        **_spread(objective, dataset.records.labels, rewards),
     }
 
 
-def _spread(objective: Objective, dataset: TokenizedDataset, rewards: Tensor) -> dict[str, float]:
+def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict[str, float]:
     """Mean and deviation of every attribute, offsets included, for the scoring contract."""
-    flat = rewards.flatten(0, 1).double()
-    if dataset.label_means:
-        flat = flat + torch.tensor(dataset.label_means, dtype=torch.float64)
-    means, deviations = flat.mean(0).tolist(), flat.std(0, correction=0).tolist()
+    means = dict(zip(labels.names, labels.means, strict=True))
+    offsets = [means.get(name) or 0.0 for name in objective.attributes]
+    whole = rewards.double() + torch.tensor(offsets, dtype=torch.float64)
+    averages, deviations = whole.mean(0).tolist(), whole.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
-    for name, mean, deviation in zip(objective.attributes, means, deviations, strict=True):
+    for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):
         spread |= {f"reward_mean/{name}": mean, f"reward_std/{name}": deviation}
     return spread
 
@@ -165,23 +159,11 @@ def validation_metric_names(
     """Every name by which checkpoints may be chosen, without a model."""
     names = []
     for dataset in datasets:
-        rewards = torch.zeros(len(dataset), dataset.sequences_per_record, len(objective.attributes))
+        rewards = torch.zeros(dataset.records.num_rewards, len(objective.attributes))
         names += [
             f"{dataset.name}/{name}" for name in describe_rewards(objective, dataset, rewards)
         ]
     return names
-
-
-def _places(
-    batches: Sequence[PackedBatch], record_ids: Sequence[int], share: Sequence[int]
-) -> Tensor:
-    """The place in the global batch of every record in this rank's ``batches``."""
-    # A record may be in a batch twice, at the end of an epoch and in the next.
-    free: dict[int, deque[int]] = defaultdict(deque)
-    for place in share:
-        free[record_ids[place]].append(place)
-    order = record_ids_of(batches).tolist()
-    return torch.tensor([free[record].popleft() for record in order])
 
 
 def _wrong_gradient(update: Update, loss_scale: float | None) -> str:

@@ -14,13 +14,18 @@ from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_
 from nemo_aligner.config.load import config_to_dict, save_config
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.objectives import default_name, objective_name, objective_settings
 from nemo_aligner.parallel.collectives import on_main, say
 from nemo_aligner.text.contract import ScoringContract, describe_differences
 from nemo_aligner.training.learner import RewardLearner
 
 _CONTRACT = "scoring contract"
+_MODEL_TYPE = "model.reward_model_type"
+_OBJECTIVE = "model.objective"
+_OBJECTIVE_SETTINGS = "model.objective_kwargs"
 
 
 def resume(
@@ -39,7 +44,7 @@ def resume(
     fresh = RunState(
         step=0,
         consumed_samples=0,
-        fingerprint=fingerprint(config, model_config, data.train, data.contract),
+        fingerprint=fingerprint(config, model_config, data),
         config=config_to_dict(config),
         contract=data.contract.to_dict(),
     )
@@ -65,11 +70,20 @@ def _restore(
 ) -> None:
     before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     differences = describe_differences(before.differences(now))
+    latest = replace(latest, state=_with_objective(latest.state))
     check_same_run(latest, {**fresh.fingerprint, _CONTRACT: differences or before.hash})
     checkpoints.load(latest, learner.model, learner.optimizer)
     say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
     for change in changed_settings(latest.state.config, fresh.config):
         say(f"  changed since: {change}")
+
+
+def _with_objective(state: RunState) -> RunState:
+    """Runs of versions that had one objective for each type of model do not name it."""
+    fingerprint = dict(state.fingerprint)
+    fingerprint.setdefault(_OBJECTIVE, default_name(fingerprint[_MODEL_TYPE]))
+    fingerprint.setdefault(_OBJECTIVE_SETTINGS, {})
+    return replace(state, fingerprint=fingerprint)
 
 
 def _write_config(config: TrainConfig, folder: Path) -> None:
@@ -78,28 +92,28 @@ def _write_config(config: TrainConfig, folder: Path) -> None:
 
 
 def fingerprint(
-    config: TrainConfig,
-    model_config: Mapping[str, Any],
-    train: TokenizedDataset,
-    contract: ScoringContract,
+    config: TrainConfig, model_config: Mapping[str, Any], data: TrainingData
 ) -> dict[str, Any]:
     """What must not change when a run goes on, as plain JSON values.
 
-    It is the model, the data and its order. Layout, learning rate and length may change.
+    It is the model, the data and its order, and the objective. Layout, learning rate and length may
+    change.
     """
     model = config.model
     shape = asdict(ModelShape.from_config(model_config))
     return {
         **{f"model.{name}": value for name, value in shape.items()},
-        "model.reward_model_type": model.reward_model_type.value,
+        _MODEL_TYPE: model.reward_model_type.value,
+        _OBJECTIVE: objective_name(model),
+        _OBJECTIVE_SETTINGS: objective_settings(data.objective),
         "model.regression.attributes": list(model.regression.attributes),
         "model.freeze_layers": model.freeze_layers,
         "model.global_batch_size": model.global_batch_size,
         "model.seed": model.seed,
         "trainer.precision": config.trainer.precision.value,
-        "training records": len(train),
-        "training data": _digest(train),
-        _CONTRACT: contract.hash,
+        "training records": len(data.train),
+        "training data": _digest(data.train),
+        _CONTRACT: data.contract.hash,
     }
 
 
@@ -110,8 +124,7 @@ def _digest(dataset: TokenizedDataset) -> str:
         ids = torch.as_tensor(sequence, dtype=torch.int32)
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(ids.numpy().tobytes())
-    if dataset.labels is not None:
-        digest.update(dataset.labels.numpy().tobytes())
+    digest.update(dataset.records.labels.values.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -12,32 +12,13 @@ import torch
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import TrainingError
+from nemo_aligner.metrics.by_source import BY_SOURCE
+from nemo_aligner.metrics.table import Shown, all_metrics, is_shown
 from nemo_aligner.parallel.collectives import agree_on, gather_objects
 from nemo_aligner.training.clock import StopRequest, Timers
 from nemo_aligner.training.console import Progress
 
-_SHOWN_OF_VALIDATION = (
-    "loss",
-    "accuracy",
-    "accuracy_longer_chosen",
-    "accuracy_shorter_chosen",
-    "ties",
-    "reward_margin",
-    "ece",
-    "pearson_mean",
-    "spearman_mean",
-)
-_BY_SOURCE = "by_source/"
-_MAIN = ("/accuracy", "/pearson_mean")
-_SHOWN = (
-    "train/loss",
-    "train/accuracy",
-    "train/grad_norm",
-    "train/lr",
-    "train/loss_scale",
-    "train/skipped_steps",
-    "train/tokens_per_second",
-)
+_SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
 
 class Learner(Protocol):
@@ -197,11 +178,12 @@ def _validation_lines(step: int, metrics: Mapping[str, float]) -> str:
     sources: dict[str, list[str]] = {}
     for name, value in metrics.items():
         prefix, _, rest = name.partition("/")
-        if rest in _SHOWN_OF_VALIDATION or rest.startswith("pearson/"):
+        source, _, of_source = rest.removeprefix(BY_SOURCE).rpartition("/")
+        if rest.startswith(BY_SOURCE):
+            if is_shown(of_source, Shown.source):
+                sources.setdefault(prefix, []).append(f"{source} {value:.3f}")
+        elif is_shown(rest, Shown.validation):
             sets.setdefault(prefix, []).append(f"{rest} {value:.4g}")
-        elif rest.startswith(_BY_SOURCE) and rest.endswith(_MAIN):
-            source = rest.removeprefix(_BY_SOURCE).rpartition("/")[0]
-            sources.setdefault(prefix, []).append(f"{source} {value:.3f}")
     lines = [f"step {step}: {prefix}: {'  '.join(shown)}" for prefix, shown in sets.items()]
     lines += [f"  by source: {'  '.join(shown)}" for shown in sources.values()]
     return "\n".join(lines)

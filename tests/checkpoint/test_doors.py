@@ -127,7 +127,7 @@ def test_the_model_is_the_one_that_was_written(
     output_layer = tensors["output_layer.weight"][: tiny.SHAPE["vocab_size"]]
     torch.testing.assert_close(stored["output_layer.weight"][: len(output_layer)], output_layer)
     assert stored.keys() == tensors.keys()
-    batch = [PackedBatch.pack(SEQUENCES, range(4), 1)]
+    batch = [PackedBatch.pack(SEQUENCES)]
     # Not the weights alone: the settings make the same model of them, rope scaling included.
     reference = load(nemo1(tmp_path / "reference", tensors, tokenizer), layout)
     wanted = infer(reference.model, batch, layout)
@@ -170,7 +170,7 @@ def test_a_gemma_of_megatron_bridge_is_nemo_1s(
     strangers.write_bridge(tmp_path / "b", tied, tokenizer, **strangers.BRIDGE_GEMMA)
     wanted, got = load(tmp_path / "a", layout), load(tmp_path / "b", layout)
     check(got.model, tied)
-    batch = [PackedBatch.pack(SEQUENCES, range(4), 1)]
+    batch = [PackedBatch.pack(SEQUENCES)]
     scores = [infer(loaded.model, batch, layout) for loaded in (wanted, got)]
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0)
 
@@ -412,7 +412,7 @@ def test_a_nemo_aligner_reward_model_scores_as_it_did(
     decoder = load(tmp_path / "plain", layout, attributes=64)
     ids = [scorer.contract.encode(decoder.tokenizer, text).token_ids for text in texts]
     assert ids[0] == decoder.tokenizer.encode("the cat sleeps")  # no BOS, no EOS
-    hidden = infer(decoder.model, [PackedBatch.pack(ids, range(2), 1)], layout)[:, 0]
+    hidden = infer(decoder.model, [PackedBatch.pack(ids)], layout)
     wanted = hidden @ head["rm_head.weight"].T + head["rm_head.bias"]
     regression = settings.get("regression", {})
     if regression.get("merge_attributes"):

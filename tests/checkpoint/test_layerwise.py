@@ -27,7 +27,7 @@ def test_layers_are_there_while_they_run(case: str, layout: Any, tmp_path: Path)
     path = families.write_base_nemo(tmp_path / "base.nemo", case)
     precision = Precision.fp32
     loaded = load_pretrained(path, layout, num_attributes=2, precision=precision)
-    batches = [PackedBatch.pack(families.SEQUENCES, range(6), 1)]
+    batches = [PackedBatch.pack(families.SEQUENCES)]
     wanted = infer(loaded.model, batches, layout)
 
     metadata = {"non_homogeneous_layers": True}

@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.config.common import Overlong
+from nemo_aligner.config.common import Overlong, RecordKind
 from nemo_aligner.config.data import DataPrefixConfig
-from nemo_aligner.data.dataset import build_dataset
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.dataset import build_dataset as build_for_objective
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
+
+
+def build_dataset(*arguments: Any) -> TokenizedDataset:
+    """Of pairs."""
+    return build_for_objective(*arguments, BradleyTerry())
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -35,7 +42,8 @@ def test_records_keep_order_and_sides(
     path = write(tmp_path / "a.jsonl", pair("the cat", "no"), pair("a dog", "bad bad"))
     contract = contracts()
     dataset = build_dataset([path, path], contract, tokenizer, contracts.config())
-    assert (len(dataset), dataset.kind, dataset.sequences_per_record) == (4, "comparison", 2)
+    assert (len(dataset), dataset.kind) == (4, RecordKind.comparison)
+    assert dataset.records.bounds.tolist() == [0, 2, 4, 6, 8]
     assert dataset.counts == {"read": 4, "kept": 4, "duplicates": 2}
     assert [str(origin) for origin in dataset.origins] == [f"{path}:1", f"{path}:2"] * 2
     for index, replies in enumerate([("the cat", "no"), ("a dog", "bad bad")]):
@@ -119,10 +127,10 @@ def test_labels_are_centred_on_the_training_set(
     assert data.contract.label_means == (3.0, 4.0)
     assert data.train.counts == {"read": 5, "no_label": 1, "kept": 4}
     expected = torch.tensor([[3.0, nan], [nan, 0.0]])
-    labels = data.train.centred_labels([2, 3])
+    labels = data.train.records.select([2, 3]).labels.targets(["help", "depth"])
     assert torch.equal(torch.nan_to_num(labels, -1), torch.nan_to_num(expected, -1))  # type: ignore[arg-type]
-    assert data.validation[0].centred_labels([0]).tolist() == [[0.0, 3.0]]  # type: ignore[union-attr]
-    assert data.validation[0].labels.tolist() == [[3.0, 7.0]]  # type: ignore[union-attr]
+    assert data.validation[0].records.labels.targets(["help", "depth"]).tolist() == [[0.0, 3.0]]  # type: ignore[union-attr]
+    assert data.validation[0].records.labels.values.tolist() == [[3.0, 7.0]]  # type: ignore[union-attr]
 
 
 def rows_of(table: str) -> dict[str, str]:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.data.records import Comparison, RecordFile, read_records
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.reading import RecordFile, read_records
+from nemo_aligner.data.records import Comparison
 from nemo_aligner.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "why"}
@@ -26,7 +28,9 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def read(tmp_path: Path, *records: object, kind: str = "comparison", **options: Any) -> RecordFile:
+def read(
+    tmp_path: Path, *records: object, kind: RecordKind = RecordKind.comparison, **options: Any
+) -> RecordFile:
     return read_records(write(tmp_path / "data.jsonl", *records), kind, **options)
 
 
@@ -74,14 +78,16 @@ def test_comparison_lines_are_raw_text(tmp_path: Path) -> None:
 
 
 def test_rated_chat_labels_come_in_the_order_asked_for(tmp_path: Path) -> None:
-    [rating] = read(tmp_path, RATED, kind="rating", attributes=["depth", "help"]).records
+    [rating] = read(tmp_path, RATED, kind=RecordKind.rating, attributes=["depth", "help"]).records
     assert rating.labels == (None, 3.0)
     assert rating.response == [USER, GOOD]
 
 
 def test_rated_text_knows_null_and_the_mask_value(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": [1, -100, None]}, {"text": "b", "label": [-100, None, -100.0]}]
-    file = read(tmp_path, *rows, kind="rating", attributes=["x", "y", "z"], loss_mask_val=-100.0)
+    file = read(
+        tmp_path, *rows, kind=RecordKind.rating, attributes=["x", "y", "z"], loss_mask_val=-100.0
+    )
     assert [rating.labels for rating in file.records] == [(1.0, None, None)]
     assert file.counts == {"read": 2, "no_label": 1, "kept": 1}
 
@@ -108,7 +114,7 @@ def test_content_decides_how_a_file_is_read(tmp_path: Path, suffix: str) -> None
     path = tmp_path / f"data.{suffix}"
     content = b"\xef\xbb\xbf" + text.encode()
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    file = read_records(path, "comparison")
+    file = read_records(path, RecordKind.comparison)
     assert file.counts == {"read": 2, "kept": 2}
     assert [record.origin.line for record in file.records] == ([2, 7] if as_list else [1, 3])
 
@@ -116,7 +122,7 @@ def test_content_decides_how_a_file_is_read(tmp_path: Path, suffix: str) -> None
 def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({**PAIR, "chosen": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    [pair] = read_records(path, "comparison").records
+    [pair] = read_records(path, RecordKind.comparison).records
     assert isinstance(pair, Comparison)
     assert pair.chosen[-1]["content"] == "a\u2028b\x85c"  # type: ignore[index]
 
@@ -157,7 +163,7 @@ def test_bad_comparisons_are_errors_with_a_place(
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts))
     with pytest.raises(DataError, match=message) as caught:
-        read_records(path, "comparison")
+        read_records(path, RecordKind.comparison)
     assert str(path) in str(caught.value)
 
 
@@ -176,12 +182,12 @@ def test_bad_labels_are_errors(tmp_path: Path, change: dict[str, Any], message: 
         del row["help"]
         message = r":2: missing key 'help', an attribute of .*this record has .*'helpful'"
     with pytest.raises(DataError, match=message):
-        read(tmp_path, RATED, row, kind="rating", attributes=["help"])
+        read(tmp_path, RATED, row, kind=RecordKind.rating, attributes=["help"])
 
 
 def test_a_label_list_of_another_length_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r":1: label: got 2 numbers, wanted 1, one for each of x"):
-        read(tmp_path, {"text": "a", "label": [1, 2]}, kind="rating", attributes=["x"])
+        read(tmp_path, {"text": "a", "label": [1, 2]}, kind=RecordKind.rating, attributes=["x"])
 
 
 def test_a_format_can_be_named(tmp_path: Path) -> None:
@@ -196,10 +202,10 @@ def test_a_format_can_be_named(tmp_path: Path) -> None:
 
 def test_unreadable_files_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "missing.jsonl", "comparison")
+        read_records(tmp_path / "missing.jsonl", RecordKind.comparison)
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "cut.gz", "comparison")
+        read_records(tmp_path / "cut.gz", RecordKind.comparison)
     (tmp_path / "latin.jsonl").write_bytes(b"\n\n\xe9")
     with pytest.raises(DataError, match=r"latin.jsonl:3: not valid UTF-8"):
-        read_records(tmp_path / "latin.jsonl", "comparison")
+        read_records(tmp_path / "latin.jsonl", RecordKind.comparison)

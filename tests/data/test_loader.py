@@ -10,7 +10,7 @@ import pytest
 
 from nemo_aligner.data.loader import TrainLoader, validation_batches
 from nemo_aligner.errors import ConfigError
-from tests.data.test_packing import dataset
+from tests.data.test_packing import dataset, ids_of
 
 DATA = dataset([3] * 20)
 
@@ -38,16 +38,13 @@ def test_a_step_needs_no_history() -> None:
     ahead = loader().global_batch(7)
     walked = loader()
     for step in range(7):
-        walked.micro_batches(step)
+        walked.plan(step)
     assert walked.global_batch(7) == ahead
 
 
-def test_ranks_share_a_step_without_overlap() -> None:
+def test_ranks_compute_a_step_without_overlap() -> None:
     for step in range(6):
-        shares = [
-            [i for pack in loader(rank, 3).micro_batches(step) for i in pack.record_ids.tolist()]
-            for rank in range(3)
-        ]
+        shares = [list(chain(*ids_of(loader(rank, 3).plan(step).packs))) for rank in range(3)]
         assert all(shares)
         assert Counter(chain(*shares)) == Counter(loader().global_batch(step))
 
@@ -55,7 +52,7 @@ def test_ranks_share_a_step_without_overlap() -> None:
 def test_the_work_of_a_step_is_even() -> None:
     rng = random.Random(0)
     data = dataset([rng.randint(1, 200) for _ in range(400)])
-    even = TrainLoader(data, 64, 1000, 5, 0, 4, pair_cost=0.01).imbalance(range(3))
+    even = TrainLoader(data, 64, 1000, 5, 0, 4, query_key_cost=0.01).imbalance(range(3))
     assert 1 <= even.ranks < 1.02
     assert 1 <= even.micro_batches < 1.1
     alone = TrainLoader(data, 64, 1000, 5, 0, 1).imbalance(range(3))
@@ -63,10 +60,38 @@ def test_the_work_of_a_step_is_even() -> None:
 
 
 def test_packs_made_ahead_are_those_of_their_step() -> None:
-    ahead, anew = loader(), [loader().micro_batches(step) for step in (3, 4, 5, 9)]
+    ahead, anew = loader(), [loader().plan(step) for step in (3, 4, 5, 9)]
     for step, wanted in zip((3, 4, 5, 9), anew, strict=True):
-        packs = ahead.micro_batches(step)
-        assert [p.record_ids.tolist() for p in packs] == [p.record_ids.tolist() for p in wanted]
+        assert ids_of(ahead.plan(step).packs) == ids_of(wanted.packs)
+
+
+def test_a_plan_names_the_rank_that_computes_each_record() -> None:
+    rng = random.Random(0)
+    data = dataset([rng.randint(1, 200) for _ in range(128)])
+    plans = [TrainLoader(data, 64, 1000, 5, rank, 8, 0.01).plan(0) for rank in range(8)]
+    for rank, plan in enumerate(plans):
+        mine = [
+            record
+            for record, owner in zip(plan.record_ids, plan.owners, strict=True)
+            if owner == rank
+        ]
+        assert sorted(chain(*ids_of(plan.packs))) == sorted(mine)
+        assert plan.owners == plans[0].owners
+        assert plan.record_ids == plans[0].record_ids
+    assert plans[0].owners != [index % 8 for index in range(64)]
+
+
+def test_packs_carry_the_rows_of_the_step() -> None:
+    """A record that is twice in a step has rows of its own each time."""
+    for rank in range(3):
+        plan = loader(rank, 3, gbs=25).plan(0)
+        assert len(set(plan.record_ids)) < len(plan.record_ids)
+        rows = [row for pack in plan.packs for row in pack.rows.tolist()]
+        mine = [index for index, owner in enumerate(plan.owners) if owner == rank]
+        assert sorted(rows) == [2 * index + side for index in mine for side in (0, 1)]
+        for pack in plan.packs:
+            records = [plan.record_ids[row // 2] for row in pack.rows.tolist()[::2]]
+            assert records == pack.records.ids.tolist()
 
 
 def test_total_steps_counts_full_batches() -> None:
@@ -94,7 +119,7 @@ def test_validation_sees_every_record_once() -> None:
             record
             for rank in range(size)
             for pack in validation_batches(DATA, 30, rank, size)
-            for record in pack.record_ids.tolist()
+            for record in pack.records.ids.tolist()
         ]
         assert sorted(seen) == list(range(10))
     assert validation_batches(DATA, 30, 11, 12) == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
 
-from nemo_aligner.batch import PackedBatch
-from nemo_aligner.data.dataset import TokenizedDataset, shared_by_record
+from nemo_aligner.batch import LabelColumns, PackedBatch, Records
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.dataset import TokenizedDataset, prefixes_of
 from nemo_aligner.data.packing import (
     pack_records,
     pack_sequences,
@@ -22,31 +23,38 @@ from nemo_aligner.data.records import Origin
 from nemo_aligner.errors import DataError
 
 
-def dataset(lengths: list[int], kind: str = "comparison") -> TokenizedDataset:
-    per_record = 2 if kind == "comparison" else 1
+def dataset(lengths: list[int], kind: RecordKind = RecordKind.comparison) -> TokenizedDataset:
+    per_record = 2 if kind is RecordKind.comparison else 1
     count = len(lengths) // per_record
+    labels = LabelColumns.none(count)
+    if kind is RecordKind.rating:
+        labels = LabelColumns.of(["x", "y"], torch.arange(2.0 * count).reshape(count, 2))
+        labels = labels.centred_on({"x": 1.0, "y": 0.5})
     return TokenizedDataset(
         kind=kind,
         name="train",
         sequences=[[index] * length for index, length in enumerate(lengths)],
-        labels=None if kind == "comparison" else torch.arange(2.0 * count).reshape(count, 2),
+        records=Records.of(range(count), [per_record] * count, labels),
         origins=[Origin("a.jsonl", index + 1) for index in range(count)],
-        reply_lengths=torch.ones(count, per_record),
+        reply_lengths=torch.ones(count * per_record, dtype=torch.int64),
         sources=[""] * count,
         reports=[],
         # Both sides are different numbers.
-        shared=torch.zeros(count, dtype=torch.int64),
-        label_means=() if kind == "comparison" else (1.0, 0.5),
+        prefixes=torch.zeros(count, dtype=torch.int64),
     )
 
 
+def ids_of(packs: list[PackedBatch]) -> list[list[int]]:
+    return [pack.records.ids.tolist() for pack in packs]
+
+
 def laid_out(pack: PackedBatch) -> list[list[int]]:
-    """The pack's sequences, each with the beginning that it shares."""
+    """The pack's sequences, each with its prefix."""
     bounds = pack.cu_seqlens.tolist()
     segments = [pack.tokens[start:end].tolist() for start, end in pairwise(bounds)]
-    owners = {end - 1: place for place, end in enumerate(bounds[1:])}
+    owners = {end - 1: index for index, end in enumerate(bounds[1:])}
     found = []
-    for last in pack.last_token.tolist():
+    for last in pack.scored_tokens.tolist():
         own = owners[last]
         prefix = int(pack.prefixes[own])
         found.append((segments[prefix] if prefix >= 0 else []) + segments[own])
@@ -59,25 +67,26 @@ def test_every_record_is_packed_once_and_whole(seed: int) -> None:
     data = dataset([rng.randint(1, 50) for _ in range(200)])
     wanted = rng.sample(range(100), 70)
     packs = pack_records(data, wanted, 120)
-    assert sorted(i for pack in packs for i in pack.record_ids.tolist()) == sorted(wanted)
+    assert sorted(chain(*ids_of(packs))) == sorted(wanted)
     for pack in packs:
         assert pack.num_tokens <= 120
-        assert pack.num_sequences == 2 * pack.num_records
-        for place, record in enumerate(pack.record_ids.tolist()):
+        assert pack.records.sizes.tolist() == [2] * len(pack.records)
+        for index, record in enumerate(pack.records.ids.tolist()):
             for side in (0, 1):
-                assert laid_out(pack)[2 * place + side] == list(data.record(record)[side])
+                assert laid_out(pack)[2 * index + side] == list(data.record(record)[side])
+                # A record's rewards belong where it stands in what was asked for.
+                assert pack.rows[2 * index + side] == 2 * wanted.index(record) + side
     assert len(packs) <= sum(data.num_tokens(i) for i in wanted) / 120 / 0.9 + 1
     again = pack_records(data, wanted, 120)
-    assert [pack.record_ids.tolist() for pack in again] == [p.record_ids.tolist() for p in packs]
+    assert ids_of(again) == ids_of(packs)
 
 
 def test_labels_travel_with_their_records_and_are_centred() -> None:
-    data = dataset([3, 9, 5, 2], "rating")
+    data = dataset([3, 9, 5, 2], RecordKind.rating)
     packs = pack_records(data, [3, 0, 1, 2], 10)
     for pack in packs:
-        assert pack.labels is not None
-        expected = [[2 * i - 1.0, 2 * i + 0.5] for i in pack.record_ids.tolist()]
-        assert pack.labels.tolist() == expected
+        expected = [[2 * i - 1.0, 2 * i + 0.5] for i in pack.records.ids.tolist()]
+        assert pack.records.labels.targets(["x", "y"]).tolist() == expected
 
 
 def test_a_record_beyond_the_budget_is_named() -> None:
@@ -86,7 +95,7 @@ def test_a_record_beyond_the_budget_is_named() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_both_sides_of_a_pair_share_what_they_begin_with(seed: int) -> None:
+def test_the_common_prefix_of_a_pair_is_packed_once(seed: int) -> None:
     rng = random.Random(seed)
     data = dataset([1, 1] * 30)
     sequences = []
@@ -94,17 +103,17 @@ def test_both_sides_of_a_pair_share_what_they_begin_with(seed: int) -> None:
         prompt = [rng.randrange(50) for _ in range(rng.choice([0, 3, 20, 60]))]
         sequences += [[*prompt, *rng.choices(range(50), k=rng.randint(1, 9))] for _ in range(2)]
     pairs = [sequences[start : start + 2] for start in range(0, 60, 2)]
-    data = replace(data, sequences=sequences, shared=shared_by_record(pairs))
+    data = replace(data, sequences=sequences, prefixes=prefixes_of(pairs))
     packs = pack_records(data, range(30), 100)
     for pack in packs:
         assert pack.num_tokens <= 100
-        wanted = [s for record in pack.record_ids.tolist() for s in data.record(record)]
+        wanted = [s for record in pack.records.ids.tolist() for s in data.record(record)]
         assert laid_out(pack) == wanted
     assert sum(pack.num_tokens for pack in packs) == sum(packed_size(data, r) for r in range(30))
     assert sum(map(len, sequences)) > 1.3 * sum(pack.num_tokens for pack in packs)
 
 
-def test_replies_to_one_prompt_share_it_however_they_come() -> None:
+def test_a_prompt_is_packed_once_for_all_its_replies_however_they_come() -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(90) for _ in range(size)] for size in (40, 40, 25)]
     prompts.append([*prompts[0][:20], *prompts[1][20:]])
@@ -113,24 +122,24 @@ def test_replies_to_one_prompt_share_it_however_they_come() -> None:
     rng.shuffle(sequences)
     packs = pack_sequences(sequences, 1000)
     assert len(packs) == 1
-    assert laid_out(packs[0]) == [sequences[place] for place in packs[0].record_ids.tolist()]
-    assert sorted(packs[0].record_ids.tolist()) == list(range(len(sequences)))
+    assert laid_out(packs[0]) == [sequences[row] for row in packs[0].rows.tolist()]
+    assert sorted(packs[0].rows.tolist()) == list(range(len(sequences)))
     # Four prompts, two tokens a reply, and what is alone.
     assert packs[0].num_tokens <= 40 + 40 + 25 + 40 + 24 * 2 + 3 + 2 + 40
     small = pack_sequences(sequences, 50)
     assert max(pack.num_tokens for pack in small) <= 50
     found = {
-        place: tokens
+        row: tokens
         for pack in small
-        for place, tokens in zip(pack.record_ids.tolist(), laid_out(pack), strict=True)
+        for row, tokens in zip(pack.rows.tolist(), laid_out(pack), strict=True)
     }
-    assert [found[place] for place in range(len(sequences))] == sequences
+    assert [found[row] for row in range(len(sequences))] == sequences
 
 
-def test_sequences_know_their_place() -> None:
+def test_sequences_know_where_they_stood() -> None:
     sequences = [[length] * length for length in (4, 9, 1, 6, 5)]
     packs = pack_sequences(sequences, 10)
-    assert sorted(i for pack in packs for i in pack.record_ids.tolist()) == [0, 1, 2, 3, 4]
+    assert sorted(i for pack in packs for i in pack.rows.tolist()) == [0, 1, 2, 3, 4]
     assert sorted(pack.num_tokens for pack in packs) == [7, 9, 9]
     assert pack_sequences([], 10) == []
     for bad in ([7] * 11, []):
@@ -138,12 +147,12 @@ def test_sequences_know_their_place() -> None:
             pack_sequences([[7], bad], 10)
 
 
-@pytest.mark.parametrize("shared", [0, 10])
-def test_a_records_cost_counts_what_is_computed(shared: int) -> None:
-    data = replace(dataset([30, 20]), shared=torch.tensor([shared]))
+@pytest.mark.parametrize("prefix", [0, 10])
+def test_a_records_cost_counts_what_is_computed(prefix: int) -> None:
+    data = replace(dataset([30, 20]), prefixes=torch.tensor([prefix]))
     # One by one: every token that is computed, and every key that it sees.
-    wanted = sum(1 + 0.5 * (place + 1) for place in range(30))
-    wanted += sum(1 + 0.5 * (place + 1) for place in range(shared, 20))
+    wanted = sum(1 + 0.5 * (position + 1) for position in range(30))
+    wanted += sum(1 + 0.5 * (position + 1) for position in range(prefix, 20))
     assert record_cost(data, 0, 0.5) == pytest.approx(wanted)
 
 
@@ -165,3 +174,28 @@ def test_packs_are_of_even_work_and_no_more_than_needed() -> None:
     sizes = [pack.num_tokens for pack in packs]
     assert len(packs) == -(-sum(sizes) // 500)
     assert max(sizes) - min(sizes) < 0.02 * max(sizes)
+
+
+def test_the_largest_pack_comes_first() -> None:
+    rng = random.Random(1)
+    data = dataset([rng.randint(1, 50) for _ in range(60)])
+    sizes = [pack.num_tokens for pack in pack_records(data, range(30), 110)]
+    assert len(sizes) > 3
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_record_may_have_more_than_two_sequences() -> None:
+    prompt = list(range(100, 120))
+    sequences = [[*prompt, 1], [*prompt, 2, 2], [*prompt, 3], [5, 6]]
+    data = replace(
+        dataset([1, 1]),
+        sequences=sequences,
+        records=Records.of([0, 1], [3, 1]),
+        origins=[Origin("a.jsonl", 1)] * 2,
+        prefixes=prefixes_of([sequences[:3], sequences[3:]]),
+    )
+    assert [packed_size(data, record) for record in (0, 1)] == [24, 2]
+    (pack,) = pack_records(data, [1, 0], 30)
+    assert laid_out(pack) == [sequences[3], *sequences[:3]]
+    assert pack.records.bounds.tolist() == [0, 1, 4]
+    assert pack.rows.tolist() == [0, 1, 2, 3]

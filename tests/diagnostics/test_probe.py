@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.diagnostics.probe import few_records, probe, swap_labels
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from tests import tiny
 from tests.data.test_packing import dataset
 
@@ -70,7 +72,7 @@ class Rote:
 
 
 def test_what_passes() -> None:
-    data = few_records(TrainingData(dataset([2, 3] * 4), [], contract=None), 2)  # type: ignore[arg-type]
+    data = few_records(TrainingData(dataset([2, 3] * 4), [], None, BradleyTerry()), 2)  # type: ignore[arg-type]
     assert len(data.train) == len(data.validation[0]) == 2
     result = probe(lambda each: Rote(each, looks=True), data, 3)
     assert (result.untrained, result.learned, result.swapped) == (0.5, 1.0, 0.0)
@@ -80,7 +82,8 @@ def test_what_passes() -> None:
 
 
 def test_swapped_twice_is_as_it_was() -> None:
-    pairs, rated = dataset([2, 3, 4, 5]), dataset([2, 3, 4], "rating")
+    pairs, rated = dataset([2, 3, 4, 5]), dataset([2, 3, 4], RecordKind.rating)
     assert [len(s) for s in swap_labels(pairs).sequences] == [3, 2, 5, 4]
     assert swap_labels(swap_labels(pairs)).sequences == pairs.sequences
-    assert torch.equal(swap_labels(rated).labels, rated.labels.flip(0))  # type: ignore[union-attr, arg-type]
+    swapped = swap_labels(rated).records.labels.values
+    assert torch.equal(swapped, rated.records.labels.values.flip(0))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.evaluate import (
@@ -182,11 +183,11 @@ def test_a_regression_model_takes_ratings_and_pairs(tmp_path: Path) -> None:
         {"prompt": "x", "response": "bb", "a": None, "b": 1},
     ]
     report = evaluate_file(scorer, write(tmp_path / "r.jsonl", rated), loss_mask_val=-100)
-    assert report.kind == "rating"
+    assert report.kind is RecordKind.rating
     np.testing.assert_array_equal(np.isnan(report.labels), [[0, 0], [0, 1], [1, 0]])
     pairs = [{"prompt": "x", "chosen": "ab", "rejected": "a"}]
     report = evaluate_file(scorer, write(tmp_path / "p.jsonl", pairs))
-    assert report.kind == "comparison"
+    assert report.kind is RecordKind.comparison
     np.testing.assert_array_equal(report.rewards, [[2, 1]])
 
 

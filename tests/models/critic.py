@@ -17,7 +17,7 @@ SEQUENCES = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 def main(archive: str, names: str, result: str) -> None:
     import torch
 
-    from nemo_aligner.batch import Group, PackedBatch
+    from nemo_aligner.batch import Group, PackedBatch, Records
     from nemo_aligner.checkpoint.nemo.reward_model import load_critic, load_reward_model
     from nemo_aligner.models.step import infer, infer_values
     from nemo_aligner.parallel.launch import launch
@@ -26,17 +26,15 @@ def main(archive: str, names: str, result: str) -> None:
     beginnings = [sequence[:end] for sequence in SEQUENCES for end in range(1, len(sequence) + 1)]
     alike = [[*range(30, 50), 7], [*range(30, 50), 8, 9]]
     batches = [
-        PackedBatch.pack(SEQUENCES, range(4), 1),
-        PackedBatch.pack(alike, [0], 2, groups=[Group(2, 20)]),
+        PackedBatch.pack(SEQUENCES),
+        PackedBatch.pack(alike, Records.of([0], [2]), groups=[Group(2, 20)]),
     ]
     found = {}
     with launch(timeout_seconds=60):
         for name in names.split(","):
             layout = initialize_layout(**LAYOUTS[name])
             model = load_reward_model(archive, layout).model
-            rewards = infer(
-                model, [PackedBatch.pack(beginnings, range(len(beginnings)), 1)], layout
-            )
+            rewards = infer(model, [PackedBatch.pack(beginnings)], layout)
             shared = infer(model, batches[1:], layout)
             values = infer_values(load_critic(archive, layout).model, batches, layout)
             if layout.is_last_stage and layout.tp_rank == 0:

@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.batch import Group, PackedBatch
+from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.open import load_weights, save_weights
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
-from nemo_aligner.models.step import forward_backward, gather_rewards, infer, record_ids_of
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.models.trainable import wrap_for_training
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.training.objective import RankingObjective
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.families import SEQUENCES
 
@@ -32,9 +32,9 @@ LAYOUTS: dict[str, tuple[int, int, bool]] = {
 
 
 def batches() -> list[PackedBatch]:
-    """Three pairs; those of the first pack, 69 tokens, share a beginning."""
-    first = PackedBatch.pack(SEQUENCES[:2], [0], 2, groups=[Group(2, 30)])
-    return [first, PackedBatch.pack(SEQUENCES[2:], [1, 2], 2)]
+    """Three pairs; those of the first pack, 69 tokens, have a common prefix."""
+    first = PackedBatch.pack(SEQUENCES[:2], Records.of([0], [2]), groups=[Group(2, 30)])
+    return [first, PackedBatch.pack(SEQUENCES[2:], Records.of([1, 2], [2, 2]), range(2, 6))]
 
 
 def load(archive: Path, layout: ParallelLayout, recompute: Recompute = Recompute.none) -> Any:
@@ -44,7 +44,7 @@ def load(archive: Path, layout: ParallelLayout, recompute: Recompute = Recompute
 
 
 def everyone(rewards: Any, layout: ParallelLayout) -> list[float]:
-    return gather_rewards(rewards, record_ids_of(batches()), (3, 2, 1), layout).flatten().tolist()
+    return gather_rewards(rewards, batches(), (6, 1), layout).flatten().tolist()
 
 
 def step(
@@ -61,7 +61,7 @@ def step(
     wrapped.train()
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
-    before = forward_backward(wrapped, batches(), layout, RankingObjective().loss)
+    before = forward_backward(wrapped, batches(), layout, BradleyTerry().loss)
     update = optimizer.step()
     assert update.applied
     optimizer.finish_update()

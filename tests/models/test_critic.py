@@ -33,11 +33,11 @@ def test_a_value_is_the_reward_of_the_beginning(
     for got in found.values():
         first, second = got["values"]
         # Every beginning of every sequence, laid out as the packed tokens are.
-        rewards = got["rewards"][:, 0]
+        rewards = got["rewards"]
         assert first.shape == rewards.shape == (5 + 21 + 1 + 12, 2)
         assert first.dtype is torch.float32
         assert rewards.std(0).min() > 0.1
         torch.testing.assert_close(first, rewards, rtol=0, atol=1e-5)
         # 20 tokens that both replies begin with are there once; the ends are the rewards.
         assert second.shape == (20 + 1 + 2, 2)
-        torch.testing.assert_close(second[[20, 22]], got["shared"][0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(second[[20, 22]], got["shared"], rtol=0, atol=1e-5)

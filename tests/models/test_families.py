@@ -75,16 +75,15 @@ def their_rewards(case: Case) -> Tensor:
 def our_rewards(model: Any, layout: ParallelLayout, how: str = "together") -> Tensor:
     from nemo_aligner.models.step import infer
 
-    ids = range(len(SEQUENCES))
     if how == "alone":
-        batches = [PackedBatch.pack([tokens], [id_], 1) for id_, tokens in enumerate(SEQUENCES)]
+        batches = [PackedBatch.pack([tokens]) for tokens in SEQUENCES]
     elif how == "together":
-        batches = [PackedBatch.pack(SEQUENCES, ids, 1)]
+        batches = [PackedBatch.pack(SEQUENCES)]
     else:
-        batches = [PackedBatch.pack(SEQUENCES, ids, 1, groups=GROUPS)]
+        batches = [PackedBatch.pack(SEQUENCES, groups=GROUPS)]
     rewards = infer(model, batches, layout)
     assert rewards is not None
-    return rewards[:, 0]
+    return rewards
 
 
 def assert_close(found: Tensor, wanted: Tensor, relative: float) -> None:
@@ -117,7 +116,7 @@ def test_gradients_are_those_of_transformers(case: str, build: Any) -> None:
     (their_rewards(made) * weights).sum().backward()
     wrapped = wrap_for_training(made.ours)
     wrapped.zero_grad_buffer()
-    batch = PackedBatch.pack(SEQUENCES, range(len(SEQUENCES)), 1, groups=GROUPS)
+    batch = PackedBatch.pack(SEQUENCES, groups=GROUPS)
     (wrapped(batch) * weights).sum().backward()
     ours = {name: weight.main_grad for name, weight in made.ours.named_parameters()}
     assert_close(ours.pop("rm_head.weight"), made.theirs.score.weight.grad, 1e-4)

@@ -29,7 +29,7 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
         pytest.skip("this torch has no such varlen attention (2.10 has it, 2.11 with windows)")
     sequences = [[1] * length for length in (3, 200, 77, 90)]
     shares = [Group(2, 0), Group(2, 40)] if shared else None
-    batch = PackedBatch.pack(sequences, range(4), 1, groups=shares)
+    batch = PackedBatch.pack(sequences, groups=shares)
     unused = torch.zeros(0, device="cuda")
     segments = PackedSegments.of(batch, cos=unused, sin=unused, last_token=unused)
     torch.manual_seed(0)

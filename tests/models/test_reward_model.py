@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_aligner.batch import Group, PackedBatch
+from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
@@ -62,14 +62,14 @@ def test_rewards_are_the_head_on_transformers_last_hidden_state(
 
     pretrained = load(tiny.write_base_nemo(tmp_path / "base.nemo", **changes), layout)
     assert pretrained.head_is_new
-    rewards = infer(pretrained.model, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout)
+    rewards = infer(pretrained.model, [PackedBatch.pack(SEQUENCES)], layout)
 
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "base.hf").eval()
     with torch.no_grad():
         states = [theirs.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in SEQUENCES]
     wanted = torch.stack(states) @ pretrained.model.rm_head.weight.T
     assert rewards.dtype == torch.float32
-    torch.testing.assert_close(rewards[:, 0], wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(rewards, wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def test_a_reward_does_not_depend_on_its_pack(base: Path, layout: ParallelLayout
     from nemo_aligner.models.step import infer
 
     model = load(base, layout).model
-    together = infer(model, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout)
-    alone = infer(model, [PackedBatch.pack([ids], [0], 1) for ids in SEQUENCES], layout)
-    padded = infer(model, [PackedBatch.pack(SEQUENCES, range(4), 1).padded_to_multiple(8)], layout)
+    together = infer(model, [PackedBatch.pack(SEQUENCES)], layout)
+    alone = infer(model, [PackedBatch.pack([ids]) for ids in SEQUENCES], layout)
+    padded = infer(model, [PackedBatch.pack(SEQUENCES).padded_to_multiple(8)], layout)
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(together, padded, atol=1e-6, rtol=1e-5)
 
@@ -103,9 +103,9 @@ def test_a_beginning_computed_once_changes_no_reward(base: Path, layout: Paralle
 
     model = load(base, layout).model
     sequences = [SEQUENCES[3], *SHARING]
-    once = PackedBatch.pack(sequences, range(4), 1, groups=GROUPS)
+    once = PackedBatch.pack(sequences, groups=GROUPS)
     assert once.num_tokens == 17 + 40 + 5 + 1 + 12
-    wanted = infer(model, [PackedBatch.pack(sequences, range(4), 1)], layout)
+    wanted = infer(model, [PackedBatch.pack(sequences)], layout)
     for batch in (once, once.padded_to_multiple(8)):
         torch.testing.assert_close(infer(model, [batch], layout), wanted, atol=1e-6, rtol=1e-5)
 
@@ -115,8 +115,8 @@ def test_a_beginning_computed_once_changes_no_gradient(
     base: Path, layout: ParallelLayout, recompute: Recompute
 ) -> None:
     sequences = [SEQUENCES[3], *SHARING]
-    once = PackedBatch.pack(sequences, range(4), 1, groups=GROUPS)
-    apart = PackedBatch.pack(sequences, range(4), 1)
+    once = PackedBatch.pack(sequences, groups=GROUPS)
+    apart = PackedBatch.pack(sequences)
     got = gradients(base, layout, 0, recompute, once)
     wanted = gradients(base, layout, 0, recompute, apart)
     for name, gradient in got.items():
@@ -139,12 +139,10 @@ def gradients(
     wrapped = wrap_for_training(model)
     wrapped.train()
 
-    def loss(
-        rewards: torch.Tensor, labels: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(rewards: torch.Tensor, records: Records) -> tuple[torch.Tensor, torch.Tensor]:
         return rewards.square().sum(), torch.tensor(rewards.size(0))
 
-    batch = batch or PackedBatch.pack(SEQUENCES, range(4), 1)
+    batch = batch or PackedBatch.pack(SEQUENCES)
     forward_backward(wrapped, [batch], layout, loss)
     return {
         name: parameter.main_grad.clone()
@@ -193,7 +191,7 @@ def test_the_last_layer_computes_only_the_heads_rows(base: Path, layout: Paralle
     seen: list[int] = []
     for layer in model.decoder.layers:
         layer.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].size(0)))
-    infer(model, [PackedBatch.pack(SEQUENCES, range(4), 1)], layout)
+    infer(model, [PackedBatch.pack(SEQUENCES)], layout)
     tokens = sum(map(len, SEQUENCES))
     assert seen == [tokens] * (len(seen) - 1) + [len(SEQUENCES)]
     assert len(seen) > 1
@@ -208,7 +206,7 @@ def test_recomputed_layers_keep_nothing_but_their_input(base: Path, layout: Para
         recompute = Recompute.none if layers is None else Recompute.full
         model = wrap_for_training(load(base, layout, recompute, layers).model)
         model.train()
-        kept.append(kept_for_backward(model, PackedBatch.pack(SEQUENCES, range(4), 1)))
+        kept.append(kept_for_backward(model, PackedBatch.pack(SEQUENCES)))
     assert kept[0] > kept[1] > kept[2]
 
     with pytest.raises(ConfigError, match="num_layers: got 9, wanted at most 4"):

@@ -7,7 +7,26 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.losses import bradley_terry, masked_mse
+from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.objectives.measure import mean_loss, measure_set, measure_step
+
+
+def bradley_terry(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of ``[N, 2]``, chosen then rejected."""
+    records = Records.of(range(len(rewards)), [2] * len(rewards))
+    return BradleyTerry().loss(rewards.reshape(-1, 1), records)
+
+
+def rated(labels: torch.Tensor) -> Records:
+    names = [f"attribute_{column}" for column in range(labels.shape[1])]
+    return Records.of(range(len(labels)), [1] * len(labels), LabelColumns.of(names, labels))
+
+
+def masked_mse(rewards: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    records = rated(labels)
+    return MaskedMse(records.labels.names).loss(rewards, records)
 
 
 def test_bradley_terry_is_the_negative_log_probability_of_the_order() -> None:
@@ -51,3 +70,31 @@ def test_no_records_are_a_sum_of_nothing() -> None:
     assert (float(total), int(count)) == (0.0, 0)
     total, count = masked_mse(torch.zeros(0, 3), torch.zeros(0, 3))
     assert (float(total), int(count)) == (0.0, 0)
+
+
+def test_the_loss_that_is_logged_is_the_one_that_is_trained() -> None:
+    rewards = torch.tensor([[2.0], [1.0], [1.0], [1.0], [0.0], [3.0], [5.0], [1.0]])
+    records = Records.of(range(4), [2] * 4)
+    wanted = sum(math.log1p(math.exp(-margin)) for margin in (1, 0, -3, 4)) / 4
+    assert mean_loss(BradleyTerry(), rewards, records) == pytest.approx(wanted)
+    step = measure_step(BradleyTerry(), rewards, records)
+    assert (step["loss"], step["accuracy"]) == (pytest.approx(wanted), pytest.approx(2.5 / 4))
+    whole = measure_set(
+        BradleyTerry(), rewards, records, torch.ones(8, dtype=torch.int64), ["x", "x", "y", "y"]
+    )
+    assert whole["loss"] == step["loss"]
+    of_y = sum(math.log1p(math.exp(-margin)) for margin in (-3, 4)) / 2
+    assert whole["by_source/y/loss"] == pytest.approx(of_y)
+
+
+def test_a_step_without_labels_has_a_loss_of_zero() -> None:
+    records = rated(torch.full((2, 1), float("nan")))
+    objective = MaskedMse(records.labels.names)
+    assert measure_step(objective, torch.ones(2, 1), records) == {"loss": 0.0}
+
+
+def test_regression_learns_from_centred_labels() -> None:
+    labels = LabelColumns.of(["a"], torch.tensor([[3.0], [5.0]])).centred_on({"a": 4.0})
+    records = Records.of([0, 1], [1, 1], labels)
+    total, count = MaskedMse(("a",)).loss(torch.tensor([[-1.0], [2.0]]), records)
+    assert (float(total), int(count)) == (1.0, 2)

@@ -42,11 +42,11 @@ FP32 = Precision.fp32
 
 
 def test_keys_are_those_that_a_pack_attends_to() -> None:
-    from nemo_aligner.batch import Group, PackedBatch
+    from nemo_aligner.batch import Group, PackedBatch, Records
 
     sequences = [list(range(30)), [*range(20), *range(100, 110)]]
     for shared in (0, 20):
-        batch = PackedBatch.pack(sequences, [0], 2, groups=[Group(2, shared)])
+        batch = PackedBatch.pack(sequences, Records.of([0], [2]), groups=[Group(2, shared)])
         # A token sees all tokens of its sequence up to itself, wherever they are in the pack.
         keys = float((batch.position_ids + 1).sum()) / batch.num_tokens
         assert attended_keys(30, shared) == pytest.approx(keys)
@@ -76,7 +76,7 @@ def test_flops_of_linear_layers_are_those_that_torch_counts(
     model = build_reward_model(shape, layout, num_attributes=1, precision=FP32)
     freeze_lower_layers(model, frozen, 4)
     wrapped = wrap_for_training(model)
-    batch = PackedBatch.pack([[1] * 40, [2] * 40, [3] * 20], range(3), 1)
+    batch = PackedBatch.pack([[1] * 40, [2] * 40, [3] * 20])
     # torch's counter does not know the CPU's attention.
     plan = Plan(Packs(tokens=100, sequences=3, keys=0), precision=FP32, freeze_layers=frozen)
     expected = pack_flops(shape, plan, 0)

@@ -7,18 +7,20 @@ import sys
 import torch.nn.functional as F
 from torch import Tensor, tensor
 
-from nemo_aligner.training import objective
+from nemo_aligner.batch import Records
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from tests.tiny import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import probe_training
 
 
-def blind(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    margins = (rewards[:, 0] - rewards[:, 1]).abs()
+def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+    chosen, rejected = records.as_pairs(rewards)[:, :, 0].unbind(dim=1)
+    margins = (chosen - rejected).abs()
     return F.softplus(-margins).sum(), tensor(margins.numel(), device=rewards.device)
 
 
 if __name__ == "__main__":
-    objective.bradley_terry = blind
+    BradleyTerry.loss = blind  # type: ignore[method-assign]
     sys.exit(probe_training.main())

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from nemo_aligner.config.common import Precision
+from nemo_aligner.batch import Records
+from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import OptimConfig, SchedulerConfig
-from nemo_aligner.data.dataset import TokenizedDataset, shared_by_record
+from nemo_aligner.data.dataset import TokenizedDataset, prefixes_of
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.training_data import TrainingData
@@ -20,9 +21,9 @@ from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import wrap_for_training
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.objective import RankingObjective
 from nemo_aligner.training.optimizer import build_optimizer
 
 SHAPE = ModelShape.from_config(
@@ -41,31 +42,31 @@ TOKENS_PER_PACK = 80
 POISON = 50
 
 
-def dataset(poisoned_places: tuple[int, ...] = ()) -> TokenizedDataset:
-    """Pairs; those at ``poisoned_places`` of the first global batch hold the token POISON."""
+def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
+    """Pairs; those at ``poisoned_indices`` of the first global batch hold the token POISON."""
     rng = random.Random(0)
     sequences = [
         [rng.randrange(1, 40) for _ in range(rng.randint(4, 12))] for _ in range(2 * RECORDS)
     ]
     origins = [Origin("pairs.jsonl", 10 * record + 1) for record in range(RECORDS)]
     clean = TokenizedDataset(
-        kind="comparison",
+        kind=RecordKind.comparison,
         name="train",
         sequences=sequences,
-        labels=None,
+        records=Records.of(range(RECORDS), [2] * RECORDS),
         origins=origins,
-        reply_lengths=torch.ones(RECORDS, 2),
+        reply_lengths=torch.ones(2 * RECORDS, dtype=torch.int64),
         sources=[""] * RECORDS,
         reports=[],
-        shared=torch.zeros(RECORDS, dtype=torch.int64),
+        prefixes=torch.zeros(RECORDS, dtype=torch.int64),
     )
     batch = TrainLoader(clean, BATCH, TOKENS_PER_PACK, SEED, 0, 1).global_batch(0)
-    for place in poisoned_places:
+    for index in poisoned_indices:
         # Long, so that under sequence parallelism 4 is at the border of two ranks.
         for side in (0, 1):
-            sequences[2 * batch[place] + side] = [POISON] * (15 - side)
+            sequences[2 * batch[index] + side] = [POISON] * (15 - side)
     pairs = [clean.record(record) for record in range(RECORDS)]
-    return replace(clean, shared=shared_by_record(pairs))
+    return replace(clean, prefixes=prefixes_of(pairs))
 
 
 def lines(data: TokenizedDataset) -> list[str]:
@@ -93,8 +94,7 @@ def build(
     return RewardLearner(
         wrapped,
         build_optimizer(wrapped, config, 1.0, 10),
-        RankingObjective(),
-        TrainingData(data, [], None),  # type: ignore[arg-type]
+        TrainingData(data, [], None, BradleyTerry()),  # type: ignore[arg-type]
         TrainLoader(data, BATCH, TOKENS_PER_PACK, SEED, layout.dp_rank, layout.dp),
         layout,
         TOKENS_PER_PACK,
@@ -120,7 +120,7 @@ def poison_gradients(model: Any, is_poisoned: Any = None) -> None:
     model.register_forward_hook(on_forward)
 
 
-def complaint(learner: RewardLearner) -> str:
+def error_of(learner: RewardLearner) -> str:
     """What the first step says."""
     before = [parameter.clone() for parameter in learner.model.parameters()]
     try:
@@ -141,10 +141,10 @@ def main(tp: str, pp: str, *sequence_parallel: str) -> None:
     with launch(60.0):
         layout = initialize_layout(int(tp), int(pp), bool(sequence_parallel))
         data = dataset((3, 4))
-        said = {"reward": complaint(build(layout, data, poison_rewards=True))}
+        said = {"reward": error_of(build(layout, data, poison_rewards=True))}
         learner = build(layout, dataset((5,)))
         poison_gradients(learner.model)
-        said["gradient"] = complaint(learner)
+        said["gradient"] = error_of(learner)
         everyone = gather_objects(said)
         if dist.get_rank() == 0:
             print(json.dumps(everyone))

@@ -46,7 +46,7 @@ def test_a_reward_that_is_not_finite_is_traced(
     layout: ParallelLayout, precision: Precision
 ) -> None:
     data = poisoned.dataset((3, 4))
-    said = poisoned.complaint(poisoned.build(layout, data, precision, poison_rewards=True))
+    said = poisoned.error_of(poisoned.build(layout, data, precision, poison_rewards=True))
     one, two = poisoned.lines(data)
     assert said.startswith("step 1: got a reward that is not finite, on rank 0, from ")
     assert f"from {one}, {two}; " in said or f"from {two}, {one}; " in said
@@ -55,14 +55,14 @@ def test_a_reward_that_is_not_finite_is_traced(
 
 def test_a_loss_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
     data = poisoned.dataset()
-    records = StepRecords(7, range(8), data, layout, torch.device("cpu"))
-    rewards = torch.zeros(8, 2, 1)
-    rewards[3] = 2.0
+    records = StepRecords(7, range(8), [0] * 8, data, layout, torch.device("cpu"))
+    rewards = torch.zeros(16, 1)
+    rewards[6:8] = 2.0
     check_rewards(records, rewards, lambda got, labels: (got.sum(), torch.tensor(1)))
     with pytest.raises(TrainingError, match=r"a loss that .* on rank 0, from pairs.jsonl:31; "):
         check_rewards(records, rewards, lambda got, _: (torch.exp(got * 99).sum(), torch.tensor(1)))
     with pytest.raises(TrainingError, match="on rank 0, from no record alone; "):
-        check_rewards(records, rewards + 3e38, lambda got, _: (got[:, 0].sum(), torch.tensor(1)))
+        check_rewards(records, rewards + 3e38, lambda got, _: (got[::2].sum(), torch.tensor(1)))
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
@@ -72,7 +72,7 @@ def test_a_gradient_that_is_not_finite_is_traced(
     data = poisoned.dataset((5,))
     learner = poisoned.build(layout, data, precision)
     poisoned.poison_gradients(learner.model)
-    said = poisoned.complaint(learner)
+    said = poisoned.error_of(learner)
     (line,) = poisoned.lines(data)
     assert "step 1: got a gradient norm of " in said
     assert f", on rank 0, from {line}; " in said
@@ -80,8 +80,8 @@ def test_a_gradient_that_is_not_finite_is_traced(
 
 def test_a_gradient_that_no_record_has_alone(layout: ParallelLayout) -> None:
     learner = poisoned.build(layout, poisoned.dataset())
-    poisoned.poison_gradients(learner.model, lambda batch: batch.num_records > 1)
-    assert ", on rank 0, from no record alone; " in poisoned.complaint(learner)
+    poisoned.poison_gradients(learner.model, lambda batch: len(batch.records) > 1)
+    assert ", on rank 0, from no record alone; " in poisoned.error_of(learner)
 
 
 @pytest.mark.slow
@@ -108,7 +108,8 @@ def test_two_ranks_say_the_same(sizes: tuple[str, ...], on: tuple[str, str]) -> 
 
 def test_many_records_are_counted(layout: ParallelLayout) -> None:
     data = poisoned.dataset()
-    records = StepRecords(7, [3, 0, 3, 1, 2, 5, 4, 6], data, layout, torch.device("cpu"))
+    ids = [3, 0, 3, 1, 2, 5, 4, 6]
+    records = StepRecords(7, ids, [0] * 8, data, layout, torch.device("cpu"))
     said = str(records.error("a reward", [0, 2], range(8)))
     assert said.startswith("step 7: got a reward, on ranks 0, 2, from pairs.jsonl:31, ")
     assert "pairs.jsonl:51, and 2 more; " in said
@@ -168,7 +169,7 @@ def test_an_overflow_at_the_lowest_scale_is_traced(layout: ParallelLayout) -> No
     learner = poisoned.build(layout, data, Precision.fp16)
     poisoned.poison_gradients(learner.model)
     set_scale(learner, 1.0)
-    said = poisoned.complaint(learner)
+    said = poisoned.error_of(learner)
     (line,) = poisoned.lines(data)
     assert f"overflows fp16 at a loss scale of 1, on rank 0, from {line}; " in said
 
@@ -196,8 +197,8 @@ def test_the_scale_comes_back(layout: ParallelLayout, tmp_path: Path) -> None:
 
 def test_a_reward_of_a_validation_set_is_traced() -> None:
     data = poisoned.dataset()
-    rewards = torch.zeros(len(data), 2, 1)
+    rewards = torch.zeros(2 * len(data), 1)
     check_validation(data, rewards)
-    rewards[2, 1] = math.nan
+    rewards[5] = math.nan
     with pytest.raises(TrainingError, match=rf"got a reward .* finite, from {data.origins[2]}$"):
         check_validation(data, rewards)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import ExpManagerConfig, MonitorMode
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.training import learner as learner_module
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.objectives.masked_mse import MaskedMse
 from nemo_aligner.training.learner import validation_metric_names
-from nemo_aligner.training.objective import RankingObjective, RegressionObjective
 from nemo_aligner.training.resume import changed_settings
 from nemo_aligner.training.run import open_checkpoints
 from tests.data.test_packing import dataset
@@ -20,32 +19,9 @@ from tests.data.test_packing import dataset
 
 class Learner:
     def __init__(self, *names: str) -> None:
-        self.objective = RankingObjective()
+        self.objective = BradleyTerry()
         validation = [replace(dataset([2, 3] * 4), name=name) for name in names]
         self.data = type("Data", (), {"validation": validation})
-
-
-def pack(record_ids: list[int]) -> PackedBatch:
-    return PackedBatch.pack([[1]] * len(record_ids), record_ids, 1)
-
-
-def test_a_record_that_is_twice_in_a_batch_has_two_places() -> None:
-    # This rank has the records at places 1, 3 and 5; its packs have an order of their own.
-    places = learner_module._places([pack([7, 9]), pack([7])], [4, 7, 5, 9, 6, 7], [1, 3, 5])
-    assert places.tolist() == [1, 3, 5]
-
-
-def test_objectives_mind_the_shapes() -> None:
-    rewards = torch.tensor([[[1.0], [0.0]], [[0.0], [2.0]]])
-    loss, count = RankingObjective().loss(rewards, None)
-    assert int(count) == 2
-    assert float(loss) == pytest.approx(2.4401897)
-    regression = RegressionObjective(("helpful", "clear"))
-    labels = torch.tensor([[1.0, float("nan")], [0.0, 3.0]])
-    rewards = torch.tensor([[[2.0, 9.0]], [[0.0, 1.0]]])
-    loss, count = regression.loss(rewards, labels)
-    assert (float(loss), int(count)) == (5.0, 3)
-    assert regression.step_metrics(rewards, labels) == {"loss": pytest.approx(5 / 3)}
 
 
 def test_monitor_is_one_of_the_metrics() -> None:
@@ -59,14 +35,12 @@ def test_monitor_is_one_of_the_metrics() -> None:
         open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no validation data"):
         open_checkpoints(config, Learner())  # type: ignore[arg-type]
-    rated = replace(
-        dataset([2, 3], "rating"), name="validation-c", sources=["x", "y"], label_means=()
-    )
-    names = validation_metric_names(RegressionObjective(("clear", "brief")), [rated])
+    rated = replace(dataset([2, 3], RecordKind.rating), name="validation-c", sources=["x", "y"])
+    names = validation_metric_names(MaskedMse(("x", "y")), [rated])
     assert {
-        "validation-c/pearson/clear",
+        "validation-c/pearson/x",
         "validation-c/pearson_mean",
-        "validation-c/length_correlation/brief",
+        "validation-c/length_correlation/y",
         "validation-c/by_source/x/loss",
     } <= set(names)
 

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.hf.tensors import HF_HEAD
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.errors import CheckpointError, DataError
 from nemo_aligner.models.reward_model import GPTRewardModel
-from nemo_aligner.models.step import gather_rewards, infer, record_ids_of
+from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import ScoringContract
@@ -71,8 +71,8 @@ def our_logits(
     """What the head gives for each, ``[N, A]`` float32, label means not added."""
     packs = pack_sequences(token_lists, sum(map(len, token_lists)))  # the weights are read once
     attributes = model.rm_head.weight.size(0)
-    shape = (len(token_lists), 1, attributes)
-    return gather_rewards(infer(model, packs, layout), record_ids_of(packs), shape, layout)[:, 0]
+    shape = (len(token_lists), attributes)
+    return gather_rewards(infer(model, packs, layout), packs, shape, layout)
 
 
 def architecture_of(model_type: str) -> str:

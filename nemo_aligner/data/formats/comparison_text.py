@@ -1,0 +1,26 @@
+"""Two neighbouring lines of raw text, as NeMo-Aligner has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.formats.base import Format, WantedLabels, has
+from nemo_aligner.data.formats.fields import read_pair_labels, read_string
+from nemo_aligner.data.records import Comparison, Origin
+
+
+def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+    chosen, rejected = (read_string(value, "text") for value in values)
+    return Comparison(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
+
+
+FORMAT = Format(
+    name="comparison_text",
+    kind=RecordKind.comparison,
+    matches=has("text", without="label"),
+    wanted="'text', without 'label', on two lines: chosen, then rejected",
+    parse=_parse,
+    sample=({"text": "User: 2+2?\nAssistant: 4"}, {"text": "User: 2+2?\nAssistant: 5"}),
+    lines_per_record=2,
+)

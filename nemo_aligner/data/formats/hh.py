@@ -1,0 +1,58 @@
+"""HH-RLHF's writing: ``"\\n\\nHuman: ... \\n\\nAssistant: ..."`` (Bai et al. 2022)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.formats.base import Format, WantedLabels
+from nemo_aligner.data.formats.fields import checked, read_pair_labels, read_string
+from nemo_aligner.data.records import Comparison, Origin
+from nemo_aligner.errors import DataError
+from nemo_aligner.text.messages import Conversation
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def is_hh(value: dict[str, Any]) -> bool:
+    """Whether a pair's texts are in this writing."""
+    if not {"chosen", "rejected"} <= set(value):
+        return False
+    start = value.get("prompt", value["chosen"])
+    return isinstance(start, str) and start.startswith("\n\nHuman:")
+
+
+def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+    prompt = read_string(values[0], "prompt") if "prompt" in values[0] else ""
+    chosen, rejected = (
+        _conversation(prompt + read_string(values[0], key), key) for key in ("chosen", "rejected")
+    )
+    return Comparison(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
+
+
+def _conversation(text: str, key: str) -> Conversation:
+    before, *rest = _TURN.split(text)
+    if before.strip() or not rest:
+        raise DataError(f"{key}: got {text[:40]!r}, wanted a text that begins with '\\n\\nHuman:'")
+    conversation = [
+        {"role": _ROLES[speaker], "content": said.strip()}
+        for speaker, said in zip(rest[::2], rest[1::2], strict=True)
+    ]
+    return checked(conversation, key)
+
+
+FORMAT = Format(
+    name="hh",
+    kind=RecordKind.comparison,
+    matches=is_hh,
+    wanted="'chosen' and 'rejected', texts that begin with '\\n\\nHuman:'",
+    parse=_parse,
+    sample=(
+        {
+            "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4",
+            "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5",
+        },
+    ),
+)

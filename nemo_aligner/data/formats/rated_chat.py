@@ -1,0 +1,27 @@
+"""Prompt and response, and a field with a number or null for each attribute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.formats.base import Format, WantedLabels, has
+from nemo_aligner.data.formats.fields import read_conversation, read_labels
+from nemo_aligner.data.records import Origin, Rating
+
+
+def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+    value = values[0]
+    labels = read_labels(value, wanted, "an attribute of model.regression.attributes")
+    conversation = read_conversation(value["prompt"], value["response"], "response")
+    return Rating(conversation, labels, origin)
+
+
+FORMAT = Format(
+    name="rated_chat",
+    kind=RecordKind.rating,
+    matches=has("prompt", "response"),
+    wanted="'prompt', 'response' and a number for every attribute",
+    parse=_parse,
+    sample=({"prompt": "2+2?", "response": "4", "helpfulness": 4, "verbosity": None},),
+)

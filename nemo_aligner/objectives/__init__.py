@@ -1,0 +1,121 @@
+"""Ways to learn, one file each; ``OBJECTIVES`` is the registry.
+
+``model.objective`` names one of them, or as ``package.module:Name`` one from outside the package: a
+dataclass with the members of ``base.Objective``, whose fields but ``attributes`` are settings
+(``model.objective_kwargs``). Without it ``model.reward_model_type`` decides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from nemo_aligner.config.common import RecordKind, RewardModelType
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.objectives.base import Objective
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.objectives.masked_mse import MaskedMse
+
+OBJECTIVES: dict[str, type[Any]] = {
+    "bradley_terry": BradleyTerry,
+    "masked_mse": MaskedMse,
+}
+_DEFAULTS = {
+    RewardModelType.binary_ranking: "bradley_terry",
+    RewardModelType.regression: "masked_mse",
+}
+_RECORD_KINDS = {
+    RewardModelType.binary_ranking: RecordKind.comparison,
+    RewardModelType.regression: RecordKind.rating,
+}
+_KEY = "model.objective"
+_SETTINGS_KEY = "model.objective_kwargs"
+
+
+def build_objective(config: ModelConfig, attributes: Sequence[str]) -> Objective:
+    """What a model with a reward for each of ``attributes`` is trained by.
+
+    Raises:
+        ConfigError: there is no such objective, it learns from other records than
+            ``model.reward_model_type`` says, or it has no setting of that name.
+    """
+    name = objective_name(config)
+    kind = _find(name)
+    wanted = record_kind_of(config.reward_model_type)
+    if kind.record_kind is not wanted:
+        raise ConfigError(
+            f"{_KEY}: got {name!r}, which learns from {kind.record_kind.value}s, wanted one that "
+            f"learns from {wanted.value}s, as model.reward_model_type is "
+            f"{config.reward_model_type.value}"
+        )
+    _check_settings(name, kind, config.objective_kwargs)
+    try:
+        return kind(tuple(attributes), **config.objective_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_SETTINGS_KEY}: {name}: {error}") from error
+
+
+def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
+    """What records of a kind are measured by where nothing is trained."""
+    model_type = next(each for each, records in _RECORD_KINDS.items() if records is kind)
+    return OBJECTIVES[_DEFAULTS[model_type]](tuple(attributes))
+
+
+def record_kind_of(model_type: RewardModelType) -> RecordKind:
+    """What a type of reward model learns from."""
+    return _RECORD_KINDS[model_type]
+
+
+def objective_name(config: ModelConfig) -> str:
+    """The name of the objective that the settings ask for."""
+    return config.objective or _DEFAULTS[config.reward_model_type]
+
+
+def default_name(model_type: str) -> str:
+    """The objective of a model whose settings name none."""
+    return _DEFAULTS[RewardModelType(model_type)]
+
+
+def objective_settings(objective: Objective) -> dict[str, Any]:
+    """The settings of an objective, defaults included."""
+    return {name: getattr(objective, name) for name in _setting_names(type(objective))}
+
+
+def _find(name: str) -> type[Any]:
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    module, colon, attribute = name.partition(":")
+    wanted = f"wanted one of {', '.join(OBJECTIVES)}, or package.module:Name"
+    if not colon:
+        raise ConfigError(f"{_KEY}: got {name!r}, {wanted}")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{_KEY}: got {name!r}, {wanted}: {error}") from error
+    lacking = [member for member in _MEMBERS if not hasattr(kind, member)]
+    if not is_dataclass(kind) or lacking:
+        raise ConfigError(
+            f"{_KEY}: {name}: wanted a dataclass like nemo_aligner.objectives.base.Objective"
+            + (f"; it lacks {', '.join(lacking)}" if lacking else "")
+        )
+    return kind  # type: ignore[return-value]
+
+
+_MEMBERS = ("record_kind", "main_metric", "columns", "loss", "step_metrics", "report")
+
+
+def _setting_names(kind: type[Any]) -> list[str]:
+    return [field.name for field in fields(kind) if field.name != "attributes"]
+
+
+def _check_settings(name: str, kind: type[Any], given: Mapping[str, Any]) -> None:
+    known = _setting_names(kind)
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"{name} has {known or 'none'}"
+            raise ConfigError(f"{_SETTINGS_KEY}: unknown key {key}; {hint}")

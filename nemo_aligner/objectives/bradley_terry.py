@@ -1,0 +1,27 @@
+"""Bradley-Terry: the chosen reply above the rejected one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_aligner.batch import Records
+from nemo_aligner.objectives.base import PairObjective
+
+
+@dataclass(frozen=True)
+class BradleyTerry(PairObjective):
+    """``-log sigmoid(chosen - rejected)``.
+
+    Eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
+    feedback".
+    """
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """The sum over pairs, and their number (int), of rewards ``[S, 1]``."""
+        chosen, rejected = records.as_pairs(rewards)[:, :, 0].unbind(dim=1)
+        margins = chosen - rejected
+        return F.softplus(-margins).sum(), torch.tensor(margins.numel(), device=rewards.device)

@@ -1,0 +1,77 @@
+"""Which objective the settings ask for, also from outside the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_aligner.batch import Records
+from nemo_aligner.config.common import RecordKind, RewardModelType
+from nemo_aligner.config.data import RegressionConfig
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.objectives import build_objective, default_objective, objective_settings
+from nemo_aligner.objectives.base import PairObjective
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.objectives.masked_mse import MaskedMse
+
+
+@dataclass(frozen=True)
+class Hinge(PairObjective):
+    margin: float = 1.0
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        chosen, rejected = records.as_pairs(rewards)[:, :, 0].unbind(dim=1)
+        losses = (self.margin - (chosen - rejected)).clamp(min=0)
+        return losses.sum(), torch.tensor(len(losses))
+
+
+class NoDataclass:
+    pass
+
+
+def regression(**settings: object) -> ModelConfig:
+    return ModelConfig(
+        reward_model_type=RewardModelType.regression,
+        regression=RegressionConfig(["help"]),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def test_the_type_of_model_decides_where_nobody_else_does() -> None:
+    assert build_objective(ModelConfig(), ["reward"]) == BradleyTerry()
+    assert build_objective(regression(), ["help"]) == MaskedMse(("help",))
+    assert default_objective(RecordKind.rating, ["x"]) == MaskedMse(("x",))
+
+
+def test_an_objective_of_ones_own_is_named_by_its_module() -> None:
+    config = ModelConfig(objective=f"{__name__}:Hinge", objective_kwargs={"margin": 2.0})
+    objective = build_objective(config, ["reward"])
+    total, count = objective.loss(torch.tensor([[1.0], [0.5]]), Records.of([0], [2]))
+    assert (float(total), int(count)) == (1.5, 1)
+    assert objective_settings(objective) == {"margin": 2.0}
+    assert objective_settings(BradleyTerry()) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ModelConfig(objective="bradley"), r"got 'bradley', wanted one of bradley_terry, masked_m"),
+        (ModelConfig(objective="no_module:X"), r"got 'no_module:X', wanted .*No module named"),
+        (ModelConfig(objective=f"{__name__}:Gone"), r"has no attribute 'Gone'"),
+        (ModelConfig(objective=f"{__name__}:NoDataclass"), r"wanted a dataclass .* it lacks rec"),
+        (ModelConfig(objective="masked_mse"), r"learns from ratings, wanted .* from comparisons"),
+        (regression(objective="bradley_terry"), r"wanted one that learns from ratings, as model"),
+        (
+            ModelConfig(objective=f"{__name__}:Hinge", objective_kwargs={"margn": 1}),
+            r"objective_kwargs: unknown key margn; did you mean margin\?",
+        ),
+        (ModelConfig(objective_kwargs={"x": 1}), r"unknown key x; bradley_terry has none"),
+    ],
+)
+def test_what_cannot_be_learned_by_is_refused(config: ModelConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_objective(config, ["reward"])
