@@ -1,0 +1,115 @@
+"""The examples of docs/extending.md, run from outside the package as that page says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.data import DataConfig, DataPrefixConfig
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.data.reading import read_records
+from nemo_aligner.data.training_data import build_training_data
+from nemo_aligner.errors import DataError
+from nemo_aligner.metrics import table
+from nemo_aligner.metrics.ranking import PairRewards
+from nemo_aligner.text.tokenizer import Tokenizer
+from tests import tiny
+from tests.contracts import Contracts
+
+PAGE = (tiny.ROOT / "docs" / "extending.md").read_text()
+FILES = {
+    match[1]: match[2]
+    for match in re.finditer(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, flags=re.DOTALL)
+}
+
+Import = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def import_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
+    """Writes a file of the page to a folder outside the package, and imports it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(name: str) -> ModuleType:
+        (tmp_path / f"{name}.py").write_text(FILES[name])
+        return importlib.import_module(name)
+
+    yield load
+    for name in FILES:
+        sys.modules.pop(name, None)
+
+
+def test_the_page_has_an_example_of_each_kind() -> None:
+    assert {"my_objectives", "my_formats", "my_metrics"} <= set(FILES)
+
+
+def test_a_loss_learns_from_the_columns_that_it_names(
+    import_example: Import, contracts: Contracts, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    import_example("my_objectives")
+    rows = [
+        {"prompt": "who", "chosen": "the cat", "rejected": f"a dog {n}", "label_margin": n}
+        for n in range(1, 4)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = ModelConfig(
+        objective="my_objectives:MarginHinge",
+        objective_kwargs={"scale": 0.5},
+        data=DataConfig(data_prefix=DataPrefixConfig(train=[str(path)])),
+    )
+    data = build_training_data(config, contracts(), tokenizer)
+    assert data.train.records.labels.names == ("label_margin",)
+    rewards = torch.tensor([[1.0], [0.0]] * 3)
+    total, count = data.objective.loss(rewards, data.train.records)
+    assert (float(total), int(count)) == (0.5, 3)
+    path.write_text(json.dumps({key: rows[0][key] for key in ("prompt", "chosen", "rejected")}))
+    with pytest.raises(DataError, match=r"pairs.jsonl:1: missing key 'label_margin', a label col"):
+        build_training_data(config, contracts(), tokenizer)
+
+
+def test_a_loss_may_have_labels_that_are_missing(import_example: Import) -> None:
+    objective = import_example("my_objectives").MarginHinge()
+    labels = LabelColumns.of(["label_margin"], torch.tensor([[2.0], [0.0]]))
+    total, _ = objective.loss(torch.zeros(4, 1), Records.of([0, 1], [2, 2], labels))
+    assert float(total) == 2.0
+
+
+def test_a_format_is_found_by_its_keys(
+    import_example: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = import_example("my_formats").FORMAT
+    monkeypatch.setitem(FORMATS, example.name, example)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(example.sample[0]))
+    file = read_records(path, RecordKind.comparison)
+    assert (file.format, file.records[0].chosen[-1]["content"]) == ("a_or_b", "4")
+    path.write_text(json.dumps({**example.sample[0], "better": "c"}))
+    with pytest.raises(DataError, match=r"pairs.jsonl:1: better: got 'c', wanted 'a' or 'b'"):
+        read_records(path, RecordKind.comparison)
+
+
+def test_a_metric_is_measured_with_the_others(
+    import_example: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "PAIRS", list(table.PAIRS))
+    import_example("my_metrics")
+    pairs = PairRewards.of(torch.tensor([[3.0, 0.0], [1.0, 0.5]]))
+    assert table.measure_pairs(pairs, in_step=True)["clear_accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("known", FORMATS.values(), ids=lambda known: known.name)
+def test_every_sample_fits_exactly_one_format(known: object) -> None:
+    for value in known.sample:  # type: ignore[attr-defined]
+        assert [each for each in FORMATS.values() if each.matches(value)] == [known]
