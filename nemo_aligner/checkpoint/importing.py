@@ -31,9 +31,11 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     model_tensors,
 )
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
+from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import is_per_layer, model_shape
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.stream import TensorReader, UnreadTensor, save_unread
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
+from nemo_aligner.checkpoint.weights.stream import UnreadTensor, save_unread
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
 from nemo_aligner.models.shape import ModelShape
@@ -149,22 +151,22 @@ def _unread(
     folder: NemoFolder, shape: ModelShape
 ) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
     """The decoder's tensors by key, outside the layers and inside, without vocabulary padding."""
-    stored, reader = folder.tensors, TensorReader(folder.weights)
+    stored, store = folder.tensors, folder.store
     is_numbered = is_per_layer(stored)
 
     def outside(name: str) -> UnreadTensor:
         size, dtype = stored[name]
         rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
         return UnreadTensor(
-            (rows, *size[1:]), dtype, lambda: reader.read(folder.prefix + name)[:rows]
+            (rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows]
         )
 
     def inside(name: str, layer: int) -> UnreadTensor:
         key = f"{LAYERS}{layer}.{name}" if is_numbered else LAYERS + name
         size, dtype = stored[key]
-        place = None if is_numbered else layer
+        index = None if is_numbered else layer
         size = size if is_numbered else size[1:]
-        return UnreadTensor(size, dtype, lambda: reader.read(folder.prefix + key, place))
+        return UnreadTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
 
     names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
     return {PREFIX + name: outside(name) for name in names}, {
@@ -249,9 +251,8 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> Head | None:
         raise CheckpointError(
             f"{folder.source}: {HEAD}: got shape {list(size)}, wanted rows of {shape.hidden_size}"
         )
-    reader = TensorReader(folder.weights)
-    weight = reader.read(folder.prefix + HEAD).float()
-    bias = reader.read(folder.prefix + HEAD_BIAS).float() if HEAD_BIAS in stored else None
+    weight = folder.store.read(folder.prefix + HEAD).float()
+    bias = folder.store.read(folder.prefix + HEAD_BIAS).float() if HEAD_BIAS in stored else None
     try:
         return fold_head(weight, bias, folder.config)
     except CheckpointError as error:

@@ -25,14 +25,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.nemo.open import sync_to_disk
+from nemo_aligner.checkpoint.nemo.write import sync_to_disk
 from nemo_aligner.checkpoint.weights.background import in_background
-from nemo_aligner.checkpoint.weights.torch_dist import (
-    PendingSave,
-    copy_tensors,
-    load_weights,
-    start_saving,
-)
+from nemo_aligner.checkpoint.weights.save import PendingSave, copy_tensors, start_saving
+from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from nemo_aligner.checkpoint.nemo import archive as archive_module
-from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
 
@@ -228,7 +229,7 @@ def test_a_killed_write_leaves_nothing_under_the_name(
     path = tmp_path / "out" / "model.nemo"
     script = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from nemo_aligner.checkpoint.nemo.open import write_nemo\n"
+        "from nemo_aligner.checkpoint.nemo.write import write_nemo\n"
         "os.fsync = lambda stream: os.kill(os.getpid(), 9)\n"
         "write_nemo(sys.argv[1], {}, Path(sys.argv[2]), Path(sys.argv[3]))"
     )

@@ -414,7 +414,7 @@ def test_an_index_that_lacks_something_is_refused(
 
 
 def test_a_wrong_shape_and_an_unknown_family_are_named(folder: Path, layout: Any) -> None:
-    from nemo_aligner.checkpoint.nemo.open import save_weights
+    from nemo_aligner.checkpoint.weights.save import save_weights
     from tests.checkpoint.test_weights import sharded
 
     shutil.rmtree(folder / "model_weights")

@@ -67,7 +67,7 @@ def request(fill: float | None = None, dtype: torch.dtype = torch.float32) -> di
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    from nemo_aligner.checkpoint.nemo.open import save_weights
+    from nemo_aligner.checkpoint.weights.save import save_weights
 
     save_weights(request(), tmp_path / "weights")
     return tmp_path / "weights"
@@ -81,16 +81,16 @@ def check_loaded(state: dict[str, Any]) -> None:
 
 
 def load(folder: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
-    from nemo_aligner.checkpoint.nemo.open import load_weights
+    from nemo_aligner.checkpoint.weights.store import load_weights
 
     return load_weights(request(fill=-1.0) if wanted is None else wanted, folder)
 
 
 def test_tensors_come_back_bit_for_bit(saved: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import stored_tensors
+    from nemo_aligner.checkpoint.weights.store import open_weights
 
     check_loaded(load(saved))
-    assert stored_tensors(saved) == {
+    assert open_weights(saved).tensors == {
         "model.embedding": ((6, 4), torch.float32),
         "model.layers.weight": ((2, 3, 4), torch.float32),
     }
@@ -240,8 +240,8 @@ def test_linked_data_is_refused(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_pending_save_writes_its_copies(tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import load_weights
-    from nemo_aligner.checkpoint.weights.torch_dist import copy_tensors, start_saving
+    from nemo_aligner.checkpoint.weights.save import copy_tensors, start_saving
+    from nemo_aligner.checkpoint.weights.store import load_weights
 
     state, host = request(), {}
     live = [entry.data for entry in state.values() if entry.data is not None]
@@ -261,7 +261,7 @@ def test_a_pending_save_writes_its_copies(tmp_path: Path) -> None:
 def test_a_failed_write_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from nemo_aligner.checkpoint.weights.torch_dist import start_saving
+    from nemo_aligner.checkpoint.weights.save import start_saving
 
     def fail(*unused: Any) -> None:
         raise OSError(28, "No space left on device")
