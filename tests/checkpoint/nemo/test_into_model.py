@@ -73,9 +73,8 @@ def test_sizes_are_checked_before_anything_is_allocated(
 
 
 def test_a_wrong_shape_and_an_unknown_family_are_named(unpacked: Path, layout: Any) -> None:
-    from tests.checkpoint.test_weights import sharded
-
     from nemo_aligner.checkpoint.weights.save import save_weights
+    from tests.checkpoint.weights.tensors import sharded
 
     shutil.rmtree(unpacked / "model_weights")
     save_weights(
