@@ -135,7 +135,7 @@ num_layers() {
     python - "$MODEL" << 'PYTHON'
 import sys
 
-from nemo_aligner.checkpoint.nemo.open.open import open_nemo
+from nemo_aligner.checkpoint.nemo.open import open_nemo
 
 with open_nemo(sys.argv[1], with_weights=False) as folder:
     print(folder.config["num_layers"])

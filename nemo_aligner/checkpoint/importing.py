@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.attributes import attribute_names
 from nemo_aligner.checkpoint.decoder_tensors import (
     EMBEDDING,
     HEAD,
@@ -31,9 +32,11 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     model_tensors,
 )
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
+from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import is_per_layer, model_shape
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.stream import TensorReader, UnreadTensor, save_unread
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
+from nemo_aligner.checkpoint.weights.stream import UnreadTensor, dtype_of_matrices, save_unread
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
 from nemo_aligner.models.shape import ModelShape
@@ -113,16 +116,18 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
         if HEAD in folder.tensors and not options.keep_scaling:
             ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if config.get(key)]
             config.update(dict.fromkeys(ignored, False))
-        shape, precision = model_shape(folder, config), _precision(folder)
+        shape = model_shape(folder, config)
         tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
+        tensors, layers = _unread(folder, shape)
+        if head is not None:
+            tensors.pop(PREFIX + OUTPUT_LAYER, None)
+        precision = _precision(folder, {**tensors, **layers})
         try:
             contract = _contract(folder, tokenizer, head, options, precision) if head else None
         except (ConfigError, DataError) as error:
             raise type(error)(f"{folder.source}: {error}") from error
-        tensors, layers = _unread(folder, shape)
         if head is not None:
-            tensors.pop(PREFIX + OUTPUT_LAYER, None)
             tensors[PREFIX + HEAD] = _in_memory(head.weight)
         save_unread(tensors, layers, scratch / "weights")
         tokenizer.save(scratch / "tokenizer")
@@ -133,9 +138,9 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
 
 def _refuse_reward_options(source: str | Path, options: ImportOptions) -> None:
     given = {
-        "--template": options.template is not None,
-        "--attributes": bool(options.attributes),
-        "--keep-scaling": options.keep_scaling,
+        "template": options.template is not None,
+        "attributes": bool(options.attributes),
+        "keep_scaling": options.keep_scaling,
     }
     names = [name for name, is_given in given.items() if is_given]
     if names:
@@ -149,22 +154,22 @@ def _unread(
     folder: NemoFolder, shape: ModelShape
 ) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
     """The decoder's tensors by key, outside the layers and inside, without vocabulary padding."""
-    stored, reader = folder.tensors, TensorReader(folder.weights)
+    stored, store = folder.tensors, folder.store
     is_numbered = is_per_layer(stored)
 
     def outside(name: str) -> UnreadTensor:
         size, dtype = stored[name]
         rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
         return UnreadTensor(
-            (rows, *size[1:]), dtype, lambda: reader.read(folder.prefix + name)[:rows]
+            (rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows]
         )
 
     def inside(name: str, layer: int) -> UnreadTensor:
         key = f"{LAYERS}{layer}.{name}" if is_numbered else LAYERS + name
         size, dtype = stored[key]
-        place = None if is_numbered else layer
+        index = None if is_numbered else layer
         size = size if is_numbered else size[1:]
-        return UnreadTensor(size, dtype, lambda: reader.read(folder.prefix + key, place))
+        return UnreadTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
 
     names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
     return {PREFIX + name: outside(name) for name in names}, {
@@ -249,23 +254,28 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> Head | None:
         raise CheckpointError(
             f"{folder.source}: {HEAD}: got shape {list(size)}, wanted rows of {shape.hidden_size}"
         )
-    reader = TensorReader(folder.weights)
-    weight = reader.read(folder.prefix + HEAD).float()
-    bias = reader.read(folder.prefix + HEAD_BIAS).float() if HEAD_BIAS in stored else None
+    weight = folder.store.read(folder.prefix + HEAD).float()
+    bias = folder.store.read(folder.prefix + HEAD_BIAS).float() if HEAD_BIAS in stored else None
     try:
         return fold_head(weight, bias, folder.config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder.source}: {error}") from error
 
 
-def _precision(folder: NemoFolder) -> Precision:
-    stored = folder.tensors
-    dtype = stored[EMBEDDING][1] if EMBEDDING in stored else None
-    if dtype not in _PRECISIONS:
-        raise CheckpointError(
-            f"{folder.source}: {EMBEDDING}: got {dtype}, wanted fp32, bf16 or fp16"
-        )
-    return _PRECISIONS[dtype]
+def _precision(
+    folder: NemoFolder, tensors: Mapping[str, UnreadTensor | list[UnreadTensor]]
+) -> Precision:
+    """What holds every number of the decoder's matrices, as a conversion has it."""
+    stored = []
+    for key, entry in tensors.items():
+        parts = entry if isinstance(entry, list) else [entry]
+        for tensor in parts:
+            if len(tensor.shape) > 1 and tensor.dtype not in _PRECISIONS:
+                raise CheckpointError(
+                    f"{folder.source}: {key}: got {tensor.dtype}, wanted fp32, bf16 or fp16"
+                )
+        stored += parts
+    return _PRECISIONS[dtype_of_matrices(stored)]
 
 
 def _contract(
@@ -304,7 +314,7 @@ def _contract(
 def _template(setting: str | None, tokenizer: Tokenizer) -> str:
     if setting is None:
         raise ConfigError(
-            "--template: a reward model of others does not say how a conversation becomes text; "
+            "template: a reward model of others does not say how a conversation becomes text; "
             f"wanted 'tokenizer', {', '.join(map(repr, BUILT_IN_TEMPLATES))}, a file, or "
             f"{RAW_TEXT!r} for texts as they stand alone"
         )
@@ -312,14 +322,12 @@ def _template(setting: str | None, tokenizer: Tokenizer) -> str:
         return ""
     template = resolve_template(setting, tokenizer)
     if not template:
-        raise ConfigError(f"--template: got {setting!r}, but the tokenizer has no chat template")
+        raise ConfigError(f"template: got {setting!r}, but the tokenizer has no chat template")
     check_template(template, setting, tokenizer)
     return template
 
 
 def _names(given: tuple[str, ...], count: int) -> tuple[str, ...]:
-    if not given:
-        return ("reward",) if count == 1 else tuple(f"attribute_{n}" for n in range(1, count + 1))
-    if len(set(given)) != count or len(given) != count or not all(given):
-        raise ConfigError(f"--attributes: got {list(given)}, wanted {count} different names")
-    return given
+    if given:
+        return attribute_names(given, count)
+    return ("reward",) if count == 1 else tuple(f"attribute_{n}" for n in range(1, count + 1))

@@ -25,14 +25,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.nemo.open import sync_to_disk
+from nemo_aligner.checkpoint.nemo.write import sync_to_disk
 from nemo_aligner.checkpoint.weights.background import in_background
-from nemo_aligner.checkpoint.weights.torch_dist import (
-    PendingSave,
-    copy_tensors,
-    load_weights,
-    start_saving,
-)
+from nemo_aligner.checkpoint.weights.save import PendingSave, copy_tensors, start_saving
+from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main
@@ -139,24 +135,24 @@ class RunCheckpoints:
         """Delete what a killed save or removal left behind; call it before the first save."""
         on_main(lambda: _delete_unfinished(self.folder))
 
-    def all(self) -> list[Saved]:
+    def list_saved(self) -> list[Saved]:
         """Every whole checkpoint, oldest first; a pending one is waited for."""
         self.publish()
         return on_main(lambda: _list_saved(self.folder))
 
     def latest(self) -> Saved | None:
         """The newest checkpoint."""
-        saved = self.all()
+        saved = self.list_saved()
         return saved[-1] if saved else None
 
     def best(self) -> Saved | None:
         """The best checkpoint by ``monitor``; of equals the earliest."""
-        ranked = self._ranked(self.all())
+        ranked = self._ranked(self.list_saved())
         return ranked[0] if ranked else None
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a checkpoint with these metrics would be kept for them, beside a pending one."""
-        if self._key(metrics) is None:
+        if self._sort_key(metrics) is None:
             return False
         newcomer = Saved(self.folder, RunState(step=2**62, consumed_samples=0, metrics={**metrics}))
         saved = [*on_main(lambda: _list_saved(self.folder)), newcomer]
@@ -239,11 +235,11 @@ class RunCheckpoints:
         _load_model(model, load_weights(request, saved.path / _STATE)["model"], saved.path)
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
-        scored = [(self._key(item.state.metrics), item) for item in saved]
+        scored = [(self._sort_key(item.state.metrics), item) for item in saved]
         ranked = [(key, item.state.step, item) for key, item in scored if key is not None]
         return [item for *_, item in sorted(ranked, key=lambda entry: entry[:2])]
 
-    def _key(self, metrics: Mapping[str, float]) -> float | None:
+    def _sort_key(self, metrics: Mapping[str, float]) -> float | None:
         """Smaller is better; None for what cannot be ranked."""
         value = metrics.get(self.monitor) if self.monitor is not None else None
         if value is None or math.isnan(value):

@@ -1,4 +1,4 @@
-"""Text, YAML and JSON that a stranger wrote, as plain data of bounded size; nothing is run."""
+"""Text, YAML and JSON of anyone, as plain data of bounded size; nothing in it is run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_DIGITS = 400
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
     """A YAML file that holds one mapping; aliases may repeat little.
 
-    ``where`` names the file in complaints.
+    ``where`` names the file in errors.
 
     Raises:
         CheckpointError: it is missing, too large, of another kind, or has tags that name code.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import tiny
+from tests.checkpoint import foreign
 from tests.checkpoint.fuzzing import Door, Files, Mutation, check_all
 
 
@@ -51,3 +55,54 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dic
         return asked
 
     return give
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model's archive with rope scaling and an output layer of its own."""
+    path = tmp_path_factory.mktemp("base") / "base.nemo"
+    return tiny.write_base_nemo(path, tie_word_embeddings=False, rope_parameters=foreign.ROPE)
+
+
+@pytest.fixture(scope="module")
+def tensors(base: Path, layout: Any) -> foreign.Tensors:
+    return foreign.tensors_of(base)
+
+
+@pytest.fixture(scope="session")
+def tiny_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "base.nemo"
+    return tiny.write_base_nemo(
+        path,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+
+@pytest.fixture
+def unpacked(tiny_archive: Path, tmp_path: Path) -> Path:
+    """The archive unpacked, as untrusted ones are: without checksums."""
+    folder = tmp_path / "folder"
+    shutil.unpack_archive(tiny_archive, folder, "tar")
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def index_reads() -> Iterator[list[str]]:
+    """The indexes of distributed checkpoints that are opened to be read, whoever does it."""
+    found: list[str] = []
+    is_watching = True
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_watching and event == "open" and arguments[1] in ("r", "rb"):
+            path = str(arguments[0])
+            if path.endswith(".metadata"):
+                found.append(path)
+
+    sys.addaudithook(watch)
+    yield found
+    is_watching = False  # such a hook cannot be taken away

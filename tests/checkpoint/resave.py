@@ -9,8 +9,8 @@ LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 
 
 def main(archive: str, folder: str) -> None:
-    from nemo_aligner.checkpoint.nemo.open import save_weights
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+    from nemo_aligner.checkpoint.weights.save import save_weights
     from nemo_aligner.config.common import Precision
     from nemo_aligner.errors import CheckpointError
     from nemo_aligner.parallel.launch import launch

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from tests import tiny
-from tests.checkpoint import strangers
+from tests.checkpoint import foreign
 from tests.checkpoint.fuzzing import (
     BOMB,
     NASTY,
@@ -181,17 +181,17 @@ def megatron_settings(name: str) -> list[Mutation]:
 
 
 def nemo2(folder: Path, *parts: Any) -> list[Mutation]:
-    strangers.write_nemo2(folder, *parts)
+    foreign.write_nemo2(folder, *parts)
     return megatron_settings("context/model.yaml")
 
 
 def bridge(folder: Path, *parts: Any) -> list[Mutation]:
-    inner = strangers.write_bridge(folder, *parts)
+    inner = foreign.write_bridge(folder, *parts)
     return [*megatron_settings(f"{inner.name}/run_config.yaml"), Mutation(tracker)]
 
 
 def megatron_lm(folder: Path, *parts: Any) -> list[Mutation]:
-    strangers.write_megatron_lm(folder, *parts)
+    foreign.write_megatron_lm(folder, *parts)
     return [
         Mutation(arguments, ALL),
         Mutation(tracker),
@@ -204,11 +204,11 @@ def megatron_lm(folder: Path, *parts: Any) -> list[Mutation]:
 def zarr(folder: Path, *parts: Any) -> list[Mutation]:
     pytest.importorskip("zarr")
     pytest.importorskip("ml_dtypes")
-    strangers.write_nemo1(folder, *parts)
+    foreign.write_nemo1(folder, *parts)
     for path in (folder / "model_weights").iterdir():
         path.unlink()
     (folder / "model_weights").rmdir()
-    strangers.write_zarr(folder / "model_weights", parts[0])
+    foreign.write_zarr(folder / "model_weights", parts[0])
     return [
         Mutation(zarr_header, ("weights",)),
         Mutation(zarr_piece, ("weights",)),
@@ -225,11 +225,11 @@ def convert(source: Path, output: Path, template: str | None = None) -> str:
 
 def written(kind: Callable[..., list[Mutation]], folder: Path) -> tuple[Files, list[Mutation]]:
     base = folder / "base.nemo"
-    tiny.write_base_nemo(base, tie_word_embeddings=False, rope_parameters=strangers.ROPE)
+    tiny.write_base_nemo(base, tie_word_embeddings=False, rope_parameters=foreign.ROPE)
     (folder / "tokenizer").mkdir()
     for path in [*(folder / "base.hf").glob("*token*"), folder / "base.hf/chat_template.jinja"]:
         (folder / "tokenizer" / path.name).write_bytes(path.read_bytes())
-    mutations = kind(folder / "theirs", strangers.tensors_of(base), folder / "tokenizer")
+    mutations = kind(folder / "theirs", foreign.tensors_of(base), folder / "tokenizer")
     return files_of(folder / "theirs"), mutations
 
 
@@ -250,8 +250,8 @@ def aligner(folder: Path, tensors: Any, tokenizer: Path) -> list[Mutation]:
         "reward_standardization": {"enable": True, "mean": 0.5, "std": 2.0},
         "output_sequence": False,
     }
-    strangers.write_nemo1(folder, {**tensors, **head}, tokenizer, **settings)
-    tokens = f"{strangers.HEX}_tokenizer"
+    foreign.write_nemo1(folder, {**tensors, **head}, tokenizer, **settings)
+    tokens = f"{foreign.HEX}_tokenizer"
 
     def head_settings(files: Files, rng: random.Random) -> Files:
         content = yaml.safe_load(files["model_config.yaml"])

@@ -42,7 +42,8 @@ def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_aligner.checkpoint.nemo.open import load_weights, open_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.checkpoint.weights.store import load_weights
 
     same = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -141,13 +142,13 @@ def test_the_summary_and_the_config_say_what_was_converted(
 
 
 def test_dtype_is_as_stored_or_as_asked(checkpoint: Path, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo, stored_tensors
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     summary = convert(checkpoint, tmp_path / "base.nemo", torch.bfloat16)
     assert summary.dtype == "bf16"
     with open_nemo(tmp_path / "base.nemo") as folder:
         assert folder.config["precision"] == "bf16"
-        assert {dtype for _, dtype in stored_tensors(folder.weights).values()} == {torch.bfloat16}
+        assert {dtype for _, dtype in folder.store.tensors.values()} == {torch.bfloat16}
 
 
 def test_the_tokenizer_is_carried_over_unchanged(checkpoint: Path, tmp_path: Path) -> None:

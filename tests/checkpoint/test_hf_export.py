@@ -109,7 +109,8 @@ def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -
 
 
 def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.checkpoint.nemo.write import write_nemo
 
     tiny.write_hf_reward_model(tmp_path / "hf", num_key_value_heads=4)
     convert(tmp_path / "hf", tmp_path / "rm.nemo")
@@ -127,10 +128,10 @@ def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) 
 
 
 def test_vocabulary_padding_is_cut_off(three: Path, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo, stored_tensors
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
 
     with open_nemo(three) as folder:
-        stored = stored_tensors(folder.weights)
+        stored = folder.store.tensors
     assert stored["model.embedding.word_embeddings.weight"][0] == (384, 64)
     export(three, tmp_path / "out", layout)
     assert_same(tensors_of(tmp_path / "out"), tensors_of(three.parent / "hf"))
@@ -205,10 +206,10 @@ def test_a_bf16_export_is_rounded_once(three: Path, layout: Any, tmp_path: Path)
 def test_shards_are_no_larger_than_asked(
     three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.checkpoint.weights.stream import TensorReader
+    from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 
     live = LiveBytes()
-    monkeypatch.setattr(TensorReader, "read", live.watch(TensorReader.read))
+    monkeypatch.setattr(TensorStore, "read", live.watch(TensorStore.read))
     summary = export(three, tmp_path / "out", layout, max_shard_bytes=100_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert summary.shards == len(files) > 5
@@ -418,13 +419,14 @@ def test_what_cannot_be_exported_is_refused(three: Path, layout: Any, tmp_path: 
 
 def with_tensor(archive: Path, key: str, path: Path) -> Path:
     """A copy of the archive that has a tensor more."""
-    from nemo_aligner.checkpoint.nemo.open import open_nemo, stored_tensors, write_nemo
-    from nemo_aligner.checkpoint.weights.stream import TensorReader, UnreadTensor, save_unread
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.checkpoint.nemo.write import write_nemo
+    from nemo_aligner.checkpoint.weights.stream import UnreadTensor, save_unread
 
     with open_nemo(archive) as folder:
         tensors = {
-            name: UnreadTensor(shape, dtype, partial(TensorReader(folder.weights).read, name))
-            for name, (shape, dtype) in stored_tensors(folder.weights).items()
+            name: UnreadTensor(shape, dtype, partial(folder.store.read, name))
+            for name, (shape, dtype) in folder.store.tensors.items()
         }
         tensors[key] = UnreadTensor((3,), torch.float32, partial(torch.zeros, 3))
         weights = path.with_suffix(".weights")

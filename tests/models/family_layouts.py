@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.batch import Group, PackedBatch, Records
-from nemo_aligner.checkpoint.nemo.open import load_weights, save_weights
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+from nemo_aligner.checkpoint.weights.save import save_weights
+from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer

@@ -174,7 +174,8 @@ def test_freezing_everything_is_refused(base: Path, layout: ParallelLayout) -> N
 def test_an_embedding_smaller_than_the_vocabulary_is_refused(
     base: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
+    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.checkpoint.nemo.write import write_nemo
     from nemo_aligner.errors import CheckpointError
 
     with open_nemo(base) as folder:

@@ -45,7 +45,7 @@ def arm(accident: str, target: str, text: str, nth: int) -> None:
 
 
 def decide_when_written(writes: str) -> None:
-    from nemo_aligner.checkpoint.weights.torch_dist import PendingSave
+    from nemo_aligner.checkpoint.weights.save import PendingSave
 
     def wait(save: PendingSave) -> bool:
         # An error is told by ``finish``.

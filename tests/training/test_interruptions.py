@@ -22,7 +22,7 @@ ACCIDENTS = {
     "while the weights are written": ((f"{TORCH}:_write_item", "", "9"), "prompt", 0),
     "in step 4, while step 2 is still being written": ((FORWARD_BACKWARD, "", "4"), "held", 0),
     "while the save of step 4 waits for that of step 2": (
-        ("nemo_aligner.checkpoint.weights.torch_dist:PendingSave.finish", "", "1"),
+        ("nemo_aligner.checkpoint.weights.save:PendingSave.finish", "", "1"),
         "held",
         0,
     ),
@@ -40,7 +40,7 @@ ACCIDENTS = {
         4,
     ),
     "after the last step, which is still being written": (
-        ("nemo_aligner.checkpoint.weights.torch_dist:PendingSave.finish", "", "1"),
+        ("nemo_aligner.checkpoint.weights.save:PendingSave.finish", "", "1"),
         "held",
         4,
     ),

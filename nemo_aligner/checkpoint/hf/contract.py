@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_aligner.checkpoint.attributes import attribute_names
 from nemo_aligner.checkpoint.hf.source import Source
 from nemo_aligner.checkpoint.hf.tensors import HF_HEAD, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME
@@ -40,6 +41,7 @@ def labels_of(found: Source, options: ContractOptions | None) -> list[str] | Non
     Raises:
         CheckpointError: the head is not one linear map without a bias, its outputs are not rewards,
             or have no names that fit.
+        ConfigError: the names that are given do not fit.
     """
     architectures = found.config.get("architectures") or [""]
     if not isinstance(architectures, list):
@@ -65,15 +67,8 @@ def labels_of(found: Source, options: ContractOptions | None) -> list[str] | Non
             "are no rewards"
         )
     if options is not None and options.attributes is not None:
-        return _given_labels(options.attributes, found)
+        return list(attribute_names(options.attributes, _rows_of_head(found)))
     return _stated_labels(found)
-
-
-def _given_labels(names: Sequence[str], found: Source) -> list[str]:
-    count = _rows_of_head(found)
-    if len(set(names)) != count or len(names) != count:
-        raise CheckpointError(f"--attributes: got {', '.join(names)}, wanted {count} other names")
-    return list(names)
 
 
 def _stated_labels(found: Source) -> list[str]:

@@ -32,7 +32,7 @@ from nemo_aligner.checkpoint.hf.tensors import (
     megatron_key,
     model_rules,
 )
-from nemo_aligner.checkpoint.nemo.open import scratch_beside, write_nemo
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor, dtype_of_matrices, save_unread
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import AlignerError, CheckpointError

@@ -45,16 +45,11 @@ from nemo_aligner.checkpoint.hf.folder import (
 )
 from nemo_aligner.checkpoint.hf.layerwise import read_as_it_runs
 from nemo_aligner.checkpoint.hf.tensors import HEAD_KEY, HF_HEAD, megatron_key, model_rules
-from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME
-from nemo_aligner.checkpoint.nemo.open import (
-    NemoFolder,
-    open_nemo,
-    scratch_beside,
-    stored_tensors,
-    sync_to_disk,
-)
+from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
+from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
-from nemo_aligner.checkpoint.weights.stream import TensorReader
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, sync_to_disk
+from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.shape import ModelShape
@@ -133,7 +128,7 @@ def export_to_hf(
 class _Archive:
     """A reward model's archive; ``config`` is without added query groups."""
 
-    reader: TensorReader
+    store: TensorStore
     embedding_dtype: torch.dtype
     family: Family
     config: dict[str, Any]
@@ -156,7 +151,7 @@ class _Archive:
         family = family_of(config)
         rules = model_rules(family, config, is_reward_model=True)
         known = {HEAD_KEY, *(megatron_key(rule, layer) for rule, layer in rules)}
-        stored = stored_tensors(folder.weights)
+        stored = folder.store.tensors
         unknown = sorted(stored.keys() - known)
         if unknown:
             raise CheckpointError(
@@ -164,7 +159,7 @@ class _Archive:
                 "no place for it"
             )
         dtype = stored[PREFIX + EMBEDDING][1]
-        return cls(TensorReader(folder.weights), dtype, family, config, groups, rules)
+        return cls(folder.store, dtype, family, config, groups, rules)
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
         """A whole Megatron tensor in Hugging Face's parts, without what was added to it."""
@@ -183,15 +178,15 @@ class _Archive:
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
         """A Megatron tensor with the numbers that the folder has: its parts are rounded there."""
         if name == HEAD:
-            return self.reader.read(HEAD_KEY)
+            return self.store.read(HEAD_KEY)
         (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
-        parts = self.split(rule, self.reader.read(megatron_key(rule, layer), layer))
+        parts = self.split(rule, self.store.read(megatron_key(rule, layer), layer))
         return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
 
     def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored."""
         for rule, layer in self.rules:
-            data = self.reader.read(megatron_key(rule, layer), layer)
+            data = self.store.read(megatron_key(rule, layer), layer)
             for name, part in zip(rule.hf, self.split(rule, data), strict=True):
                 yield hf_layer_name(name, layer), part.to(dtype or part.dtype)
 
@@ -271,7 +266,7 @@ def _write_weights(
         if name == _HF_EMBEDDING:
             tensor = F.pad(tensor, (0, 0, 0, vocab_size - tensor.size(0)))  # the pad token, if new
         writer.add(name, tensor)
-    head = archive.reader.read(HEAD_KEY).float()
+    head = archive.store.read(HEAD_KEY).float()
     if options.merge:
         head = torch.tensor(contract.attribute_weights)[None] @ head
     writer.add(HF_HEAD, head)

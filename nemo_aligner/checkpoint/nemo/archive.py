@@ -1,4 +1,4 @@
-"""A stranger's tar, plain or gzipped, unpacked without a byte outside its folder; and checksums.
+"""An untrusted tar, plain or gzipped, unpacked without a byte outside its folder; and checksums.
 
 An archive that this package writes ends with ``checksums.json``: the sha256 of every other file in
 it. They are compared while the files are unpacked. Others' archives have none.

@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_aligner.checkpoint.decoder_tensors import PREFIX
 from nemo_aligner.checkpoint.nemo.megatron_config import (
     check_nemo1,
@@ -19,8 +17,13 @@ from nemo_aligner.checkpoint.nemo.megatron_config import (
     from_transformer_config,
 )
 from nemo_aligner.checkpoint.untrusted import read_json, read_text, read_yaml
-from nemo_aligner.checkpoint.weights.index import is_optimizer_state
-from nemo_aligner.checkpoint.weights.torch_dist import read_common, stored_tensors
+from nemo_aligner.checkpoint.weights.common import read_common
+from nemo_aligner.checkpoint.weights.store import open_weights
+from nemo_aligner.checkpoint.weights.tensor_store import (
+    StoredTensors,
+    TensorStore,
+    is_optimizer_state,
+)
 from nemo_aligner.errors import CheckpointError, shown
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -116,11 +119,16 @@ class NemoFolder:
         raise CheckpointError(f"{self.source}: it holds no {WEIGHTS_NAME} folder")
 
     @cached_property
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def store(self) -> TensorStore:
+        """What is in ``weights``, opened once."""
+        return open_weights(self.weights)
+
+    @cached_property
+    def tensors(self) -> StoredTensors:
         """Name (without the prefix) -> (shape, dtype) of every tensor that is a weight."""
         return {
             name.removeprefix(self.prefix): entry
-            for name, entry in stored_tensors(self.weights).items()
+            for name, entry in self.store.tensors.items()
             if name.startswith(self.prefix) and not is_optimizer_state(name)
         }
 
@@ -130,7 +138,7 @@ class NemoFolder:
         return self.given_tokenizer or self._own_tokenizer()
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer; complaints name the checkpoint, which may be unpacked elsewhere."""
+        """The tokenizer; errors name the checkpoint, which may be unpacked elsewhere."""
         path = self.tokenizer
         return load_tokenizer(path, f"{self.source}: {path.name}")
 
@@ -247,7 +255,7 @@ def _existing(folder: Path, source: Path) -> Path:
 def folder_of(
     root: Path, source: Path, tokenizer: Path | None = None, config: Path | None = None
 ) -> NemoFolder:
-    """The checkpoint in a folder, whoever wrote it; ``source`` names it in complaints.
+    """The checkpoint in a folder, whoever wrote it; ``source`` names it in errors.
 
     Raises:
         CheckpointError: there is none of NeMo or Megatron.
@@ -276,7 +284,7 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
 def refuse_hugging_face(path: Path, source: Path) -> None:
     """Say where a Hugging Face folder or a GGUF file goes that was given for one of NeMo's.
 
-    ``source`` names it in complaints.
+    ``source`` names it in errors.
 
     Raises:
         CheckpointError: it is one.

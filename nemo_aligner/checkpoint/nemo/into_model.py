@@ -18,15 +18,13 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, load_tensors
-from nemo_aligner.checkpoint.weights.torch_dist import check_data
+from nemo_aligner.checkpoint.nemo.folders import NemoFolder
+from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
 from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
 
 _MOST_PADDING = 2**16
-
-Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
@@ -54,11 +52,11 @@ def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> 
 def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
     """Every weight that such a model has is stored in its size, and no other.
 
-    One without a place, such as a bias, would be another model without it.
+    One that belongs nowhere, such as a bias, would be another model without it.
     """
-    check_data(folder.weights, read=False)  # else the index may say anything
+    folder.store.check_data(read=False)  # else the index may say anything
     stored, of_model, of_layer = folder.tensors, model_tensors(shape), layer_tensors(shape)
-    complaint = f"{folder.source}: {folder.prefix}"
+    where = f"{folder.source}: {folder.prefix}"
     if OUTPUT_LAYER in stored:
         of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
     for name, size in of_model.items():
@@ -66,7 +64,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
         if got != size and not (may_be_padded and got[1:] == size[1:] and got > size):
             least = "at least " if may_be_padded else ""
             raise CheckpointError(
-                f"{complaint}{name}: got {f'shape {list(got)}' if name in stored else 'none'}, its "
+                f"{where}{name}: got {f'shape {list(got)}' if name in stored else 'none'}, its "
                 f"settings want {least}{list(size)}; it holds {len(stored)} tensors named "
                 f"{folder.prefix}*"
             )
@@ -74,11 +72,11 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
         layers, got = _of_layers(stored, name)
         if (layers, got) != (shape.num_layers, size):
             raise CheckpointError(
-                f"{complaint}{LAYERS}{name}: got {layers} layers of shape {list(got)}, "
+                f"{where}{LAYERS}{name}: got {layers} layers of shape {list(got)}, "
                 f"its settings want {shape.num_layers} of {list(size)}"
             )
-    places = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
-    known = {LAYERS + place + name for place in places for name in of_layer}
+    numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
+    known = {LAYERS + number + name for number in numbers for name in of_layer}
     unknown = sorted(stored.keys() - known - of_model.keys() - {HEAD, HEAD_BIAS})
     if unknown:
         raise CheckpointError(
@@ -87,7 +85,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
         )
 
 
-def _of_layers(stored: Stored, name: str) -> tuple[int, tuple[int, ...]]:
+def _of_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, ...]]:
     """How many layers have the tensor ``name``, and its shape in each; () where they differ."""
     if not is_per_layer(stored):
         shape = stored.get(LAYERS + name, ((0,),))[0]
@@ -100,7 +98,7 @@ def _of_layers(stored: Stored, name: str) -> tuple[int, tuple[int, ...]]:
     return len(shapes), shapes[0] if len(set(shapes)) == 1 else ()
 
 
-def is_per_layer(stored: Stored) -> bool:
+def is_per_layer(stored: StoredTensors) -> bool:
     """Whether every layer has names of its own; else one tensor holds the same part of all."""
     return any(name.startswith(f"{LAYERS}0.") for name in stored)
 
@@ -117,7 +115,7 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
     )
     request.pop(folder.prefix + HEAD, None)
-    state = load_tensors(request, folder.weights)
+    state = folder.store.load(request)
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)
     # TransformerEngine's opaque state is never loaded.
@@ -131,4 +129,4 @@ def read_head(folder: NemoFolder, name: str) -> Tensor:
     shape, _ = folder.tensors[name]
     key = folder.prefix + name
     request = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.float32))}
-    return load_tensors(request, folder.weights)[key]
+    return folder.store.load(request)[key]

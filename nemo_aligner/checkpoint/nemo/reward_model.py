@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_BIAS, PREFIX
+from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import load_backbone, model_shape, read_head
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, save_weights, write_nemo
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.write import write_nemo
+from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import CheckpointError, DataError

@@ -1,4 +1,4 @@
-"""Tensors into and out of a distributed checkpoint one at a time, for a conversion."""
+"""Tensors into a distributed checkpoint one at a time, for a conversion."""
 
 from __future__ import annotations
 
@@ -8,23 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from nemo_aligner.checkpoint.weights import zarr as zarr_weights
-from nemo_aligner.checkpoint.weights.index import read_metadata
-from nemo_aligner.checkpoint.weights.torch_dist import PLANNING, ZARR, PendingSave, read_format
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.checkpoint.weights.save import PLANNING, PendingSave
 
 
 @dataclass(frozen=True)
@@ -88,53 +77,3 @@ def save_unread(
             unread[key, (number, *(0,) * len(tensor.shape))] = tensor
     folder.mkdir(parents=True, exist_ok=True)
     PendingSave(request, folder, _ReadingPlanner(unread)).finish()
-
-
-class _IntoTensor(torch_checkpoint.DefaultLoadPlanner):
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return narrow_tensor_by_index(self._target, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # it was read in place
-
-
-class TensorReader:
-    """Reads tensors of the checkpoint in ``folder`` one by one, as they are stored.
-
-    torch_dist or zarr. megatron-core itself would load all layers.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._metadata = None if read_format(folder) == ZARR else read_metadata(folder)
-
-    def read(self, key: str, layer: int | None = None) -> Tensor:
-        """The tensor ``key``; of stacked layers, one layer's.
-
-        Raises:
-            CheckpointError: there is none, or the data is damaged.
-        """
-        if self._metadata is None:
-            return zarr_weights.read(self._folder, key, layer)
-        entry = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{self._folder}: the tensor {key} is missing")
-        offsets, sizes = [0] * len(entry.size), list(entry.size)
-        if layer is not None:
-            offsets[0], sizes[0] = layer, 1
-        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, entry, [wanted])
-        target = torch.empty(sizes, dtype=entry.properties.dtype)
-        if sum(item.lengths.numel() for item in items) != target.numel():
-            raise CheckpointError(f"{self._folder}: {key}: got a part of it, wanted the whole")
-        reader = torch_checkpoint.FileSystemReader(self._folder)
-        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        try:
-            reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
-        except Exception as error:  # damaged data may raise anything
-            raise CheckpointError(f"{self._folder}: {key}: cannot be read: {error}") from error
-        return target if layer is None else target[0]

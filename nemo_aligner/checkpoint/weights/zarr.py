@@ -7,76 +7,71 @@ the ``zarr`` package does (extra ``[zarr]``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from nemo_aligner.checkpoint.untrusted import read_json
-from nemo_aligner.checkpoint.weights.index import is_optimizer_state
+from nemo_aligner.checkpoint.weights.tensor_store import TensorStore, is_optimizer_state
 from nemo_aligner.errors import CheckpointError, shown
 
+FORMAT = "zarr"
 _HEADER = ".zarray"
 _DTYPES = {"<f4": torch.float32, "<f2": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> (global shape, dtype) of every array in ``folder`` but an optimizer's."""
-    return {
-        path.name: (tuple(header["shape"]), _DTYPES[header["dtype"]])
-        for path, header in _arrays(folder)
-    }
+class ZarrStore(TensorStore):
+    """Weights as megatron-core up to 0.15 could write them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError where a header asks for more than plain numbers."""
+        self._headers = dict(_arrays(folder))
+        super().__init__(
+            folder,
+            {
+                path.name: (tuple(header["shape"]), _DTYPES[header["dtype"]])
+                for path, header in self._headers.items()
+            },
+        )
+
+    def check_data(self, *, read: bool) -> None:
+        """Refuse a folder that lacks a piece of an array, where zarr would read zeros.
+
+        Nothing is to be found by reading: the pieces have no checksums.
+
+        Raises:
+            CheckpointError: it names the piece; or zarr is not installed.
+        """
+        _import_zarr(self.folder)
+        for path, header in self._headers.items():
+            _check_pieces(path, header)
+
+    def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
+        bounds = zip(offsets, target.size(), strict=True)
+        slices = tuple(slice(start, start + length) for start, length in bounds)
+        values = _read(self.folder / key, slices)
+        target[tuple(slice(length) for length in values.size())].copy_(values)
+        return values.numel()
 
 
-def check_data(folder: Path) -> None:
-    """Refuse a folder that lacks a piece of an array, where zarr would read zeros.
-
-    Raises:
-        CheckpointError: it names the piece; or a header asks for more than plain numbers; or zarr
-            is not installed.
-    """
-    _import_zarr(folder)
-    for path, header in _arrays(folder):
-        steps = header["chunks"]
-        counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
-        if math.prod(counts) >= len(list(path.iterdir())):  # the header is one more
-            raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} pieces")
-        bytes_of_piece = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
-        for place in product(*map(range, counts)):
-            piece = path / ".".join(map(str, place))
-            if not piece.is_file():
-                raise CheckpointError(f"{piece}: no such file, wanted a piece of {path.name}")
-            if piece.stat().st_size != bytes_of_piece:
-                raise CheckpointError(
-                    f"{piece}: got {piece.stat().st_size} bytes, wanted {bytes_of_piece}"
-                )
-
-
-def load(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``tensors`` with every ``ShardedTensor`` replaced by its tensor, filled from ``folder``."""
-
-    def fill(entry: Any) -> Any:
-        if not isinstance(entry, ShardedTensor):
-            return entry
-        stored = _read(folder / entry.key, entry.global_slice())
-        target = entry.data.detach()
-        if entry.allow_shape_mismatch:
-            target[: len(stored)] = stored  # a padded vocabulary may have other rows
-        else:
-            target.copy_(stored.view(target.shape))
-        return target
-
-    return dict_list_map_inplace(fill, tensors)
-
-
-def read(folder: Path, key: str, layer: int | None = None) -> Tensor:
-    """The array ``key`` as it is stored; of stacked layers, one layer's."""
-    return _read(folder / key, (...,) if layer is None else (layer,))
+def _check_pieces(path: Path, header: dict[str, Any]) -> None:
+    steps = header["chunks"]
+    counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
+    if math.prod(counts) >= len(list(path.iterdir())):  # the header is one more
+        raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} pieces")
+    bytes_of_piece = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
+    for numbers in product(*map(range, counts)):
+        piece = path / ".".join(map(str, numbers))
+        if not piece.is_file():
+            raise CheckpointError(f"{piece}: no such file, wanted a piece of {path.name}")
+        if piece.stat().st_size != bytes_of_piece:
+            raise CheckpointError(
+                f"{piece}: got {piece.stat().st_size} bytes, wanted {bytes_of_piece}"
+            )
 
 
 def _arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -109,9 +104,9 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**40
 
 
-def _read(path: Path, place: tuple[Any, ...]) -> Tensor:
+def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:
     try:
-        values = _import_zarr(path.parent).open_array(str(path), mode="r")[place]
+        values = _import_zarr(path.parent).open_array(str(path), mode="r")[slices]
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if values.dtype.name == "bfloat16":

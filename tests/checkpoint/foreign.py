@@ -11,6 +11,7 @@ import json
 import shutil
 import tarfile
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ BRIDGE_GEMMA = {
 PADDED = 384  # rows of embeddings, of which the tokenizer has tiny.SHAPE["vocab_size"]
 HEX = "0123456789abcdef" * 2
 LAYERS = tiny.SHAPE["num_hidden_layers"]
+Tensors = dict[str, Tensor]
+# Writes a checkpoint of these tensors and this tokenizer, and says what is to be opened.
+Writer = Callable[[Path, Tensors, Path], Path]
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
@@ -293,9 +297,50 @@ def write_zarr(folder: Path, tensors: dict[str, Tensor], prefix: str = "model.")
             "order": "C",
         }
         (path / ".zarray").write_text(json.dumps(header))
-        for place, piece in enumerate(tensor.split(chunks[0])):
-            name = ".".join([str(place), *["0"] * (tensor.ndim - 1)])
+        for index, piece in enumerate(tensor.split(chunks[0])):
+            name = ".".join([str(index), *["0"] * (tensor.ndim - 1)])
             (path / name).write_bytes(piece.contiguous().view(torch.uint8).numpy().tobytes())
     (folder / "metadata.json").write_text(
         json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
     )
+
+
+def nemo1(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    write_nemo1(folder, tensors, tokenizer_folder)
+    return folder
+
+
+def nemo1_tar(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    write_nemo1(folder, tensors, tokenizer_folder)
+    return pack(folder, folder.with_suffix(".nemo"), "w")
+
+
+def nemo1_tar_gz(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    write_nemo1(folder, tensors, tokenizer_folder)
+    return pack(folder, folder.with_suffix(".nemo"), "w:gz")
+
+
+def nemo2(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    write_nemo2(folder, tensors, tokenizer_folder)
+    return folder
+
+
+def bridge(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    return write_bridge(folder, tensors, tokenizer_folder)
+
+
+def bridge_run(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    write_bridge(folder, tensors, tokenizer_folder)
+    return folder
+
+
+def megatron_lm(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    write_megatron_lm(folder, tensors, tokenizer_folder)
+    return folder
+
+
+def zarr_folder(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
+    write_nemo1(folder, tensors, tokenizer_folder)
+    shutil.rmtree(folder / "model_weights")
+    write_zarr(folder / "model_weights", tensors)
+    return folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint import runs as run_state
+from nemo_aligner.checkpoint import runs
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
@@ -57,7 +57,7 @@ class Written:
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(run_state, "start_saving", Written)
+    monkeypatch.setattr(runs, "start_saving", Written)
     with launch():
         yield
 
@@ -67,7 +67,7 @@ def save(checkpoints: RunCheckpoints, values: dict[int, float | None]) -> list[i
     for step, value in values.items():
         metrics = {} if value is None else {"validation/accuracy": value}
         checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
-    return [saved.state.step for saved in checkpoints.all()]
+    return [saved.state.step for saved in checkpoints.list_saved()]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step_00000002.partial" / "state").mkdir(parents=True)
     (tmp_path / "step_00000000.removed").mkdir()
     (tmp_path / ".megatron_gpt.nemo.partial").write_text("of another writer")
-    assert [saved.state.step for saved in checkpoints.all()] == [1]
+    assert [saved.state.step for saved in checkpoints.list_saved()] == [1]
     checkpoints.clean()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".megatron_gpt.nemo.partial",
@@ -150,7 +150,7 @@ def test_the_next_save_publishes_the_one_before(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "step_00000002.partial"}
     best = checkpoints.best()
     assert best is None
-    assert [saved.state.step for saved in checkpoints.all()] == [2]
+    assert [saved.state.step for saved in checkpoints.list_saved()] == [2]
 
 
 def test_a_write_that_fails_is_told_once_and_has_no_name(
@@ -164,7 +164,7 @@ def test_a_write_that_fails_is_told_once_and_has_no_name(
     with pytest.raises(CheckpointError, match="disk full"):
         checkpoints.publish()
     assert checkpoints.publish() is None
-    assert [saved.state.step for saved in checkpoints.all()] == [1]
+    assert [saved.state.step for saved in checkpoints.list_saved()] == [1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', '{"version": 1, "step": 3}'])

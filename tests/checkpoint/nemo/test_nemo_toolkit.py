@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.write import write_nemo
 
 REQUIREMENTS = ("nemo_toolkit[core]==3.0.0", "lightning==2.4.0")
 CONFIG = {"num_layers": 2, "layernorm_epsilon": 1e-5, "bias": False, "vocab_size": 320}

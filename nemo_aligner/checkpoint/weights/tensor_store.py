@@ -1,0 +1,163 @@
+"""What an opened checkpoint of weights can do, whatever it is stored as.
+
+A checkpoint is opened once on each rank; its index is read then, and is not read again.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from torch import Tensor
+
+from nemo_aligner.errors import CheckpointError
+from nemo_aligner.parallel.collectives import gather_objects
+
+ShardedStateDict = dict[str, Any]
+# Name -> (global shape, dtype).
+StoredTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+T = TypeVar("T")
+_SHOWN_KEYS = 5
+
+
+class TensorStore(ABC):
+    """The weights in ``folder``; ``tensors`` has the global shape and dtype of each by its name."""
+
+    def __init__(self, folder: Path, tensors: StoredTensors) -> None:
+        self.folder = folder
+        self.tensors = tensors
+
+    @abstractmethod
+    def check_data(self, *, read: bool) -> None:
+        """Find what is missing of the stored weights; ``read`` them once to find what is damaged.
+
+        Raises:
+            CheckpointError: a piece is missing, of another size, or damaged.
+        """
+
+    @abstractmethod
+    def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
+        """Fill ``target`` from the tensor ``key``, ``offsets`` on; give how many numbers it took.
+
+        ``target`` has as many axes as the stored tensor, and may reach past its end.
+
+        Raises:
+            CheckpointError: the data cannot be read.
+        """
+
+    def read(self, key: str, layer: int | None = None) -> Tensor:
+        """The tensor ``key`` as it is stored, on the CPU; of stacked layers, one layer's.
+
+        Raises:
+            CheckpointError: there is none, or the data is damaged.
+        """
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.folder}: the tensor {key} is missing")
+        shape, dtype = self.tensors[key]
+        offsets, sizes = [0] * len(shape), list(shape)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        target = torch.empty(sizes, dtype=dtype)
+        self._read_whole(target, key, offsets)
+        return target if layer is None else target[0]
+
+    def load(self, sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
+        """Fill ``sharded_state_dict`` and give it back as a plain state dict; every rank calls it.
+
+        The tensors keep the dtype and device that they have; ``ShardedObject`` entries are left
+        out.
+
+        Raises:
+            CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or
+                cannot read one.
+        """
+        tensors, _, factories = load_preprocess(without_objects(sharded_state_dict))
+        return apply_factory_merges(self.fill(tensors), factories)
+
+    def fill(self, tensors: ShardedStateDict) -> dict[str, Any]:
+        """``load`` of nothing but ``ShardedTensor`` entries; each becomes its tensor, in place."""
+        raise_everywhere(lambda: self._check(tensors))
+        return raise_everywhere(lambda: dict_list_map_inplace(self._filled, tensors))
+
+    def _filled(self, entry: ShardedTensor) -> Tensor:
+        if entry.data is None:
+            entry.init_data("cpu")
+        data = entry.data.detach()
+        target = data[(None,) * entry.prepend_axis_num]
+        if entry.allow_shape_mismatch:
+            target.zero_()  # a padded vocabulary may have other rows
+            self.read_into(target, entry.key, entry.global_offset)
+        else:
+            self._read_whole(target, entry.key, entry.global_offset)
+        return data
+
+    def _read_whole(self, target: Tensor, key: str, offsets: Sequence[int]) -> None:
+        if self.read_into(target, key, offsets) != target.numel():
+            raise CheckpointError(f"{self.folder}: {key}: got a part of it, wanted the whole")
+
+    def _check(self, request: ShardedStateDict) -> None:
+        stored = self.tensors
+        wanted = [value for value in nested_values(request) if isinstance(value, ShardedTensor)]
+        missing = sorted({tensor.key for tensor in wanted if tensor.key not in stored})
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: {len(missing)} tensors are missing: {_some(missing)}; "
+                f"it holds {len(stored)}: {_some(sorted(stored))}"
+            )
+        for tensor in wanted:
+            got, shape = stored[tensor.key][0], tuple(tensor.global_shape)
+            first = int(tensor.allow_shape_mismatch)  # a padded vocabulary may differ in its rows
+            if len(got) != len(shape) or got[first:] != shape[first:]:
+                raise CheckpointError(
+                    f"{self.folder}: {tensor.key}: got shape {list(got)}, wanted {list(shape)}"
+                )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else ""
+    return ", ".join(names[:_SHOWN_KEYS]) + more
+
+
+def raise_everywhere(function: Callable[[], T]) -> T:
+    """What ``function`` gives on this rank; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, if it raises one on any: that of the first such rank.
+    """
+    result, problem = None, None
+    try:
+        result = function()
+    except CheckpointError as error:
+        problem = str(error)
+    for found in gather_objects(problem):
+        if found is not None:
+            raise CheckpointError(found)
+    return result  # type: ignore[return-value]
+
+
+def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Opaque objects (TransformerEngine's ``_extra_state``) are pickles, which nobody must load."""
+    _, kept = extract_matching_values(
+        sharded_state_dict, lambda value: isinstance(value, ShardedObject)
+    )
+    return kept
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Whether a stored tensor is an optimizer's, as Megatron names them."""
+    return re.match(r"(chained_\d+\.)?optimizer\.", name) is not None

@@ -1,0 +1,77 @@
+"""What tests of opened checkpoints have in common: load, compare, damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.errors import CheckpointError
+from tests import tiny
+from tests.checkpoint import foreign
+from tests.checkpoint.foreign import Tensors
+
+
+class Bomb:
+    """Unpickling one creates a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.target,)
+
+
+def refuse(path: Path, layout: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(path, layout)
+
+
+def files_of(unpacked: Path) -> list[Path]:
+    return [path for path in unpacked.rglob("*") if path.is_file()]
+
+
+def edit(unpacked: Path, **changes: Any) -> None:
+    path = unpacked / "model_config.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
+
+
+SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
+
+
+def load(path: Path, layout: Any, attributes: int = 1) -> Any:
+    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+
+    return load_pretrained(path, layout, num_attributes=attributes, precision=Precision.fp32)
+
+
+def check(model: Any, tensors: Tensors) -> None:
+    """Every parameter is the tensor that was written for it; padding is not looked at."""
+    metadata = {"non_homogeneous_layers": True}
+    wanted = foreign.per_layer(tensors)
+    seen = set()
+    for entry in model.sharded_state_dict(metadata=metadata).values():
+        if "rm_head" in entry.key or "_extra_state" in entry.key:
+            continue
+        rows = tiny.SHAPE["vocab_size"] if "embedding" in entry.key else None
+        torch.testing.assert_close(entry.data[:rows], wanted[entry.key][:rows], rtol=0, atol=0)
+        seen.add(entry.key)
+    assert seen == wanted.keys() - {"output_layer.weight", "rm_head.weight", "rm_head.bias"}
+
+
+def import_nemo(source: Path, output: Path, **options: Any) -> str:
+    from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
+
+    return import_checkpoint(source, output, ImportOptions(**options))
+
+
+def head_of(attributes: int) -> Tensors:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "rm_head.weight": torch.randn(attributes, 64, generator=generator) * 0.1,
+        "rm_head.bias": torch.randn(attributes, generator=generator),
+    }

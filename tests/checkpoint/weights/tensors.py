@@ -1,0 +1,48 @@
+"""A few stored tensors, and requests for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def sharded(key: str, data: torch.Tensor, *offsets: tuple, **options: Any) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, **options)
+
+
+def request(fill: float | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """An embedding, two stacked layers, an opaque object; of counted numbers, or of ``fill``."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    def tensor(start: float, *shape: int) -> torch.Tensor:
+        numbers = torch.arange(start, start + torch.Size(shape).numel()).reshape(shape)
+        return (numbers if fill is None else torch.full(shape, fill)).to(dtype)
+
+    layers = {
+        f"{layer}.weight": sharded(
+            "model.layers.weight", tensor(100.0 * layer, 3, 4), (0, layer, 2), prepend_axis_num=1
+        )
+        for layer in range(2)
+    }
+    return {
+        "model.embedding": sharded("model.embedding", tensor(0.5, 6, 4), allow_shape_mismatch=True),
+        **layers,
+        "model._extra_state": ShardedObject("model._extra_state", None, (1,), (0,)),
+    }
+
+
+def check_loaded(state: dict[str, Any]) -> None:
+    wanted = request()
+    assert state.keys() == wanted.keys() - {"model._extra_state"}
+    for name, value in state.items():
+        torch.testing.assert_close(value, wanted[name].data, rtol=0, atol=0)
+
+
+def load(folder: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
+    from nemo_aligner.checkpoint.weights.store import load_weights
+
+    return load_weights(request(fill=-1.0) if wanted is None else wanted, folder)
