@@ -38,17 +38,13 @@ from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.launch import single_process
+from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_fields import are_numbers
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
 from nemo_aligner.text.tokenizer import Tokenizer
 
 RAW_TEXT = "none"
-_PRECISIONS = {
-    torch.float32: Precision.fp32,
-    torch.bfloat16: Precision.bf16,
-    torch.float16: Precision.fp16,
-}
 _HEAD_KEYS = (
     "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
     "force_head_dtype",
@@ -261,11 +257,10 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> Head | None:
 def _precision(folder: NemoFolder) -> Precision:
     stored = folder.tensors
     dtype = stored[EMBEDDING][1] if EMBEDDING in stored else None
-    if dtype not in _PRECISIONS:
-        raise CheckpointError(
-            f"{folder.source}: {EMBEDDING}: got {dtype}, wanted fp32, bf16 or fp16"
-        )
-    return _PRECISIONS[dtype]
+    try:
+        return format_of(dtype).precision
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder.source}: {EMBEDDING}: {error}") from error
 
 
 def _contract(
