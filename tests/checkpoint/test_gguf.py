@@ -244,7 +244,7 @@ def test_llama3_divisors_are_those_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from nemo_aligner.checkpoint.hf.families.gguf import llama3_divisors
+    from nemo_aligner.checkpoint.hf.families.gguf_fields import llama3_divisors
 
     config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=LLAMA3)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")

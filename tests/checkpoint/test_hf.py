@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families.names import pack_qkv, unpack_qkv
+from nemo_aligner.checkpoint.hf.families.query_groups import pack_qkv, unpack_qkv
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
 from tests.families import LLAMA3_ROPE

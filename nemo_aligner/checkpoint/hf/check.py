@@ -77,13 +77,17 @@ def our_logits(
 
 def architecture_of(model_type: str) -> str:
     """The class of transformers that is a reward model of this type."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
-    )
+    from transformers import CONFIG_MAPPING
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
-    if model_type not in CLASSES:
-        raise CheckpointError(f"{model_type}: transformers has no reward model of this type")
-    return CLASSES[model_type]
+    # Also what was registered with its Auto classes, by somebody's own family.
+    try:
+        found: Any = CLASSES[CONFIG_MAPPING[model_type]]
+    except KeyError as error:
+        raise CheckpointError(
+            f"{model_type}: transformers has no reward model of this type"
+        ) from error
+    return found.__name__
 
 
 def check_folder(

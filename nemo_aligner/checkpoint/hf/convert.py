@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.contract import ContractOptions, contract_of, labels_of
-from nemo_aligner.checkpoint.hf.families.names import (
-    Rule,
-    add_zero_groups,
-    find_family,
-    hf_layer_name,
-)
+from nemo_aligner.checkpoint.hf.families import find_family
+from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups
+from nemo_aligner.checkpoint.hf.families.rules import Rule
 from nemo_aligner.checkpoint.hf.source import Source, open_source
 from nemo_aligner.checkpoint.hf.tensors import (
     HEAD_KEY,
@@ -34,14 +31,11 @@ from nemo_aligner.checkpoint.hf.tensors import (
 )
 from nemo_aligner.checkpoint.nemo.open import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor, dtype_of_matrices, save_unread
-from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.parallel.launch import single_process
+from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import load_tokenizer
-
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_NEMO_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: 16}
 
 
 @dataclass(frozen=True)
@@ -121,8 +115,8 @@ def _convert(
     groups = config["num_query_groups"]
     zero_groups = -groups % tensor_parallel
     tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
-    stored = dtype_of_matrices(_all(tensors, layers))
-    archived = {**config, "precision": _NEMO_PRECISIONS.get(stored, 32)}
+    stored = format_of(dtype_of_matrices(_all(tensors, layers)))
+    archived = {**config, "precision": stored.nemo}
     if zero_groups:
         archived["num_attention_heads"] += config["num_attention_heads"] // groups * zero_groups
         archived["num_query_groups"] += zero_groups
@@ -133,7 +127,7 @@ def _convert(
         tokenizer = load_tokenizer(scratch / "tokenizer", "tokenizer")
         _ = tokenizer.fingerprint
         tokenizer.check_fits(config["vocab_size"])
-        contract = contract_of(found, labels, tokenizer, Precision(DTYPE_NAMES[stored]), options)
+        contract = contract_of(found, labels, tokenizer, stored.precision, options)
         if contract is not None:
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
@@ -144,7 +138,7 @@ def _convert(
     return ConversionSummary(
         family=family.name,
         parameters=sum(prod(tensor.shape) for tensor in _all(tensors, layers)),
-        dtype=DTYPE_NAMES[stored],
+        dtype=stored.precision.value,
         layers=config["num_layers"],
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
@@ -166,7 +160,7 @@ def _plan(
     tensors: dict[str, UnreadTensor] = {}
     layers: dict[str, list[UnreadTensor]] = {}
     for rule, layer in rules:
-        parts = [stored[hf_layer_name(name, layer)] for name in rule.hf]
+        parts = [stored[name] for name in rule.hf]
 
         def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
             data = rule.join(parts, config)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor
 from nemo_aligner.errors import CheckpointError, short, shown
+from nemo_aligner.precision import safetensors_dtypes
 
 _INDEX_NAME = "model.safetensors.index.json"
 _WHOLE_NAME = "model.safetensors"
@@ -36,11 +36,7 @@ _NOT_DOWNLOADED = ["*/*", "consolidated*"]
 # Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
 _GGUF_TRANSFORMERS = (5, 23)
 _LONGEST_NAME = 255
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = safetensors_dtypes()
 
 
 @dataclass(frozen=True)
