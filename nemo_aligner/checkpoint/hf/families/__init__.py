@@ -18,7 +18,7 @@ from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.qwen2 import QWEN2
 from nemo_aligner.checkpoint.hf.families.qwen3 import QWEN3
 from nemo_aligner.checkpoint.hf.families.settings import Config
-from nemo_aligner.errors import CheckpointError, shown
+from nemo_aligner.errors import CheckpointError, ConfigError, shown
 from nemo_aligner.models.shape import ModelShape
 
 # The first that has a decoder gives its export the name.
@@ -40,15 +40,17 @@ NAME_KEY = "hf_model_type"
 def register_family(family: ModelFamily) -> None:
     """Add a family from outside the package, for this process.
 
-    Its ``to_nemo`` has to write its name under ``NAME_KEY`` if another family has such decoders,
-    too: an export would be of the other one.
+    Where another family has such decoders, too, its ``to_nemo`` has to write its name under
+    ``NAME_KEY``: else the export of one would be a model of the other.
 
     Raises:
-        ValueError: there is one of that name, or of that name in GGUF files.
+        ConfigError: a family has this name already, or this name in GGUF files.
     """
     names = {each.gguf.architecture for each in _FAMILIES.values() if each.gguf}
     if family.name in _FAMILIES or (family.gguf and family.gguf.architecture in names):
-        raise ValueError(f"{family.name}: got a model family of a name that another one has")
+        raise ConfigError(
+            f"model family {family.name}: got a name, or one of GGUF files, that another has"
+        )
     _FAMILIES[family.name] = family
 
 

@@ -30,15 +30,16 @@ def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
     return (EMBEDDING, norm(FINAL_NORM, "model.norm.weight"))
 
 
-def layer_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """A layer with a norm before attention, and one before a gated MLP."""
+def layer_rules_with(
+    norm: Callable[[str, str], Rule], mlp: tuple[Rule, ...] = (GATED, DOWN)
+) -> tuple[Rule, ...]:
+    """A layer with a norm before attention, and one before the MLP, as Llama calls them."""
     return (
         norm(ATTENTION_NORM, "input_layernorm.weight"),
         QKV,
         PROJECTION,
         norm(MLP_NORM, "post_attention_layernorm.weight"),
-        GATED,
-        DOWN,
+        *mlp,
     )
 
 
