@@ -289,7 +289,7 @@ def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     tiny.write_hf_reward_model(tmp_path / "hf", num_hidden_layers=16)
     read, joined = LiveBytes(), LiveBytes()
-    monkeypatch.setattr(hf_source, "_read", read.watch(hf_source._read))
+    monkeypatch.setattr(hf_source, "read_tensor", read.watch(hf_source.read_tensor))
     lookup = _ReadingPlanner.lookup_object
     monkeypatch.setattr(_ReadingPlanner, "lookup_object", joined.watch(lookup))
     convert(tmp_path / "hf", tmp_path / "rm.nemo")
