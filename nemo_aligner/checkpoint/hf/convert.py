@@ -35,7 +35,7 @@ from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.parallel.launch import single_process
 from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,9 @@ def _convert(
     zero_groups = -groups % tensor_parallel
     tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
     stored = format_of(dtype_of_matrices(_all(tensors, layers)))
-    archived = {**config, "precision": stored.nemo}
-    if zero_groups:
-        archived["num_attention_heads"] += config["num_attention_heads"] // groups * zero_groups
-        archived["num_query_groups"] += zero_groups
-        archived["zero_query_groups"] = zero_groups
+    archived = {**_with_zero_groups(config, zero_groups), "precision": stored.nemo}
     with scratch_beside(output) as scratch:
-        found.save_tokenizer(scratch / "tokenizer")
-        # Looked at for a base model, too: a damaged one would only be found by training.
-        tokenizer = load_tokenizer(scratch / "tokenizer", "tokenizer")
-        _ = tokenizer.fingerprint
-        tokenizer.check_fits(config["vocab_size"])
+        tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         contract = contract_of(found, labels, tokenizer, stored.precision, options)
         if contract is not None:
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
@@ -147,6 +139,27 @@ def _convert(
         contract=contract,
         output=output,
     )
+
+
+def _with_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
+    if not zero_groups:
+        return {**config}
+    heads, groups = config["num_attention_heads"], config["num_query_groups"]
+    return {
+        **config,
+        "num_attention_heads": heads + heads // groups * zero_groups,
+        "num_query_groups": groups + zero_groups,
+        "zero_query_groups": zero_groups,
+    }
+
+
+def _save_tokenizer(found: Source, folder: Path, vocab_size: int) -> Tokenizer:
+    """Write it, and look at it, also for a base model: else only training would find damage."""
+    found.save_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, "tokenizer")
+    _ = tokenizer.fingerprint
+    tokenizer.check_fits(vocab_size)
+    return tokenizer
 
 
 def _plan(
