@@ -116,7 +116,7 @@ def _convert(
     zero_groups = -groups % tensor_parallel
     tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
     stored = format_of(dtype_of_matrices(_all(tensors, layers)))
-    archived = {**_with_zero_groups(config, zero_groups), "precision": stored.nemo}
+    archived = _with_zero_groups({**config, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         contract = contract_of(found, labels, tokenizer, stored.precision, options)
