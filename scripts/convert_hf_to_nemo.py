@@ -21,9 +21,9 @@ def main() -> int:
     from nemo_aligner.checkpoint.hf.contract import ContractOptions
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.models.backbone import DTYPES
+    from nemo_aligner.precision import torch_dtype
 
-    dtype = None if arguments.dtype is None else DTYPES[Precision(arguments.dtype)]
+    dtype = None if arguments.dtype is None else torch_dtype(Precision(arguments.dtype))
     given = arguments.template, arguments.seq_length, arguments.attributes
     options = ContractOptions(*given) if any(value is not None for value in given) else None
     try:

@@ -21,12 +21,12 @@ def main() -> int:
     # Imported here: --help needs no torch.
     from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.models.backbone import DTYPES
     from nemo_aligner.parallel.launch import single_process
     from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.precision import torch_dtype
 
     options = ExportOptions(
-        dtype=None if arguments.dtype is None else DTYPES[Precision(arguments.dtype)],
+        dtype=None if arguments.dtype is None else torch_dtype(Precision(arguments.dtype)),
         merge=arguments.merge,
         max_shard_bytes=arguments.max_shard_size,
         base_license=arguments.base_license,

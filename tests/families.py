@@ -120,6 +120,6 @@ def _sequences() -> list[list[int]]:
     ]
 
 
-# Shorter and longer than the window, which also ends in beginnings, and before them.
+# Shorter and longer than the window, which also ends inside prefixes, and before them.
 SEQUENCES = _sequences()
 GROUPS = [Group(2, 30), Group(1, 0), Group(1, 0), Group(2, 12)]

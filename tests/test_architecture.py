@@ -24,6 +24,7 @@ FLOORS = {
     "batch": 1,
     "losses": 1,
     "metrics": 1,
+    "precision": 1,
     "text": 2,
     "data": 3,
     "models": 3,

@@ -41,17 +41,13 @@ from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.launch import single_process
+from nemo_aligner.precision import NumberFormat, format_of
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_fields import are_numbers
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
 from nemo_aligner.text.tokenizer import Tokenizer
 
 RAW_TEXT = "none"
-_PRECISIONS = {
-    torch.float32: Precision.fp32,
-    torch.bfloat16: Precision.bf16,
-    torch.float16: Precision.fp16,
-}
 _HEAD_KEYS = (
     "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
     "force_head_dtype",
@@ -270,12 +266,17 @@ def _precision(
     for key, entry in tensors.items():
         parts = entry if isinstance(entry, list) else [entry]
         for tensor in parts:
-            if len(tensor.shape) > 1 and tensor.dtype not in _PRECISIONS:
-                raise CheckpointError(
-                    f"{folder.source}: {key}: got {tensor.dtype}, wanted fp32, bf16 or fp16"
-                )
+            if len(tensor.shape) > 1:
+                _format_of(tensor.dtype, f"{folder.source}: {key}")
         stored += parts
-    return _PRECISIONS[dtype_of_matrices(stored)]
+    return _format_of(dtype_of_matrices(stored), folder.source).precision
+
+
+def _format_of(dtype: torch.dtype, where: object) -> NumberFormat:
+    try:
+        return format_of(dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
 
 
 def _contract(

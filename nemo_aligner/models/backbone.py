@@ -36,12 +36,7 @@ from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, squared_relu
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
-
-DTYPES = {
-    Precision.fp32: torch.float32,
-    Precision.bf16: torch.bfloat16,
-    Precision.fp16: torch.float16,
-}
+from nemo_aligner.precision import torch_dtype
 
 
 def transformer_config(
@@ -61,7 +56,7 @@ def transformer_config(
             layers than are to be recomputed.
     """
     shape.check_fits(layout.tp, layout.pp)
-    dtype = DTYPES[precision]
+    dtype = torch_dtype(precision)
     return TransformerConfig(
         **_shape_options(shape),
         hidden_dropout=0.0,

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_aligner.config.numbers import (
+    LEAST_NUMBER,
+    MOST,
+    MOST_NUMBER,
+    read_count,
+    read_number,
+)
 from nemo_aligner.errors import CheckpointError, ConfigError, shown
 
-# Far past any model: what is larger would only be found out by what it overflows.
-MOST = 2**31
-LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e12
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 # The first of each is what a config means that lacks the key.
 _SUPPORTED = {
@@ -254,24 +258,15 @@ def _read_window(value: Any) -> int | None:
 
 def _count(config: Mapping[str, Any], key: str, default: Any = None) -> int:
     value = config.get(key)
-    value = default if value is None else value
-    if type(value) is not int or not 0 < value <= MOST:
-        raise CheckpointError(
-            f"model_config.yaml: {key}: got {shown(value)}, wanted a whole number above 0 and of "
-            f"at most {MOST}"
-        )
-    return value
+    wanted = f"a whole number above 0 and of at most {MOST}"
+    return read_count(default if value is None else value, f"model_config.yaml: {key}", wanted)
 
 
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
+    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
     value = default if value is None else value
-    if type(value) not in (int, float) or not LEAST_NUMBER <= value <= MOST_NUMBER:
-        raise CheckpointError(
-            f"model_config.yaml: {key}: got {shown(value)}, wanted a number above 0, from "
-            f"{LEAST_NUMBER} to {MOST_NUMBER}"
-        )
-    return float(value)
+    return float(read_number(value, f"model_config.yaml: {key}", wanted))
 
 
 def _number_or_none(config: Mapping[str, Any], key: str) -> float | None:

@@ -15,8 +15,8 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.precision import ELEMENT_BYTES
 
-ELEMENT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
 FP32_BYTES = 4
 
 

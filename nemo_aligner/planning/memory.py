@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import (
-    ELEMENT_BYTES,
     FP32_BYTES,
     Plan,
     embedding_size,
@@ -24,6 +23,7 @@ from nemo_aligner.planning.cost import (
     stage_layers,
     widths,
 )
+from nemo_aligner.precision import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def test_the_table_is_the_model(case: str, layout: Any) -> None:
         layer_tensors,
         model_tensors,
     )
-    from nemo_aligner.checkpoint.hf.families.names import find_family
+    from nemo_aligner.checkpoint.hf.families import find_family
     from nemo_aligner.models.reward_model import build_reward_model
     from nemo_aligner.models.shape import ModelShape
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests import families, tiny
-from tests.checkpoint import test_gguf
 from tests.checkpoint.fuzzing import (
     TINY,
     Files,
@@ -22,6 +21,7 @@ from tests.checkpoint.fuzzing import (
     files_of,
     some_bytes,
 )
+from tests.checkpoint.hf.gguf.writing import LLAMA3, sentencepiece, write_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -147,7 +147,7 @@ def whole_file(files: Files, rng: random.Random) -> Files:
 
 def made(folder: Path, **options: Any) -> tuple[Files, list[Mutation], str]:
     (folder / "made").mkdir(parents=True, exist_ok=True)
-    path = test_gguf.write_gguf(folder / "made" / NAME, folder / "hf", **options)
+    path = write_gguf(folder / "made" / NAME, folder / "hf", **options)
     return files_of(path.parent), header_of(folder, path.read_bytes()), NAME
 
 
@@ -159,7 +159,7 @@ def byte_level(folder: Path) -> tuple[Files, list[Mutation], str]:
 
 def quantised(folder: Path) -> tuple[Files, list[Mutation], str]:
     """A Gemma 2, whose weights are packed, with sentencepiece's kind of tokenizer."""
-    vocabulary, _ = test_gguf.sentencepiece(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"])
+    vocabulary, _ = sentencepiece(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"])
     families.write_hf_checkpoint(folder / "hf", "gemma2")
 
     def write_vocabulary(writer: Any, source: Path, vocab_size: int) -> None:
@@ -180,7 +180,7 @@ def quantised(folder: Path) -> tuple[Files, list[Mutation], str]:
 
 def scaled(folder: Path) -> tuple[Files, list[Mutation], str]:
     """A Llama 3.1, whose rotation is a tensor."""
-    tiny.write_hf_checkpoint(folder / "hf", rope_parameters=test_gguf.LLAMA3, **TINY)
+    tiny.write_hf_checkpoint(folder / "hf", rope_parameters=LLAMA3, **TINY)
     return made(folder)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.checkpoint.hf.families.names import find_family, hf_layer_name
+from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import CheckpointError
@@ -94,7 +94,7 @@ def assert_close(found: Tensor, wanted: Tensor, relative: float) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("how", ["alone", "together", "shared beginnings"])
+@pytest.mark.parametrize("how", ["alone", "together", "shared prefixes"])
 def test_rewards_are_those_of_transformers(
     case: str, how: str, build: Any, layout: ParallelLayout
 ) -> None:
@@ -107,7 +107,7 @@ def test_rewards_are_those_of_transformers(
 
 @every_case
 def test_gradients_are_those_of_transformers(case: str, build: Any) -> None:
-    """Of every weight, with shared beginnings, in the buffer of Megatron's wrapper."""
+    """Of every weight, with shared prefixes, in the buffer of Megatron's wrapper."""
     from nemo_aligner.models.trainable import wrap_for_training
 
     made = build(case)
@@ -133,7 +133,7 @@ def their_gradients(case: Case) -> dict[str, Tensor]:
     for rule, layer in find_family(CASES[case.name]["model_type"]).rules(case.config):
         if rule.megatron == "output_layer.weight":
             continue
-        grads = [theirs[hf_layer_name(name, layer)] for name in rule.hf]
+        grads = [theirs[name] for name in rule.hf]
         # What a rule adds to a weight is no part of its gradient.
         zeros = rule.join([torch.zeros_like(grad) for grad in grads], case.config)
         name = rule.megatron.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
@@ -199,7 +199,7 @@ def test_windows_read_as_nemo_writes_them(build: Any, layout: ParallelLayout) ->
 
 
 def test_plain_gammas_are_the_same_model(build: Any, layout: ParallelLayout) -> None:
-    """As a stranger's Gemma may have them."""
+    """As somebody else's Gemma may have them."""
     made = build("gemma2")
     same = other(made, {"layernorm_zero_centered_gamma": False}, layout)
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_bf16_scales_embeddings_as_transformers_does(build: Any, layout: Paralle
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"num_moe_experts": 8}, "num_moe_experts: got 8, wanted None or 0"),
         ({"activation": "gelu"}, "activation: got 'gelu', wanted fast-swiglu or"),
@@ -248,7 +248,7 @@ def test_bf16_scales_embeddings_as_transformers_does(build: Any, layout: Paralle
         ({"num_query_groups": 4}, "num_query_groups: got 4, wanted a divisor of the 2 attention"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, Any], complaint: str) -> None:
+def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> None:
     config = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -258,7 +258,7 @@ def test_what_is_not_built_is_refused(changes: dict[str, Any], complaint: str) -
         "max_position_embeddings": 64,
     }
     ModelShape.from_config(config)
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         ModelShape.from_config({**config, **changes})
 
 

@@ -135,12 +135,12 @@ def _rules(contract: ScoringContract, trained_in: str) -> Iterator[str]:
         )
     else:
         yield "There is no chat template: texts are scored as they stand."
-    for token, is_added, token_id, place in (
+    for token, is_added, token_id, verb in (
         ("BOS", contract.add_bos, contract.bos_id, "begins"),
         ("EOS", contract.add_eos, contract.eos_id, "ends"),
     ):
         yield (
-            f"A text without roles gets {token} (id {token_id}), unless it {place} with it."
+            f"A text without roles gets {token} (id {token_id}), unless it {verb} with it."
             if is_added
             else f"A text without roles gets no {token}."
         )

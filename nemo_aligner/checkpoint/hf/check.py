@@ -77,13 +77,17 @@ def our_logits(
 
 def architecture_of(model_type: str) -> str:
     """The class of transformers that is a reward model of this type."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
-    )
+    from transformers import CONFIG_MAPPING
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
-    if model_type not in CLASSES:
-        raise CheckpointError(f"{model_type}: transformers has no reward model of this type")
-    return CLASSES[model_type]
+    # Also what was registered with its Auto classes, by somebody's own family.
+    try:
+        found: Any = CLASSES[CONFIG_MAPPING[model_type]]
+    except KeyError as error:
+        raise CheckpointError(
+            f"{model_type}: transformers has no reward model of this type"
+        ) from error
+    return found.__name__
 
 
 def check_folder(
@@ -104,12 +108,7 @@ def check_folder(
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
         raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
-    for text, wanted in texts:
-        ids = _their_ids(tokenizer, contract, text)
-        if ids != wanted:
-            raise CheckpointError(
-                f"transformers tokenizes {text!r} as {ids}, wanted the scoring contract's {wanted}"
-            )
+    _check_ids(tokenizer, contract, texts)
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     alone = torch.cat([_their_logits(model, tokenizer, [ids]) for ids in token_lists])
     padded = alone.clone()
@@ -118,15 +117,7 @@ def check_folder(
         batch = [token_lists[shorter], token_lists[longer]]
         padded[shorter] = _their_logits(model, tokenizer, batch)[0]
     for how, got in (("alone", alone), ("padded", padded)):
-        difference = (got - logits).abs()
-        # Not a number is no number that is small enough.
-        wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            raise CheckpointError(
-                f"transformers scores {texts[row][0]!r} {how} as {got[row, column]:.6g}, "
-                f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
-            )
+        _check_logits(how, got, logits, texts)
     return float(torch.stack([alone - logits, padded - logits]).abs().max())
 
 
@@ -148,6 +139,31 @@ def _load(folder: Path) -> tuple[Any, Any]:
     model.score.weight.data = open_source(folder).tensors[HF_HEAD].read().to(model.device)
     compute_in_fp32(model)
     return tokenizer, model
+
+
+def _check_ids(
+    tokenizer: Any, contract: ScoringContract, texts: Sequence[tuple[Text, list[int]]]
+) -> None:
+    for text, wanted in texts:
+        ids = _their_ids(tokenizer, contract, text)
+        if ids != wanted:
+            raise CheckpointError(
+                f"transformers tokenizes {text!r} as {ids}, wanted the scoring contract's {wanted}"
+            )
+
+
+def _check_logits(
+    how: str, got: Tensor, logits: Tensor, texts: Sequence[tuple[Text, list[int]]]
+) -> None:
+    difference = (got - logits).abs()
+    # Not a number is no number that is small enough.
+    wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"transformers scores {texts[row][0]!r} {how} as {got[row, column]:.6g}, "
+            f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
+        )
 
 
 def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:

@@ -126,7 +126,16 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
-    options = options or ContractOptions()
+    return _new_contract(found, labels, tokenizer, precision, options or ContractOptions())
+
+
+def _new_contract(
+    found: Source,
+    labels: list[str],
+    tokenizer: Tokenizer,
+    precision: Precision,
+    options: ContractOptions,
+) -> ScoringContract:
     longest = int(found.config["max_position_embeddings"])
     is_ranking = len(labels) == 1
     settings = ModelConfig(

@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.contract import ContractOptions, contract_of, labels_of
-from nemo_aligner.checkpoint.hf.families.names import (
-    Rule,
-    add_zero_groups,
-    find_family,
-    hf_layer_name,
-)
+from nemo_aligner.checkpoint.hf.families import find_family
+from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups
+from nemo_aligner.checkpoint.hf.families.rules import Rule
 from nemo_aligner.checkpoint.hf.source import Source, open_source
 from nemo_aligner.checkpoint.hf.tensors import (
     HEAD_KEY,
@@ -34,14 +31,11 @@ from nemo_aligner.checkpoint.hf.tensors import (
 )
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor, dtype_of_matrices, save_unread
-from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import AlignerError, CheckpointError
 from nemo_aligner.parallel.launch import single_process
+from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.tokenizer import load_tokenizer
-
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_NEMO_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: 16}
+from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -121,19 +115,11 @@ def _convert(
     groups = config["num_query_groups"]
     zero_groups = -groups % tensor_parallel
     tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
-    stored = dtype_of_matrices(_all(tensors, layers))
-    archived = {**config, "precision": _NEMO_PRECISIONS.get(stored, 32)}
-    if zero_groups:
-        archived["num_attention_heads"] += config["num_attention_heads"] // groups * zero_groups
-        archived["num_query_groups"] += zero_groups
-        archived["zero_query_groups"] = zero_groups
+    stored = format_of(dtype_of_matrices(_all(tensors, layers)))
+    archived = _with_zero_groups({**config, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
-        found.save_tokenizer(scratch / "tokenizer")
-        # Looked at for a base model, too: a damaged one would only be found by training.
-        tokenizer = load_tokenizer(scratch / "tokenizer", "tokenizer")
-        _ = tokenizer.fingerprint
-        tokenizer.check_fits(config["vocab_size"])
-        contract = contract_of(found, labels, tokenizer, Precision(DTYPE_NAMES[stored]), options)
+        tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
+        contract = contract_of(found, labels, tokenizer, stored.precision, options)
         if contract is not None:
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
@@ -144,7 +130,7 @@ def _convert(
     return ConversionSummary(
         family=family.name,
         parameters=sum(prod(tensor.shape) for tensor in _all(tensors, layers)),
-        dtype=DTYPE_NAMES[stored],
+        dtype=stored.precision.value,
         layers=config["num_layers"],
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
@@ -153,6 +139,27 @@ def _convert(
         contract=contract,
         output=output,
     )
+
+
+def _with_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
+    if not zero_groups:
+        return {**config}
+    heads, groups = config["num_attention_heads"], config["num_query_groups"]
+    return {
+        **config,
+        "num_attention_heads": heads + heads // groups * zero_groups,
+        "num_query_groups": groups + zero_groups,
+        "zero_query_groups": zero_groups,
+    }
+
+
+def _save_tokenizer(found: Source, folder: Path, vocab_size: int) -> Tokenizer:
+    """Write it, and look at it, also for a base model: else only training would find damage."""
+    found.save_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, "tokenizer")
+    _ = tokenizer.fingerprint
+    tokenizer.check_fits(vocab_size)
+    return tokenizer
 
 
 def _plan(
@@ -166,7 +173,7 @@ def _plan(
     tensors: dict[str, UnreadTensor] = {}
     layers: dict[str, list[UnreadTensor]] = {}
     for rule, layer in rules:
-        parts = [stored[hf_layer_name(name, layer)] for name in rule.hf]
+        parts = [stored[name] for name in rule.hf]
 
         def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
             data = rule.join(parts, config)

@@ -27,15 +27,10 @@ from nemo_aligner.checkpoint.hf.check import (
     encode_texts,
     our_logits,
 )
-from nemo_aligner.checkpoint.hf.convert import DTYPE_NAMES
-from nemo_aligner.checkpoint.hf.families.names import (
-    Family,
-    Rule,
-    add_zero_groups,
-    family_of,
-    hf_layer_name,
-    remove_zero_groups,
-)
+from nemo_aligner.checkpoint.hf.families import family_of
+from nemo_aligner.checkpoint.hf.families.family import ModelFamily
+from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups, remove_zero_groups
+from nemo_aligner.checkpoint.hf.families.rules import Rule
 from nemo_aligner.checkpoint.hf.folder import (
     ShardWriter,
     choose_pad,
@@ -54,9 +49,9 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
 
-_HF_EMBEDDING = "model.embed_tokens.weight"
 # What a config may leave out.
 _WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
 
@@ -130,7 +125,7 @@ class _Archive:
 
     store: TensorStore
     embedding_dtype: torch.dtype
-    family: Family
+    family: ModelFamily
     config: dict[str, Any]
     num_query_groups: int
     rules: list[tuple[Rule, int | None]]
@@ -163,7 +158,7 @@ class _Archive:
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
         """A whole Megatron tensor in Hugging Face's parts, without what was added to it."""
-        if rule.megatron.startswith("embedding."):
+        if rule.megatron == EMBEDDING:
             data = data[: self.config["vocab_size"]]
         kept = self.config["num_query_groups"]
         data = remove_zero_groups(rule.megatron, data, self.num_query_groups, kept)
@@ -183,12 +178,18 @@ class _Archive:
         parts = self.split(rule, self.store.read(megatron_key(rule, layer), layer))
         return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
 
-    def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored."""
+    def tensors(self, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored.
+
+        The embeddings get rows of zeros up to ``vocab_size``: a pad token may be new.
+        """
         for rule, layer in self.rules:
             data = self.store.read(megatron_key(rule, layer), layer)
             for name, part in zip(rule.hf, self.split(rule, data), strict=True):
-                yield hf_layer_name(name, layer), part.to(dtype or part.dtype)
+                part = part.to(dtype or part.dtype)
+                if rule.megatron == EMBEDDING:
+                    part = F.pad(part, (0, 0, 0, vocab_size - part.size(0)))
+                yield name, part
 
 
 def _export(
@@ -198,7 +199,7 @@ def _export(
     archive = _Archive.of(folder)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
     exported = _exported_contract(contract, options)
-    dtype = options.dtype or archive.embedding_dtype
+    stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
@@ -210,7 +211,7 @@ def _export(
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
     architecture = architecture_of(archive.family.to_hf(archive.config)["model_type"])
     config = hf_config(
-        archive.family, archive.config, exported, architecture, pad_id, str(dtype)[len("torch.") :]
+        archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     )
     shards = _write_weights(archive, staging, contract, config["vocab_size"], options)
     write_json(staging / "config.json", config)
@@ -223,7 +224,7 @@ def _export(
     return ExportSummary(
         output=output,
         architecture=architecture,
-        dtype=DTYPE_NAMES[dtype],
+        dtype=stored.precision.value,
         shards=shards,
         contract=exported,
         pad_token=pad_token,
@@ -234,7 +235,7 @@ def _export(
 
 def _exported_contract(contract: ScoringContract, options: ExportOptions) -> ScoringContract:
     if options.dtype is not None:
-        contract = contract.with_dtype(Precision(DTYPE_NAMES[options.dtype]))
+        contract = contract.with_dtype(format_of(options.dtype).precision)
     if not options.merge:
         return contract
 
@@ -262,9 +263,7 @@ def _write_weights(
     options: ExportOptions,
 ) -> int:
     writer = ShardWriter(staging, options.max_shard_bytes)
-    for name, tensor in archive.tensors(options.dtype):
-        if name == _HF_EMBEDDING:
-            tensor = F.pad(tensor, (0, 0, 0, vocab_size - tensor.size(0)))  # the pad token, if new
+    for name, tensor in archive.tensors(vocab_size, options.dtype):
         writer.add(name, tensor)
     head = archive.store.read(HEAD_KEY).float()
     if options.merge:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families.names import Family
+from nemo_aligner.checkpoint.hf.families.family import ModelFamily
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -40,8 +40,9 @@ class ShardWriter:
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._bytes + size > self._max_bytes:
             self._flush()
-        # A part of a larger tensor would be written with all of it.
-        self._waiting[name] = tensor.clone() if tensor._is_view() else tensor
+        # A part of a larger tensor would keep all of it in memory.
+        is_part = tensor.untyped_storage().nbytes() > size
+        self._waiting[name] = tensor.clone() if is_part else tensor
         self._bytes += size
         self._total += size
 
@@ -130,7 +131,7 @@ def write_tokenizer(
 
 
 def hf_config(
-    family: Family,
+    family: ModelFamily,
     config: Mapping[str, Any],
     contract: ScoringContract,
     architecture: str,

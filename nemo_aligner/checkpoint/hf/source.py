@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.gguf.file import GgufCheckpoint
-from nemo_aligner.checkpoint.hf.gguf.tokenizer import add_rules, adds_bos, check_cut
+from nemo_aligner.checkpoint.hf.gguf.tokenizer import save_gguf_tokenizer
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor
 from nemo_aligner.errors import CheckpointError, short, shown
+from nemo_aligner.precision import safetensors_dtypes
 
 _INDEX_NAME = "model.safetensors.index.json"
 _WHOLE_NAME = "model.safetensors"
@@ -33,14 +32,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]
-# Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
-_GGUF_TRANSFORMERS = (5, 23)
 _LONGEST_NAME = 255
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = safetensors_dtypes()
 
 
 @dataclass(frozen=True)
@@ -103,40 +96,8 @@ def _open_gguf(path: Path) -> Source:
     if not path.is_file():
         raise CheckpointError("no such file")
     checkpoint = GgufCheckpoint(path)
-    save_tokenizer = partial(_save_gguf_tokenizer, path, checkpoint.fields)
+    save_tokenizer = partial(save_gguf_tokenizer, path, checkpoint.fields)
     return Source(checkpoint.config, checkpoint.tensors, save_tokenizer)
-
-
-def _save_gguf_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) -> None:
-    import transformers
-
-    version = transformers.__version__
-    if tuple(map(int, version.split(".")[:2])) < _GGUF_TRANSFORMERS:
-        wanted = ".".join(map(str, _GGUF_TRANSFORMERS))
-        raise CheckpointError(
-            f"got transformers {version}, which mistakes tokenizers of GGUF files; wanted {wanted} "
-            "or newer (extra [gguf])"
-        )
-    check_cut(fields)
-    # From a folder of its own: transformers would also take other tokenizer files that lie beside.
-    with tempfile.TemporaryDirectory() as alone:
-        Path(alone, "model.gguf").symlink_to(path.resolve())
-        try:
-            # Not AutoTokenizer, which has to know the model, and adds a token to Gemma 2's.
-            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-                alone,
-                gguf_file="model.gguf",
-                local_files_only=True,
-                add_bos_token=adds_bos(fields),
-            )
-        except Exception as error:  # whatever the library raises
-            raise CheckpointError(
-                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, of which "
-                f"transformers makes no tokenizer ({short(error)}); wanted the Hugging Face folder "
-                "that the file was made of"
-            ) from error
-    add_rules(tokenizer.backend_tokenizer, fields)
-    tokenizer.save_pretrained(str(folder))
 
 
 def _open_folder(folder: Path) -> Source:
@@ -218,14 +179,15 @@ def _outlines(path: Path) -> dict[str, UnreadTensor]:
                         f"{', '.join(_DTYPES)}; quantised weights are not read"
                     )
                 tensors[name] = UnreadTensor(
-                    tuple(header.get_shape()), _DTYPES[kind], partial(_read, path, name)
+                    tuple(header.get_shape()), _DTYPES[kind], partial(read_tensor, path, name)
                 )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {short(error)}") from error
     return tensors
 
 
-def _read(path: Path, name: str) -> Tensor:
+def read_tensor(path: Path, name: str) -> Tensor:
+    """A tensor of a safetensors file, in memory of its own."""
     # The file is opened anew: what was read of a mapped file stays in memory until it is closed.
     with safe_open(path, framework="pt") as stored:
         return stored.get_tensor(name)

@@ -15,7 +15,9 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.hf.families.names import Config, Family, Rule, hf_layer_name
+from nemo_aligner.checkpoint.hf.families.family import ModelFamily
+from nemo_aligner.checkpoint.hf.families.rules import Rule
+from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor
 from nemo_aligner.errors import CheckpointError, short
 from nemo_aligner.models.shape import ModelShape
@@ -26,7 +28,7 @@ REWARD_SUFFIX = "ForSequenceClassification"
 
 
 def model_rules(
-    family: Family, config: Config, is_reward_model: bool
+    family: ModelFamily, config: Config, is_reward_model: bool
 ) -> list[tuple[Rule, int | None]]:
     """Every rule with its layer number; where the reward head is, there is no output layer."""
     return [
@@ -56,12 +58,12 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
                 f"config.json: it asks for a {rule.megatron} of {size}"
             ) from error
         for name, part in zip(rule.hf, parts, strict=True):
-            shapes[hf_layer_name(name, layer)] = tuple(part.shape)
+            shapes[name] = tuple(part.shape)
     return shapes
 
 
 def check_tensors(
-    family: Family,
+    family: ModelFamily,
     config: Config,
     wanted: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, UnreadTensor],
@@ -75,7 +77,7 @@ def check_tensors(
     if missing:
         raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
     tied = config["share_embeddings_and_output_weights"]
-    ignored = (*family.unused, *(("lm_head.weight",) if tied else ()))
+    ignored = (*family.unused, *(family.untied.hf if tied else ()))
     unknown = sorted(name for name in tensors.keys() - wanted.keys() if not name.endswith(ignored))
     if unknown:
         raise CheckpointError(

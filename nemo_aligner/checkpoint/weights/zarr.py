@@ -18,10 +18,11 @@ from torch import Tensor
 from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore, is_optimizer_state
 from nemo_aligner.errors import CheckpointError, shown
+from nemo_aligner.precision import zarr_dtypes
 
 FORMAT = "zarr"
 _HEADER = ".zarray"
-_DTYPES = {"<f4": torch.float32, "<f2": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = zarr_dtypes()
 
 
 class ZarrStore(TensorStore):

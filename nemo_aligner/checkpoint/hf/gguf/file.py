@@ -15,12 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families.gguf import (
-    MODEL_NAMES,
-    ROPE_FREQS,
-    find_architecture,
-    read_config,
-)
+from nemo_aligner.checkpoint.hf.families import find_gguf_family
+from nemo_aligner.checkpoint.hf.families.gguf_fields import ROPE_FREQS, read_config
 from nemo_aligner.checkpoint.hf.gguf.header import check_header
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor
 from nemo_aligner.errors import CheckpointError, short, shown
@@ -28,7 +24,7 @@ from nemo_aligner.errors import CheckpointError, short, shown
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor's place in the file; ``shape`` and ``dtype`` are those of its (packed) numbers."""
+    """Where a tensor is in the file; ``shape`` and ``dtype`` are those of its (packed) numbers."""
 
     offset: int
     shape: tuple[int, ...]
@@ -62,7 +58,7 @@ class GgufCheckpoint:
                 f"split.count: got one of {self.fields['split.count']} files, wanted a whole one; "
                 "llama.cpp's llama-gguf-split --merge makes it"
             )
-        self._architecture = find_architecture(self.fields.get("general.architecture"))
+        self._family, self._format = find_gguf_family(self.fields.get("general.architecture"))
         divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
         self.tensors = {
             self._hf_name(name): UnreadTensor(
@@ -74,19 +70,20 @@ class GgufCheckpoint:
         if "token_embd.weight" not in self._stored:
             raise CheckpointError("token_embd.weight: the tensor is missing")
         self.config = {
-            **read_config(self.fields, divisors),
+            "model_type": self._family.name,
+            **read_config(self.fields, self._format, divisors),
             "vocab_size": self._stored["token_embd.weight"].unpacked_shape[0],
             "tie_word_embeddings": "output.weight" not in self._stored,
         }
 
     def _hf_name(self, name: str) -> str:
         part, _, kind = name.rpartition(".")
-        if part in MODEL_NAMES:
-            return f"{MODEL_NAMES[part]}.{kind}"
+        if part in self._format.model:
+            return f"{self._format.model[part]}.{kind}"
         block, _, part = part.removeprefix("blk.").partition(".")
-        if not (name.startswith("blk.") and block.isdigit() and part in self._architecture.layer):
+        if not (name.startswith("blk.") and block.isdigit() and part in self._format.layer):
             raise CheckpointError(f"tensor {shown(name)} is unknown in a model of its family")
-        return f"model.layers.{block}.{self._architecture.layer[part]}.{kind}"
+        return f"{self._family.layer_prefix}{block}.{self._format.layer[part]}.{kind}"
 
     def _dequantized(self, name: str) -> Tensor:
         import gguf
@@ -102,12 +99,12 @@ class GgufCheckpoint:
         return torch.from_numpy(np.require(values, requirements="W"))
 
     def _read(self, name: str) -> Tensor:
-        tensor, architecture = self._dequantized(name), self._architecture
-        if architecture.norm_offset and name.endswith("norm.weight"):
-            return tensor - architecture.norm_offset
-        if architecture.is_permuted and ".attn_q." in name:
+        tensor = self._dequantized(name)
+        if self._format.norm_offset and name.endswith("norm.weight"):
+            return tensor - self._format.norm_offset
+        if self._format.is_permuted and ".attn_q." in name:
             return _halves_order(tensor, self.config["num_attention_heads"])
-        if architecture.is_permuted and ".attn_k." in name:
+        if self._format.is_permuted and ".attn_k." in name:
             return _halves_order(tensor, self.config["num_key_value_heads"])
         return tensor
 

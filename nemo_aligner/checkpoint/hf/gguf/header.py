@@ -32,10 +32,10 @@ def check_header(path: Path) -> None:
 
 
 class _Header:
-    """A place in a file, which moves on as numbers are read."""
+    """A position in a file, which moves on as numbers are read."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._place = data, len(_MAGIC)
+        self._data, self._position = data, len(_MAGIC)
         self._order = "<"
 
     def check(self) -> None:
@@ -51,7 +51,7 @@ class _Header:
             axes = self._number("I")
             if axes > _MOST_AXES:
                 raise self._error(f"a tensor of {axes} axes")
-            self._skip(8 * axes + 4 + 8)  # their lengths, its type, its place
+            self._skip(8 * axes + 4 + 8)  # their lengths, its type, its offset
 
     def _skip_value(self, kind: int, items_left: int) -> int:
         """Skip a field's value; gives the number of its items, if it is an array."""
@@ -82,14 +82,14 @@ class _Header:
         return count
 
     def _number(self, kind: str) -> int:
-        start = self._place
+        start = self._position
         self._skip(struct.calcsize(f"{self._order}{kind}"))
         return struct.unpack_from(f"{self._order}{kind}", self._data, start)[0]
 
     def _skip(self, size: int) -> None:
-        if size > len(self._data) - self._place:
+        if size > len(self._data) - self._position:
             raise self._error(f"{size} bytes more, of which the file has not so many")
-        self._place += size
+        self._position += size
 
     def _error(self, got: str) -> CheckpointError:
-        return CheckpointError(f"not a readable GGUF file: byte {self._place}: got {got}")
+        return CheckpointError(f"not a readable GGUF file: byte {self._position}: got {got}")

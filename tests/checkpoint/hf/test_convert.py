@@ -1,21 +1,32 @@
-"""Conversion: the logits and tokens of transformers, and refusals that name the reason."""
+"""Conversion: the logits, rewards and tokens of transformers, and refusals that name the reason."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families.names import pack_qkv, unpack_qkv
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
+from tests.checkpoint.hf.conversion import (
+    REWARD_CASES,
+    LiveBytes,
+    convert,
+    edit,
+    edit_tensors,
+    refused,
+)
 from tests.families import LLAMA3_ROPE
+
+pytestmark = pytest.mark.usefixtures("layout")
+
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {},
@@ -23,17 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
     "one_group_per_head": {"num_key_value_heads": 4},
     "llama3_rope_own_head_dim": {"rope_parameters": LLAMA3_ROPE, "head_dim": 32},
 }
-
-
-pytestmark = pytest.mark.usefixtures("layout")
-
-
-def convert(
-    source: Path, output: Path, dtype: torch.dtype | None = None, tensor_parallel: int = 1
-) -> Any:
-    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-
-    return convert_hf_to_nemo(source, output, dtype, tensor_parallel)
 
 
 def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
@@ -106,33 +106,15 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(megatron_logits(path, tokens), wanted, atol=2e-5, rtol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf") / "tiny"
-    tiny.write_hf_checkpoint(folder)
-    return folder
-
-
-@pytest.fixture
-def changed(checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(checkpoint, tmp_path / "tiny"))
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
 def test_the_summary_and_the_config_say_what_was_converted(
-    checkpoint: Path, tmp_path: Path
+    base_checkpoint: Path, tmp_path: Path
 ) -> None:
     from transformers import LlamaForCausalLM
 
     from nemo_aligner.checkpoint.nemo.open import open_nemo
 
-    summary = convert(checkpoint, tmp_path / "out" / "base.nemo")
-    count = LlamaForCausalLM.from_pretrained(checkpoint).num_parameters()
+    summary = convert(base_checkpoint, tmp_path / "out" / "base.nemo")
+    count = LlamaForCausalLM.from_pretrained(base_checkpoint).num_parameters()
     assert f"llama base model, {count:,} parameters in fp32, 4 layers of 64" in str(summary)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["base.nemo"]
     with open_nemo(summary.output) as folder:
@@ -141,43 +123,45 @@ def test_the_summary_and_the_config_say_what_was_converted(
         assert folder.contract is None
 
 
-def test_dtype_is_as_stored_or_as_asked(checkpoint: Path, tmp_path: Path) -> None:
+def test_dtype_is_as_stored_or_as_asked(base_checkpoint: Path, tmp_path: Path) -> None:
     from nemo_aligner.checkpoint.nemo.open import open_nemo
 
-    summary = convert(checkpoint, tmp_path / "base.nemo", torch.bfloat16)
+    summary = convert(base_checkpoint, tmp_path / "base.nemo", torch.bfloat16)
     assert summary.dtype == "bf16"
     with open_nemo(tmp_path / "base.nemo") as folder:
         assert folder.config["precision"] == "bf16"
         assert {dtype for _, dtype in folder.store.tensors.values()} == {torch.bfloat16}
 
 
-def test_the_tokenizer_is_carried_over_unchanged(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_carried_over_unchanged(base_checkpoint: Path, tmp_path: Path) -> None:
     from nemo_aligner.checkpoint.nemo.open import open_nemo
 
-    convert(checkpoint, tmp_path / "base.nemo")
+    convert(base_checkpoint, tmp_path / "base.nemo")
     with open_nemo(tmp_path / "base.nemo") as folder:
         carried = {file.name: file.read_bytes() for file in folder.tokenizer.iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= carried.keys()
-    assert carried == {name: (checkpoint / name).read_bytes() for name in carried}
+    assert carried == {name: (base_checkpoint / name).read_bytes() for name in carried}
 
 
-def test_shards_and_old_rope_keys_read_the_same(checkpoint: Path, tmp_path: Path) -> None:
+def test_shards_and_old_rope_keys_read_the_same(base_checkpoint: Path, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     sharded = tmp_path / "sharded"
-    LlamaForCausalLM.from_pretrained(checkpoint).save_pretrained(sharded, max_shard_size="100KB")
+    LlamaForCausalLM.from_pretrained(base_checkpoint).save_pretrained(
+        sharded, max_shard_size="100KB"
+    )
     assert len(list(sharded.glob("*.safetensors"))) > 1
     tiny.write_tokenizer(sharded)
     edit(sharded, rope_parameters=None, rope_theta=10000.0)
     tokens = torch.arange(40)[None]
-    for folder in (checkpoint, sharded):
+    for folder in (base_checkpoint, sharded):
         convert(folder, tmp_path / f"{folder.name}.nemo")
     one, many = (megatron_logits(tmp_path / f"{name}.nemo", tokens) for name in ("tiny", "sharded"))
     torch.testing.assert_close(one, many, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"model_type": "mamba"}, "model_type: got 'mamba', wanted one of: llama"),
         ({"attention_bias": True}, "attention_bias: got True"),
@@ -194,61 +178,18 @@ def test_shards_and_old_rope_keys_read_the_same(checkpoint: Path, tmp_path: Path
     ],
 )
 def test_what_cannot_be_carried_is_refused(
-    changes: dict, complaint: str, changed: Path, tmp_path: Path
+    changes: dict, message: str, changed_base: Path, tmp_path: Path
 ) -> None:
-    edit(changed, **changes)
-    with pytest.raises(CheckpointError, match=complaint):
-        convert(changed, tmp_path / "out" / "base.nemo")
+    edit(changed_base, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        convert(changed_base, tmp_path / "out" / "base.nemo")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("lost", "complaint"),
-    [
-        ("config.json", r"config\.json"),
-        ("model.safetensors", r"pickled weights \(\.bin\) are not read"),
-        ("tokenizer.json", r"no tokenizer\.json"),
-    ],
-)
-def test_a_missing_file_is_named(lost: str, complaint: str, changed: Path, tmp_path: Path) -> None:
-    (changed / lost).unlink()
-    with pytest.raises(CheckpointError, match=complaint):
-        convert(changed, tmp_path / "base.nemo")
-    assert not (tmp_path / "base.nemo").exists()
-
-
-def test_damaged_safetensors_are_named(changed: Path, tmp_path: Path) -> None:
-    (changed / "model.safetensors").write_bytes(b"\x10" * 100)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        convert(changed, tmp_path / "base.nemo")
-
-
-def test_an_index_may_not_point_elsewhere(changed: Path, tmp_path: Path) -> None:
-    index = {"weight_map": {"lm_head.weight": "../other.safetensors"}}
-    (changed / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="wanted file names in the same folder"):
-        convert(changed, tmp_path / "base.nemo")
-
-
-def test_packing_qkv_interleaves_by_group_and_comes_apart_again() -> None:
-    heads, groups, size = 4, 2, 3
-    query = torch.arange(heads * size * 5).reshape(heads * size, 5)
-    key, value = (
-        offset + torch.arange(groups * size * 5).reshape(-1, 5) for offset in (1000, 2000)
-    )
-    packed = pack_qkv(query, key, value, heads, groups)
-    assert packed.shape == ((heads + 2 * groups) * size, 5)
-    torch.testing.assert_close(packed[: 2 * size], query[: 2 * size])
-    torch.testing.assert_close(packed[2 * size : 3 * size], key[:size])
-    torch.testing.assert_close(packed[3 * size : 4 * size], value[:size])
-    for got, wanted in zip(unpack_qkv(packed, heads, groups), (query, key, value), strict=True):
-        torch.testing.assert_close(got, wanted)
-
-
-def test_the_script_reports_and_fails_clearly(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_script_reports_and_fails_clearly(base_checkpoint: Path, tmp_path: Path) -> None:
     script, output = "scripts/convert_hf_to_nemo.py", str(tmp_path / "base.nemo")
     done = tiny.run_script(
-        script, "--input", str(checkpoint), "--output", output, env={"HF_HUB_OFFLINE": "1"}
+        script, "--input", str(base_checkpoint), "--output", output, env={"HF_HUB_OFFLINE": "1"}
     )
     assert "base.nemo: llama" in done.stdout
     failed = tiny.run_script(script, "--input", "nowhere", "--output", output, check=False)
@@ -270,40 +211,94 @@ def test_query_groups_of_zeros_change_no_logit(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_there_is_not_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_there_is_not_overwritten(base_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.nemo").write_text("precious")
     with pytest.raises(CheckpointError, match=r"mine\.nemo: it exists"):
-        convert(checkpoint, tmp_path / "mine.nemo")
+        convert(base_checkpoint, tmp_path / "mine.nemo")
     assert (tmp_path / "mine.nemo").read_text() == "precious"
     with pytest.raises(CheckpointError, match=r"mine\.nemo/base\.nemo: cannot be written"):
-        convert(checkpoint, tmp_path / "mine.nemo" / "base.nemo")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("model.nemo", None, r"got a \.nemo, which training and serving take"),
-        ("adapter", "adapter_config.json", r"got an adapter .*its base first"),
-        ("nothing", "other.json", r"got no config\.json; wanted a checkpoint folder"),
-    ],
-)
-def test_what_is_no_checkpoint_is_directed_elsewhere(
-    name: str, content: str | None, complaint: str, tmp_path: Path
-) -> None:
-    source = tmp_path / name
-    if content is None:
-        source.touch()
-    else:
-        source.mkdir()
-        (source / content).write_text("{}")
-    with pytest.raises(CheckpointError, match=complaint) as caught:
-        convert(source, tmp_path / "base.nemo")
-    assert str(caught.value).count(str(source)) == 1
+        convert(base_checkpoint, tmp_path / "mine.nemo" / "base.nemo")
 
 
 @pytest.mark.parametrize("count", [0, -2])
 def test_a_tensor_parallel_size_is_at_least_one(
-    count: int, checkpoint: Path, tmp_path: Path
+    count: int, base_checkpoint: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"--tensor-parallel: got {count}, wanted 1"):
-        convert(checkpoint, tmp_path / "base.nemo", tensor_parallel=count)
+        convert(base_checkpoint, tmp_path / "base.nemo", tensor_parallel=count)
+
+
+@pytest.mark.parametrize("case", REWARD_CASES)
+def test_rewards_are_those_of_transformers(case: str, layout: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from nemo_aligner.scoring.scorer import load_scorer
+
+    tiny.write_hf_reward_model(tmp_path / "hf", **REWARD_CASES[case])
+    tensor_parallel = 2 if case == "zero_groups" else 1
+    summary = convert(tmp_path / "hf", tmp_path / "rm.nemo", tensor_parallel=tensor_parallel)
+    assert summary.zero_groups == tensor_parallel - 1
+    scorer = load_scorer(tmp_path / "rm.nemo", layout)
+    rng = random.Random(3)
+    texts: list = [tiny.sentence(rng, 1, 30) for _ in range(5)]
+    conversation = [
+        {"role": "user", "content": "what is good"},
+        {"role": "assistant", "content": "the house"},
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    written = [*texts, tokenizer.apply_chat_template(conversation, tokenize=False)]
+    batch = tokenizer(written, add_special_tokens=False, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        wanted = model(batch.input_ids, attention_mask=batch.attention_mask).logits.numpy()
+    assert wanted.std() > 0.1
+    got = scorer.score([*texts, conversation])
+    np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=1e-5)
+
+
+def test_a_token_without_an_embedding_is_refused(changed_reward: Path, tmp_path: Path) -> None:
+    file = changed_reward / "tokenizer.json"
+    content = json.loads(file.read_text())
+    rows = tiny.SHAPE["vocab_size"]
+    token = {**content["added_tokens"][0], "id": rows, "content": "<extra>"}
+    content["added_tokens"].append(token)
+    file.write_text(json.dumps(content))
+    refused(changed_reward, tmp_path, rf"got ids up to {rows} \('<extra>' is {rows}\)")
+
+
+def test_matrices_of_two_dtypes_are_scored_in_the_wider(
+    changed_reward: Path, tmp_path: Path
+) -> None:
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        for name in ("model.embed_tokens.weight", "model.norm.weight"):
+            tensors[name] = tensors[name].bfloat16()
+
+    edit_tensors(changed_reward, narrow)
+    assert convert(changed_reward, tmp_path / "rm.nemo").contract.dtype == "fp32"
+    edit_tensors(
+        changed_reward,
+        lambda tensors: tensors.update(
+            {name: data.bfloat16() for name, data in tensors.items() if data.dim() == 2}
+        ),
+    )
+    assert convert(changed_reward, tmp_path / "narrow.nemo").contract.dtype == "bf16"
+
+
+def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_aligner.checkpoint.hf import source as hf_source
+    from nemo_aligner.checkpoint.weights.stream import _ReadingPlanner
+
+    tiny.write_hf_reward_model(tmp_path / "hf", num_hidden_layers=16)
+    read, joined = LiveBytes(), LiveBytes()
+    monkeypatch.setattr(hf_source, "read_tensor", read.watch(hf_source.read_tensor))
+    lookup = _ReadingPlanner.lookup_object
+    monkeypatch.setattr(_ReadingPlanner, "lookup_object", joined.watch(lookup))
+    convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    stored = (tmp_path / "hf/model.safetensors").stat().st_size
+    assert read.total > 0.9 * stored
+    assert joined.total > 0.9 * stored
+    layer = stored / 18
+    assert read.peak < 3 * layer
+    # torch's writer keeps the last tensor of every key.
+    assert joined.peak < 5 * layer
+    assert read.now == 0

@@ -1,0 +1,93 @@
+"""Nemotron: squared ReLU, LayerNorm1P, and half of the channels rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from nemo_aligner.checkpoint.hf.families.decoder import decoder_to_hf, decoder_to_nemo
+from nemo_aligner.checkpoint.hf.families.family import ANY
+from nemo_aligner.checkpoint.hf.families.gguf_format import (
+    ATTENTION_NAMES,
+    MLP_NAMES,
+    MLP_NORM_NAMES,
+    GgufFormat,
+)
+from nemo_aligner.checkpoint.hf.families.layer_names import (
+    ATTENTION_NORM,
+    DOWN,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP_NORM,
+    PROJECTION,
+    QKV,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.rules import Rule
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
+from nemo_aligner.models.shape import ModelShape
+
+
+def _to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("hidden_act", "relu2")
+    return decoder_to_nemo(
+        config,
+        rotated=0.5,
+        normalization="layernorm1p",
+        layernorm_epsilon=read.number("norm_eps", 1e-5),
+        activation="squared-relu",
+    )
+
+
+def _to_hf(config: Config) -> dict[str, Any]:
+    shape = ModelShape.from_config(config)
+    decoder = decoder_to_hf(
+        config,
+        "nemotron",
+        hidden_act="relu2",
+        norm_eps=shape.layernorm_epsilon,
+        partial_rotary_factor=shape.rotary_percentage,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+    del decoder["rms_norm_eps"]
+    return decoder
+
+
+_GGUF = GgufFormat(
+    "nemotron",
+    layer={**ATTENTION_NAMES, **MLP_NORM_NAMES, **MLP_NAMES},
+    epsilon=("attention.layer_norm_epsilon", "norm_eps"),
+    norm_offset=1,
+    is_partly_rotated=True,
+)
+
+# Both sides store LayerNorm1P's gamma - 1.
+NEMOTRON = replace(
+    LLAMA,
+    name="nemotron",
+    to_nemo=_to_nemo,
+    to_hf=_to_hf,
+    model=(
+        EMBEDDING,
+        Rule(FINAL_NORM, ("model.norm.weight",)),
+        Rule("decoder.final_layernorm.bias", ("model.norm.bias",)),
+    ),
+    layer=(
+        Rule(ATTENTION_NORM, ("input_layernorm.weight",)),
+        Rule("self_attention.linear_qkv.layer_norm_bias", ("input_layernorm.bias",)),
+        QKV,
+        PROJECTION,
+        Rule(MLP_NORM, ("post_attention_layernorm.weight",)),
+        Rule("mlp.linear_fc1.layer_norm_bias", ("post_attention_layernorm.bias",)),
+        Rule("mlp.linear_fc1.weight", ("mlp.up_proj.weight",)),
+        DOWN,
+    ),
+    made_of={
+        "activation": "squared-relu",
+        "normalization": "layernorm1p",
+        "rotary_percentage": ANY,
+    },
+    gguf=_GGUF,
+)

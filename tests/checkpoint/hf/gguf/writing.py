@@ -1,0 +1,202 @@
+"""GGUF files as llama.cpp's ``convert_hf_to_gguf.py`` writes them.
+
+Names are by the gguf package's own table, changed tensors and fields as read in its source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import tiny
+
+gguf = pytest.importorskip("gguf")
+
+
+FIELD_TYPES = {
+    bool: gguf.GGUFValueType.BOOL,
+    int: gguf.GGUFValueType.UINT32,
+    float: gguf.GGUFValueType.FLOAT32,
+    str: gguf.GGUFValueType.STRING,
+    list: gguf.GGUFValueType.ARRAY,
+}
+
+
+TEXTS = [
+    "the cat sleeps",
+    "1,234 birds?!  Two\n\tlines",
+    "<|im_start|>user\nwhy is the river cold<|im_end|>\n",
+]
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+# What the converter leaves out of a file, so that the model is another one without it.
+UNSAID = {
+    "mistral_untied_window": {"sliding_window": None},
+    "qwen2_untied_window": {"use_sliding_window": False, "layer_types": None},
+    "gemma_untied": {"tie_word_embeddings": True},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma2_untied": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+}
+
+
+def pairs_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """What llama.cpp's converter does to the rows of q and k of a Llama."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def rope_freqs(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
+    """The converter's divisors of a Llama 3.1's frequencies; it looks for 8192 in another place."""
+    old_length = config.get("original_max_position_embeddings", 8192)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    divisors = []
+    for channel in range(0, config["head_dim"], 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (channel / config["head_dim"])
+        smooth = (old_length / wavelength - low) / (high - low)
+        if wavelength < old_length / high:
+            divisors.append(1.0)
+        elif wavelength > old_length / low:
+            divisors.append(factor)
+        else:
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, dtype=np.float32)
+
+
+def write_fields(writer: Any, arch: str, config: dict[str, Any]) -> None:
+    """As ``set_gguf_parameters`` of each architecture."""
+    rope = config["rope_parameters"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    # The base class takes Nemotron's for an RMS norm's, and Nemotron's own writes it once more.
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    if config.get("head_dim") is not None:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        writer.add_sliding_window(config["sliding_window"])
+    if arch in ("gemma", "gemma2"):
+        return
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if arch == "llama":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(config["head_dim"])
+    if arch == "nemotron":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_layer_norm_eps(config["norm_eps"])
+        width = int(rope["partial_rotary_factor"] * config["hidden_size"])
+        writer.add_rope_dimension_count(width // config["num_attention_heads"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def write_byte_level(writer: Any, source: Path, vocab_size: int) -> None:
+    """The folder's own tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]
+    tokens = tokenizer.convert_ids_to_tokens(range(vocab_size))
+    special = set(tokenizer.all_special_ids)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([token or f"[unused{index}]" for index, token in enumerate(tokens)])
+    writer.add_token_types([3 if index in special else 1 for index in range(vocab_size)])
+    writer.add_token_merges([" ".join(merge) for merge in vocabulary["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
+def write_tensors(writer: Any, arch: str, source: Path, config: dict[str, Any], kind: Any) -> None:
+    """As ``modify_tensors`` of each architecture; ``kind`` is that of matrices, None is fp32."""
+    (number,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if name == "lm_head.weight" and arch in ("gemma", "gemma2"):
+            continue
+        module = name.split(".")[-2]
+        if arch == "llama" and module in heads:
+            tensor = pairs_order(tensor, heads[module])
+        if arch in ("gemma", "gemma2", "nemotron") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        data, raw = tensor.numpy(), None
+        if kind is not None and tensor.ndim == 2:
+            data, raw = gguf.quantize(data, kind), kind
+        writer.add_tensor(stored, data, raw_dtype=raw)
+
+
+def write_gguf(
+    path: Path,
+    source: Path,
+    kind: Any = None,
+    write_tokenizer: Callable[[Any, Path, int], None] = write_byte_level,
+    **changes: Any,
+) -> Path:
+    """The checkpoint in ``source`` as llama.cpp would write it; ``changes``: fields, None: without.
+
+    An ``ARCH.`` in front of a field stands for the architecture.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source).to_dict()
+    arch = config["model_type"].replace("mistral", "llama")
+    writer = gguf.GGUFWriter(path, arch)
+    write_fields(writer, arch, config)
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", rope_freqs(config, config["rope_parameters"]))
+    write_tokenizer(writer, source, config["vocab_size"])
+    write_tensors(writer, arch, source, config, kind)
+    for key, value in changes.items():
+        key = key.replace("ARCH", arch)
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, FIELD_TYPES[type(value)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def sentencepiece(special: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of a BPE with bytes for what it does not know, as sentencepiece's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=tiny.SHAPE["vocab_size"],
+        special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([tiny.TEXT] * 4, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
