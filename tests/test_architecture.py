@@ -40,7 +40,7 @@ FLOORS = {
 NEIGHBOURS = {("metrics", "losses"), ("config", "errors")}
 # The only files, or folders, that import a giant.
 DOORS = {
-    "megatron": ["parallel/", "models/", "checkpoint/", "training/optimizer.py"],
+    "megatron": ["parallel/", "models/", "checkpoint/", "training/optimizer/"],
     "apex": ["models/"],
     "transformer_engine": ["models/"],
     "nemo": [],
