@@ -9,7 +9,7 @@ import pytest
 from tests.serving.servers import FAKE, QUICK, Server, running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pytest.importorskip("pytriton")
     folder = tmp_path_factory.mktemp("server")
@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert not (folder / "ready").exists()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server):
     from nemo_aligner.serving.client.reward import RewardClient
 
@@ -31,7 +31,7 @@ def client(server):
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def old_client(server):
     from pytriton.client import FuturesModelClient
 

@@ -106,10 +106,10 @@ def running(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Itera
     ]
     with log.open("wb") as output:
         for rank in range(ranks):
-            launched = {} if ranks == 1 else launcher_environment(rank, ranks, port)
+            place = {} if ranks == 1 else launcher_environment(rank, ranks, port)
             server.ranks.append(
                 subprocess.Popen(
-                    command, stdout=output, stderr=output, env={**environment, **launched}, cwd=ROOT
+                    command, stdout=output, stderr=output, env={**environment, **place}, cwd=ROOT
                 )
             )
     try:
