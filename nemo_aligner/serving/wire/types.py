@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +22,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``."""
+    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
+
+    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B.
+    """
 
     texts: list[Text] | None = None
     token_lists: list[list[int]] | None = None
     add_eos: list[bool] | None = None
-
-    @property
-    def size(self) -> int:
-        rows: Sequence[object] | None = self.texts if self.texts is not None else self.token_lists
-        return len(rows or ())
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class ScoreReply:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one request is not answered: ``bad_request`` when its sender can mend it."""
+    """Why one request is not answered, in one line; ``bad_request``: its sender can mend it."""
 
     message: str
     bad_request: bool
