@@ -74,7 +74,7 @@ def build_synthetic_learner(
     from nemo_aligner.data.loader import TrainLoader
     from nemo_aligner.data.training_data import TrainingData
     from nemo_aligner.objectives.bradley_terry import BradleyTerry
-    from nemo_aligner.training.optimizer import build_optimizer
+    from nemo_aligner.training.optimizer.build import build_optimizer
 
     model = build_reward_model(
         shape,

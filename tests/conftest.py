@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import nemo_aligner.parallel  # noqa: F401 - before any test imports megatron-core
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
 from tests.contracts import Contracts

@@ -1,1 +1,3 @@
 """The reward model on megatron-core: backbone, packed attention, head and step."""
+
+import nemo_aligner.parallel  # noqa: F401 - before the first import of megatron-core

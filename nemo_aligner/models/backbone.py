@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -32,6 +31,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.packed import PackedAttention
+from nemo_aligner.models.internals import has_weight_gradient_kernel
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, squared_relu
 from nemo_aligner.models.shape import ModelShape
@@ -116,7 +116,7 @@ def can_accumulate_weight_gradients(shape: ModelShape) -> bool:
 
     A model is then trained only inside Megatron's data parallel wrapper, which has the buffer.
     """
-    return use_transformer_engine(shape) or layers._grad_accum_fusion_available
+    return use_transformer_engine(shape) or has_weight_gradient_kernel()
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:

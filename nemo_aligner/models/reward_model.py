@@ -18,6 +18,7 @@ from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.backbone import layer_spec, transformer_config
 from nemo_aligner.models.heads import RewardHead
+from nemo_aligner.models.internals import scale_rotary_frequencies
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 
@@ -50,7 +51,10 @@ class GPTRewardModel(GPTModel):
             rotary_base=shape.rotary_base,
             seq_len_interpolation_factor=shape.seq_len_interpolation_factor,
         )
-        self._scale_rotary_frequencies(shape)
+        if shape.rope_scaling is not None:
+            self.rotary_pos_emb.inv_freq = scale_rotary_frequencies(
+                self.rotary_pos_emb, shape.rope_scaling
+            )
         # In the model's dtype, as those who trained Gemma had it.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
         self._embedding_scale = scale.item() if shape.apply_embedding_scaling else None
@@ -60,17 +64,6 @@ class GPTRewardModel(GPTModel):
         if self.post_process:
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed)
-
-    def _scale_rotary_frequencies(self, shape: ModelShape) -> None:
-        scaling = shape.rope_scaling
-        if scaling is not None:
-            self.rotary_pos_emb.inv_freq = self.rotary_pos_emb._apply_scaling(
-                self.rotary_pos_emb.inv_freq,
-                factor=scaling.factor,
-                low_freq_factor=scaling.low_freq_factor,
-                high_freq_factor=scaling.high_freq_factor,
-                original_max_position_embeddings=scaling.old_context_len,
-            )
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Score a pack (on this model's device).

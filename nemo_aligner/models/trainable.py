@@ -54,7 +54,7 @@ def wrap_for_training(
 
 def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
     """Megatron goes through its buffers backwards, and has the fp32 head's at the beginning."""
-    places = {parameter: place for place, parameter in enumerate(wrapped.module.parameters())}
-    groups = sorted(wrapped.bucket_groups, key=lambda group: min(places[p] for p in group.params))
+    index = {parameter: i for i, parameter in enumerate(wrapped.module.parameters())}
+    groups = sorted(wrapped.bucket_groups, key=lambda group: min(index[p] for p in group.params))
     for group, following in zip_longest(groups, groups[1:]):
         group.next_param_gather_bucket_group = following

@@ -1,1 +1,12 @@
-"""How a run is laid out over processes, and megatron-core on machines without CUDA."""
+"""How a run is laid out over processes, and megatron-core on machines without CUDA.
+
+Importing this package makes the process ready for megatron-core. Every package whose modules import
+megatron-core begins with this import, so that the order of a program's own imports does not matter;
+what imports none of them (the client, the contract, settings, data) leaves the process as it is.
+"""
+
+from nemo_aligner.parallel.cpu import hook
+from nemo_aligner.parallel.quiet import silence_known_warnings
+
+silence_known_warnings()
+hook.install()

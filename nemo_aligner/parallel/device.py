@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nemo_aligner.parallel.cpu.processor import multiplies_bf16
+
 
 def current_device() -> torch.device:
     """The one that this rank computes on."""
@@ -15,6 +17,4 @@ def lacks_bf16() -> bool:
 
     Such a CPU needs many times as long for them as in fp32.
     """
-    if torch.cuda.is_available():
-        return False
-    return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    return not torch.cuda.is_available() and not multiplies_bf16()

@@ -20,7 +20,7 @@ _DEFAULT_PORT = 29400
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all: ``rank`` of ``world_size``, its place on its node, and its device."""
+    """This process among all: ``rank`` of ``world_size``, local rank, and device."""
 
     rank: int
     world_size: int
@@ -34,7 +34,9 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Process:
+    """One of several that a launcher started; ``master`` is None for one without a launcher."""
+
     rank: int
     world_size: int
     local_rank: int
@@ -51,18 +53,18 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     Raises:
         ConfigError: the launcher's environment is incomplete, or a local rank has no GPU.
     """
-    place = _find_place(os.environ)
+    process = find_process(os.environ)
     # Sequence parallelism relies on kernels starting in the order in which they were launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     use_cuda = torch.cuda.is_available()
-    device = _select_device(place, use_cuda)
+    device = _select_device(process, use_cuda)
     if not use_cuda:
-        _share_cores(place.local_world_size)
+        _split_cores(process.local_world_size)
         keep_freed_memory()
     backend = "nccl" if use_cuda else "gloo"
-    _init_process_group(place, backend, timedelta(seconds=timeout_seconds))
+    _init_process_group(process, backend, timedelta(seconds=timeout_seconds))
     try:
-        yield Launch(place.rank, place.world_size, place.local_rank, device, backend)
+        yield Launch(process.rank, process.world_size, process.local_rank, device, backend)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -70,7 +72,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 
 def is_launched() -> bool:
     """Whether torchrun or srun started this process as one of several."""
-    return _find_place(os.environ).master is not None
+    return find_process(os.environ).master is not None
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def single_process() -> Iterator[None]:
         ConfigError: this is one process of several.
     """
     is_there = dist.is_initialized()
-    count = dist.get_world_size() if is_there else _find_place(os.environ).world_size
+    count = dist.get_world_size() if is_there else find_process(os.environ).world_size
     if count > 1:
         raise ConfigError(f"got {count} processes, wanted one for a conversion")
     if is_there:
@@ -97,17 +99,22 @@ def single_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _find_place(env: Mapping[str, str]) -> _Place:
+def find_process(env: Mapping[str, str]) -> Process:
+    """This process as torchrun's or Slurm's variables have it; without them the only one.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
-        return _place_from_torchrun(env)
+        return _process_from_torchrun(env)
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_STEP_ID" in env:
-        return _place_from_slurm(env)
-    return _Place(0, 1, 0, 1, None)
+        return _process_from_slurm(env)
+    return Process(0, 1, 0, 1, None)
 
 
-def _place_from_torchrun(env: Mapping[str, str]) -> _Place:
+def _process_from_torchrun(env: Mapping[str, str]) -> Process:
     world_size = _read_int(env, "WORLD_SIZE")
-    return _Place(
+    return Process(
         rank=_read_int(env, "RANK"),
         world_size=world_size,
         local_rank=_read_int(env, "LOCAL_RANK"),
@@ -116,11 +123,11 @@ def _place_from_torchrun(env: Mapping[str, str]) -> _Place:
     )
 
 
-def _place_from_slurm(env: Mapping[str, str]) -> _Place:
+def _process_from_slurm(env: Mapping[str, str]) -> Process:
     world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
     # One port per job, so that jobs that share a node do not meet.
     port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
-    return _Place(
+    return Process(
         rank=_read_int(env, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_read_int(env, "SLURM_LOCALID"),
@@ -163,33 +170,37 @@ def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> i
         raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None
 
 
-def _select_device(place: _Place, use_cuda: bool) -> torch.device:
+def _select_device(process: Process, use_cuda: bool) -> torch.device:
     if not use_cuda:
         return torch.device("cpu")
-    if place.local_rank >= torch.cuda.device_count():
+    if process.local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {place.local_rank} has no GPU of its own: this node shows "
+            f"local rank {process.local_rank} has no GPU of its own: this node shows "
             f"{torch.cuda.device_count()}; start at most one process per GPU"
         )
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(process.local_rank)
+    return torch.device("cuda", process.local_rank)
 
 
-def _share_cores(local_world_size: int) -> None:
+def _split_cores(local_world_size: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
 
 
-def _init_process_group(place: _Place, backend: str, timeout: timedelta) -> None:
-    if place.master is None:
+def _init_process_group(process: Process, backend: str, timeout: timedelta) -> None:
+    if process.master is None:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
         return
-    host, port = place.master
+    host, port = process.master
     if backend == "gloo" and host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     dist.init_process_group(
-        backend, init_method="env://", rank=place.rank, world_size=place.world_size, timeout=timeout
+        backend,
+        init_method="env://",
+        rank=process.rank,
+        world_size=process.world_size,
+        timeout=timeout,
     )

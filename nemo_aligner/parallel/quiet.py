@@ -17,7 +17,6 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r"Please use DTensor instead", FutureWarning),
     (r"`load_state_dict` is deprecated and will be removed", FutureWarning),
     (r"Warning: tp_group is None", DeprecationWarning),
-    (r"`load_state_dict` is deprecated and will be removed", FutureWarning),
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     (r"TypedStorage is deprecated", UserWarning),
     # torch's checkpoint reader on gloo and on CPU.

@@ -15,7 +15,7 @@ from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import build_contract, continue_contract
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer import build_optimizer
+from nemo_aligner.training.optimizer.build import build_optimizer
 
 
 def build_data(config: TrainConfig) -> TrainingData:

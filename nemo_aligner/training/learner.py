@@ -23,7 +23,7 @@ from nemo_aligner.training.finite import (
     check_validation,
     gradient_error,
 )
-from nemo_aligner.training.optimizer import Optimizer, Update
+from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
 
 
 class RewardLearner:

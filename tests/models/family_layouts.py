@@ -22,7 +22,7 @@ from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.training.optimizer import build_optimizer
+from nemo_aligner.training.optimizer.build import build_optimizer
 from tests.families import SEQUENCES
 
 LAYOUTS: dict[str, tuple[int, int, bool]] = {

@@ -20,7 +20,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("processes", "layouts"), [(1, ("one",)), (2, ("tp2", "tp2_sp", "pp2"))], ids=["one", "two"]
 )
-def test_a_value_is_the_reward_of_the_beginning(
+def test_a_value_is_the_reward_of_the_prefix(
     processes: int, layouts: tuple[str, ...], archive: Path, tmp_path: Path
 ) -> None:
     result = tmp_path / "values.pt"
@@ -32,7 +32,7 @@ def test_a_value_is_the_reward_of_the_beginning(
     assert set(found) == set(layouts)
     for got in found.values():
         first, second = got["values"]
-        # Every beginning of every sequence, laid out as the packed tokens are.
+        # Every prefix of every sequence, laid out as the packed tokens are.
         rewards = got["rewards"]
         assert first.shape == rewards.shape == (5 + 21 + 1 + 12, 2)
         assert first.dtype is torch.float32

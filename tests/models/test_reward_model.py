@@ -98,7 +98,7 @@ SHARING = [[*range(3, 43), *range(60, 60 + length)] for length in (5, 1, 12)]
 GROUPS = [Group(1, 0), Group(3, 40)]
 
 
-def test_a_beginning_computed_once_changes_no_reward(base: Path, layout: ParallelLayout) -> None:
+def test_a_prefix_computed_once_changes_no_reward(base: Path, layout: ParallelLayout) -> None:
     from nemo_aligner.models.step import infer
 
     model = load(base, layout).model
@@ -111,7 +111,7 @@ def test_a_beginning_computed_once_changes_no_reward(base: Path, layout: Paralle
 
 
 @pytest.mark.parametrize("recompute", Recompute)
-def test_a_beginning_computed_once_changes_no_gradient(
+def test_a_prefix_computed_once_changes_no_gradient(
     base: Path, layout: ParallelLayout, recompute: Recompute
 ) -> None:
     sequences = [SEQUENCES[3], *SHARING]

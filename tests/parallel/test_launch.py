@@ -1,4 +1,4 @@
-"""Reading a rank's place from torchrun's and Slurm's environment, and refusing half of one."""
+"""Reading which rank this is from torchrun's and Slurm's environment, and refusing half of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.parallel.launch import _find_place, first_host, launch, single_process
+from nemo_aligner.parallel.launch import find_process, first_host, launch, single_process
 
 TORCHRUN = {
     "RANK": "5",
@@ -29,21 +29,31 @@ SLURM = {
 
 
 def test_torchrun_environment() -> None:
-    place = _find_place(TORCHRUN)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
-    assert place.master == ("node1", 1234)
+    process = find_process(TORCHRUN)
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
+        5,
+        8,
+        1,
+        4,
+    )
+    assert process.master == ("node1", 1234)
 
 
 def test_slurm_environment() -> None:
-    place = _find_place(SLURM)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (9, 16, 1, 8)
-    assert place.master == ("gpu003", 29402)
-    assert _find_place({**SLURM, "MASTER_ADDR": "head"}).master == ("head", 29402)
+    process = find_process(SLURM)
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
+        9,
+        16,
+        1,
+        8,
+    )
+    assert process.master == ("gpu003", 29402)
+    assert find_process({**SLURM, "MASTER_ADDR": "head"}).master == ("head", 29402)
 
 
 def test_a_slurm_batch_shell_without_srun_is_one_process() -> None:
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
-    assert _find_place(shell).world_size == 1
+    assert find_process(shell).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -62,9 +72,9 @@ def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
 def test_missing_and_malformed_variables_are_named() -> None:
     without = {key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"}
     with pytest.raises(ConfigError, match="MASTER_PORT: it is missing"):
-        _find_place(without)
+        find_process(without)
     with pytest.raises(ConfigError, match="LOCAL_RANK: got 'x', wanted a number"):
-        _find_place({**TORCHRUN, "LOCAL_RANK": "x"})
+        find_process({**TORCHRUN, "LOCAL_RANK": "x"})
 
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

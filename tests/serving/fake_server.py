@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -21,15 +21,9 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.serving.transports.triton.server import serve
-from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract import Encoded, ScoringContract
 
 SEQ_LENGTH = 64
-
-
-@dataclass(frozen=True)
-class FakeEncoded:
-    token_ids: list[int]
-    truncated: bool
 
 
 CONTRACT = ScoringContract(
@@ -49,20 +43,25 @@ CONTRACT = ScoringContract(
 )
 
 
+def total(text: str) -> float:
+    """The reward of a text."""
+    return float(sum(map(ord, text)))
+
+
 class FakeScorer:
     contract = CONTRACT
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
 
-    def encode(self, text: str | list[dict[str, str]]) -> FakeEncoded:
+    def encode(self, text: str | list[dict[str, str]]) -> Encoded:
         if text == "explode":
             raise KeyError("a bug in the tokenizer")
         whole = text if isinstance(text, str) else "".join(turn["content"] for turn in text)
         ids = [ord(letter) for letter in whole]
         if not ids:
             raise DataError("the text is empty")
-        return FakeEncoded(ids[-SEQ_LENGTH:], len(ids) > SEQ_LENGTH)
+        return Encoded(ids[-SEQ_LENGTH:], len(ids) > SEQ_LENGTH)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) > SEQ_LENGTH:
@@ -81,7 +80,7 @@ class FakeScorer:
             os._exit(9)
         if 700 in marks:
             time.sleep(3)
-        # Each rank sums its share, like a tensor parallel model.
+        # Each rank sums a part, like a tensor parallel model.
         mine = [float(sum(ids[self._rank :: self._world_size])) for ids in token_lists]
         rewards = torch.tensor(mine)
         if self._world_size > 1:

@@ -24,6 +24,8 @@ from typing import Any
 from tests.tiny import ROOT
 
 START_SECS = 120
+FAKE = "tests/serving/fake_server.py"
+QUICK = ("heartbeat_secs=0.5", "exit_timeout_secs=10")
 
 
 @dataclass
@@ -158,3 +160,9 @@ def json_request(name: str, datatype: str, rows: list[list[Any]]) -> dict[str, A
     """One input of a KServe v2 request, as plain JSON."""
     flat = [value for row in rows for value in row]
     return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}
+
+
+def batches(server: Server) -> list[tuple[int, int]]:
+    """Sequences and tokens of every call of a fake server's scorer."""
+    lines = [line.split() for line in server.output().splitlines() if line.startswith("BATCH")]
+    return [(int(sequences), int(tokens)) for _, sequences, tokens in lines]

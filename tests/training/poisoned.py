@@ -24,7 +24,7 @@ from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer import build_optimizer
+from nemo_aligner.training.optimizer.build import build_optimizer
 
 SHAPE = ModelShape.from_config(
     {

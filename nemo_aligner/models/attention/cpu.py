@@ -1,7 +1,7 @@
-"""Attention over the segments of a pack on a CPU: no padding, no mask, no copy of a beginning.
+"""Attention over the segments of a pack on a CPU: no padding, no mask, no copy of a prefix.
 
 Each segment attends causally to itself in one call of torch's flash attention; all the segments
-that share a beginning attend to it together, in one more. What a token got from both is put
+that have a prefix in common attend to it together, in one more. What a token got from both is put
 together by the log-sum-exp of its scores, and the backward of each part follows from the whole's
 output and log-sum-exp (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
 """
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from nemo_aligner.models.internals import cpu_flash_attention, cpu_flash_attention_backward
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Block:
     """Which queries see which keys; ``is_causal`` where they are the same tokens."""
 
     queries: slice
@@ -41,18 +40,18 @@ def attend(
 
     Args:
         lengths: tokens of every segment, T in all.
-        prefixes: the segment that a segment begins with, -1 for none.
+        prefixes: the segment that is a segment's prefix, -1 for none.
         scale: of the scores; None is ``c ** -0.5``.
     """
-    return _PackedAttention.apply(query, key, value, list(_parts(lengths, prefixes)), scale)
+    return _PackedAttention.apply(query, key, value, list(_blocks(lengths, prefixes)), scale)
 
 
-def _parts(lengths: Sequence[int], prefixes: Sequence[int]) -> Iterator[_Part]:
-    """Every segment on itself, then every run of segments that share a beginning on that."""
+def _blocks(lengths: Sequence[int], prefixes: Sequence[int]) -> Iterator[_Block]:
+    """Every segment on itself, then every run of segments with one prefix on that."""
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
-        yield _Part(slice(*bounds[-2:]), slice(*bounds[-2:]), True)
+        yield _Block(slice(*bounds[-2:]), slice(*bounds[-2:]), True)
     start = 0
     for own in range(1, len(prefixes) + 1):
         prefix = prefixes[start]
@@ -60,7 +59,7 @@ def _parts(lengths: Sequence[int], prefixes: Sequence[int]) -> Iterator[_Part]:
             continue
         if prefix >= 0:
             keys = slice(bounds[prefix], bounds[prefix + 1])
-            yield _Part(slice(bounds[start], bounds[own]), keys, False)
+            yield _Block(slice(bounds[start], bounds[own]), keys, False)
         start = own
 
 
@@ -80,7 +79,7 @@ class _PackedAttention(Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        parts: list[_Part],
+        blocks: list[_Block],
         scale: float | None,
     ) -> Tensor:
         # Contiguous, or the views below would keep the whole of the projection's output alive.
@@ -91,23 +90,23 @@ class _PackedAttention(Function):
         precise = torch.promote_types(query.dtype, torch.float32)
         lse = torch.empty(repeats, groups, query.size(0), dtype=precise)
         q, k, v, o = (_as_heads(x, groups) for x in (query, key, value, out))
-        for part in parts:
-            some, its_lse = _forward(
-                q[:, :, part.queries],
-                k[:, :, part.keys].expand(repeats, -1, -1, -1),
-                v[:, :, part.keys].expand(repeats, -1, -1, -1),
+        for block in blocks:
+            some, its_lse = cpu_flash_attention(
+                q[:, :, block.queries],
+                k[:, :, block.keys].expand(repeats, -1, -1, -1),
+                v[:, :, block.keys].expand(repeats, -1, -1, -1),
                 0.0,
-                part.is_causal,
+                block.is_causal,
                 attn_mask=None,
                 scale=scale,
             )
-            if part.is_causal:
-                o[:, :, part.queries] = some
-                lse[:, :, part.queries] = its_lse
+            if block.is_causal:
+                o[:, :, block.queries] = some
+                lse[:, :, block.queries] = its_lse
             else:
-                _put_together(o[:, :, part.queries], lse[:, :, part.queries], some, its_lse)
+                _merge(o[:, :, block.queries], lse[:, :, block.queries], some, its_lse)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
@@ -119,34 +118,34 @@ class _PackedAttention(Function):
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
         q, k, v, o, d = (_as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (_as_heads(x, groups) for x in (to_query, to_key, to_value))
-        for part in ctx.parts:
-            found = _backward(
-                d[:, :, part.queries],
-                q[:, :, part.queries],
-                k[:, :, part.keys].expand(repeats, -1, -1, -1),
-                v[:, :, part.keys].expand(repeats, -1, -1, -1),
-                o[:, :, part.queries],
-                lse[:, :, part.queries],
+        for block in ctx.blocks:
+            found = cpu_flash_attention_backward(
+                d[:, :, block.queries],
+                q[:, :, block.queries],
+                k[:, :, block.keys].expand(repeats, -1, -1, -1),
+                v[:, :, block.keys].expand(repeats, -1, -1, -1),
+                o[:, :, block.queries],
+                lse[:, :, block.queries],
                 0.0,
-                part.is_causal,
+                block.is_causal,
                 attn_mask=None,
                 scale=ctx.scale,
             )
-            for place, to, some in (
-                (part.queries, dq, found[0]),
-                (part.keys, dk, found[1].sum(0, keepdim=True)),
-                (part.keys, dv, found[2].sum(0, keepdim=True)),
+            for rows, to, some in (
+                (block.queries, dq, found[0]),
+                (block.keys, dk, found[1].sum(0, keepdim=True)),
+                (block.keys, dv, found[2].sum(0, keepdim=True)),
             ):
-                if part.is_causal:
-                    to[:, :, place] = some
+                if block.is_causal:
+                    to[:, :, rows] = some
                 else:
-                    to[:, :, place] += some
+                    to[:, :, rows] += some
         return to_query, to_key, to_value, None, None
 
 
-def _put_together(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:
     """Add to what queries have seen what else they saw; in place, ``[r, groups, n(, c)]``."""
     total = torch.logaddexp(lse, its_lse)
-    share = torch.exp(its_lse - total).unsqueeze(-1)
-    out += (more - out) * share.to(out.dtype)
+    weight = torch.exp(its_lse - total).unsqueeze(-1)
+    out += (more - out) * weight.to(out.dtype)
     lse.copy_(total)

@@ -23,7 +23,7 @@ class PackedAttention(MegatronModule):
     """Core attention of ``query [T, 1, heads, c]`` on ``key`` and ``value [T, 1, groups, c]``.
 
     Query and key are rotated to their positions; then each segment attends causally to itself, and
-    to all of the segment that it begins with. The output is ``[T, 1, heads * c]``.
+    to all of its prefix. The output is ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def _attend_one_by_one(
 
 
 def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """``[queries, keys]`` bool: each query's own place is counted from the end of the keys."""
+    """``[queries, keys]`` bool: a query's own position is counted from the end of the keys."""
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return mask if window is None else mask.triu(behind - window + 1)

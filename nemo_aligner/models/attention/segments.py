@@ -19,12 +19,12 @@ class PackedSegments:
     the rotation comes along, one row per token, and is applied here.
 
     Attributes:
-        cos: ``[T, 1, 1, r]`` in the model's dtype, for the token's place in its sequence.
+        cos: ``[T, 1, 1, r]`` in the model's dtype, for the token's position in its sequence.
         sin: the same of the sines.
         lengths: tokens of every segment.
-        prefixes: the segment that a segment begins with, -1 for none.
+        prefixes: the segment that is a segment's prefix, -1 for none.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
-        kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, beginnings included.
+        kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, prefixes included.
         kv_index: ``[K]`` int64 token of every key; None where the keys are the tokens.
         last_token: ``[R]`` int64 rows that the head reads.
     """
@@ -80,8 +80,8 @@ class PackedSegments:
     @property
     def max_kv_length(self) -> int:
         """The longest segment's keys."""
-        beginnings = (self.lengths[prefix] if prefix >= 0 else 0 for prefix in self.prefixes)
-        return max(map(sum, zip(self.lengths, beginnings, strict=True)))
+        prefixes = (self.lengths[prefix] if prefix >= 0 else 0 for prefix in self.prefixes)
+        return max(map(sum, zip(self.lengths, prefixes, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ def install() -> None:
         if torch.cuda.is_available():
             return
         raise RuntimeError(
-            "megatron.core was imported before nemo_aligner: "
-            "without a GPU, import nemo_aligner first"
+            "megatron.core was imported before nemo_aligner.parallel: "
+            "without a GPU, import nemo_aligner.parallel first"
         )
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -16,35 +13,21 @@ from typing import Any
 import numpy as np
 from pytriton.client import AsyncioModelClient, FuturesModelClient, ModelClient
 from pytriton.client.exceptions import PyTritonClientError
-from pytriton.client.warnings import NotSupportedTimeoutWarning
 
 from nemo_aligner.errors import CheckpointError, ServingError
-from nemo_aligner.serving.wire import kserve as protocol
-from nemo_aligner.serving.wire.kserve import (
-    CONTRACT_MODEL_NAME,
-    DEFAULT_URL,
-    MODEL_NAME,
-    ScoreReply,
+from nemo_aligner.serving.client.quiet import silence_pytriton_client
+from nemo_aligner.serving.client.split import (
+    PartialRequest,
+    Tensors,
+    join_replies,
+    split_texts,
+    split_tokens,
 )
+from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract, describe_differences
 from nemo_aligner.text.messages import Text
 
-logger = logging.getLogger(__name__)
-
-# What PyTriton's client logs it also raises; and it warns of any two timeouts that differ.
-logging.getLogger("pytriton.client").setLevel(logging.CRITICAL)
-warnings.filterwarnings("ignore", category=NotSupportedTimeoutWarning)
-
-Inputs = dict[str, np.ndarray]
 _HASH = re.compile("[0-9a-f]{64}")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One request's worth of rows, and where they stand in the caller's list."""
-
-    positions: list[int]
-    inputs: Inputs
 
 
 class RewardClient:
@@ -54,13 +37,13 @@ class RewardClient:
     most the server's ``max_batch_size`` rows, sent side by side. Safe to use from several threads.
 
     ``expect`` is the scoring contract (or its hash) that every reward must have been made by: a
-    server that scores by another one is refused, also when it takes another's place later.
+    server that scores by another one is refused, also when it takes the place of another later.
     """
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
-        model_name: str = MODEL_NAME,
+        url: str = kserve.DEFAULT_URL,
+        model_name: str = kserve.MODEL_NAME,
         *,
         expect: ScoringContract | str | None = None,
         timeout_s: float = 600.0,
@@ -72,6 +55,7 @@ class RewardClient:
         Raises:
             ValueError: ``expect`` is neither a contract nor a hash.
         """
+        silence_pytriton_client()
         self._expect = expect
         self._expected_hash = _checked_hash(expect)
         self._url = url
@@ -98,14 +82,6 @@ class RewardClient:
         """Finish what was submitted, and let the connections go."""
         self._futures.close()
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the model is served.
-
-        Raises:
-            ServingError: it is not after ``timeout_s`` seconds.
-        """
-        self._call(lambda: self._futures.wait_for_model(timeout_s).result())
-
     def contract(self) -> ScoringContract:
         """The contract that the server scores by.
 
@@ -113,12 +89,12 @@ class RewardClient:
             ServingError: there is no server, or it publishes none.
         """
 
-        def ask() -> Inputs:
-            with ModelClient(self._url, CONTRACT_MODEL_NAME, **self._timeouts) as client:
+        def ask() -> Tensors:
+            with ModelClient(self._url, kserve.CONTRACT_MODEL_NAME, **self._timeouts) as client:
                 return client.infer_sample(dummy_var=np.zeros(1, dtype=np.int64))
 
         try:
-            return protocol.decode_contract(self._call(ask))
+            return kserve.decode_contract(self._call(ask))
         except CheckpointError as error:
             raise ServingError(f"{self._url}: {error}") from error
 
@@ -137,20 +113,20 @@ class RewardClient:
 
     def score_future(self, texts: Sequence[Text]) -> Future[np.ndarray]:
         """Like ``score``, in the background."""
-        return self._submit(_split_texts(texts, self._batch_limit()))
+        return self._submit(split_texts(texts, self._batch_limit()))
 
     def score_tokens_future(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """Like ``score_tokens``, in the background."""
-        return self._submit(_split_tokens(token_lists, self._batch_limit()))
+        return self._submit(split_tokens(token_lists, self._batch_limit()))
 
     async def score_async(self, texts: Sequence[Text]) -> np.ndarray:
         """Like ``score``, for asyncio."""
         limit = await asyncio.to_thread(self._batch_limit)
-        parts = _split_texts(texts, limit)
+        parts = split_texts(texts, limit)
         gate = asyncio.Semaphore(self._max_connections)
         async with AsyncioModelClient(self._url, self._model_name, **self._timeouts) as client:
 
-            async def send(part: _Part) -> Inputs:
+            async def send(part: PartialRequest) -> Tensors:
                 async with gate:
                     return await client.infer_batch(**part.inputs)
 
@@ -168,7 +144,7 @@ class RewardClient:
             self._max_batch_size = max(1, config.max_batch_size)
         return self._max_batch_size
 
-    def _submit(self, parts: list[_Part]) -> Future[np.ndarray]:
+    def _submit(self, parts: list[PartialRequest]) -> Future[np.ndarray]:
         joined: Future[np.ndarray] = Future()
         joined.set_running_or_notify_cancel()
         answers = [self._futures.infer_batch(**part.inputs) for part in parts]
@@ -196,11 +172,11 @@ class RewardClient:
             finish()
         return joined
 
-    def _join(self, parts: Sequence[_Part], outputs: Sequence[Inputs]) -> np.ndarray:
-        replies = [protocol.decode_reply(each) for each in outputs]
+    def _join(self, parts: Sequence[PartialRequest], outputs: Sequence[Tensors]) -> np.ndarray:
+        replies = [kserve.decode_reply(each) for each in outputs]
         for reply in replies:
             self._check_hash(reply.contract_hash)
-        return _in_order(parts, replies)
+        return join_replies(parts, replies)
 
     def _check_published(self, contract: ScoringContract) -> None:
         if isinstance(self._expect, ScoringContract):
@@ -229,53 +205,7 @@ class RewardClient:
         return ServingError(f"{self._url}, {self._model_name}: {text}")
 
 
-def _split_texts(texts: Sequence[Text], limit: int) -> list[_Part]:
-    if isinstance(texts, str):
-        raise TypeError(f"texts: got one string ({texts[:40]!r}), wanted a list of texts")
-    sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
-    conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
-    encode: Any
-    parts = []
-    for positions, encode in (
-        (sentences, protocol.encode_sentences),
-        (conversations, protocol.encode_conversations),
-    ):
-        for rows in _chunks(positions, limit):
-            parts.append(_Part(rows, encode([texts[row] for row in rows])))
-    return parts
-
-
-def _split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[_Part]:
-    # Alike in length, so that a request carries little padding.
-    by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
-    return [
-        _Part(rows, protocol.encode_tokens([token_lists[row] for row in rows]))
-        for rows in _chunks(by_length, limit)
-    ]
-
-
-def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
-    return (rows[start : start + size] for start in range(0, len(rows), size))
-
-
 def _checked_hash(expect: ScoringContract | str | None) -> str | None:
     if isinstance(expect, str) and not _HASH.fullmatch(expect):
         raise ValueError(f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash")
     return expect.hash if isinstance(expect, ScoringContract) else expect
-
-
-def _in_order(parts: Sequence[_Part], replies: Sequence[ScoreReply]) -> np.ndarray:
-    if not replies:
-        return np.zeros((0, 1), dtype=np.float32)
-    total = sum(len(part.positions) for part in parts)
-    rewards = np.empty((total, replies[0].rewards.shape[1]), dtype=np.float32)
-    for part, reply in zip(parts, replies, strict=True):
-        rewards[part.positions] = reply.rewards
-    _warn_if_exceeded(replies, total)
-    return rewards
-
-
-def _warn_if_exceeded(replies: Sequence[ScoreReply], total: int) -> None:
-    exceeded = sum(int(reply.exceeded.sum()) for reply in replies)
-    if exceeded:
-        logger.warning("%d of %d texts were cut to the model's seq_length", exceeded, total)

@@ -1,37 +1,27 @@
-"""What the endpoint does with a batch of requests: check each, score them together, answer each."""
+"""Scoring as a service: check each request of a batch, score them together, answer each."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from nemo_aligner.errors import AlignerError, ServingError
-from nemo_aligner.serving.wire import kserve as protocol
-from nemo_aligner.serving.wire.kserve import ScoreReply, ScoreRequest
-from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.serving.wire.types import Failure, ScoreReply, ScoreRequest
+from nemo_aligner.text.contract import Encoded, ScoringContract
 from nemo_aligner.text.messages import Text
 
 logger = logging.getLogger(__name__)
 
 Execute = Callable[[list[list[int]]], np.ndarray]
+T = TypeVar("T")
 
 
-class Encoded(Protocol):
-    """Token ids of one text, and whether the contract's overlong rule cut it."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def truncated(self) -> bool: ...
-
-
-class Scorer(Protocol):
+class ServableScorer(Protocol):
     """What a server needs of a scorer; only ``score_token_lists`` is collective over the ranks."""
 
     contract: ScoringContract
@@ -46,14 +36,6 @@ class Scorer(Protocol):
         """``[N, A]`` float32 rewards."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why one request is not answered: ``bad_request`` when its sender can mend it."""
-
-    message: str
-    bad_request: bool
-
-
 @dataclass
 class _Job:
     token_lists: list[list[int]] = field(default_factory=list)
@@ -64,13 +46,16 @@ class _Job:
 class RewardEndpoint:
     """Answers a batch of requests at once; ``execute`` scores token lists on all ranks."""
 
-    def __init__(self, scorer: Scorer, execute: Execute) -> None:
+    def __init__(self, scorer: ServableScorer, execute: Execute) -> None:
         self._scorer = scorer
         self._execute = execute
         self._contract_hash = scorer.contract.hash
 
-    def answer(self, requests: Sequence[Mapping[str, np.ndarray]]) -> list[ScoreReply | Failure]:
-        """One reply or failure per request, in order."""
+    def answer(self, requests: Sequence[ScoreRequest | Failure]) -> list[ScoreReply | Failure]:
+        """One reply or failure per request, in order.
+
+        A request that nobody could read comes as the failure that it is answered with.
+        """
         jobs = [self._prepare(request) for request in requests]
         ready = [job for job in jobs if job.answer is None]
         if ready and not self._score(ready) and len(ready) > 1:
@@ -79,29 +64,12 @@ class RewardEndpoint:
                 self._score([job])
         return [job.answer or Failure("the request was not scored", False) for job in jobs]
 
-    def _prepare(self, inputs: Mapping[str, np.ndarray]) -> _Job:
-        try:
-            request = protocol.decode_request(inputs)
-            self._check_add_eos(request)
-            return self._encode(request)
-        except AlignerError as error:
-            return _Job(answer=Failure(_one_line(error), True))
-        except Exception as error:
-            logger.exception("a request could not be prepared")
-            what = f"internal error: {type(error).__name__}: {_one_line(error)}"
-            return _Job(answer=Failure(what, False))
-
-    def _check_add_eos(self, request: ScoreRequest) -> None:
-        raw_text = request.texts is not None and isinstance(request.texts[0], str)
-        wanted = self._scorer.contract.add_eos and raw_text
-        for row, flag in enumerate(request.add_eos or ()):
-            if flag != wanted:
-                why = "the model's scoring contract" if raw_text else "conversations and tokens"
-                raise ServingError(
-                    f"add_EOS, row {row}: got {flag}, wanted {wanted} ({why}) or no add_EOS at all"
-                )
+    def _prepare(self, request: ScoreRequest | Failure) -> _Job:
+        job = request if isinstance(request, Failure) else or_failure(self._encode, request)
+        return _Job(answer=job) if isinstance(job, Failure) else job
 
     def _encode(self, request: ScoreRequest) -> _Job:
+        self._check_add_eos(request)
         job = _Job()
         for row, token_list in enumerate(request.token_lists or ()):
             with _naming(row):
@@ -114,6 +82,16 @@ class RewardEndpoint:
             job.token_lists.append(list(encoded.token_ids))
             job.exceeded.append(encoded.truncated)
         return job
+
+    def _check_add_eos(self, request: ScoreRequest) -> None:
+        raw_text = request.texts is not None and isinstance(request.texts[0], str)
+        wanted = self._scorer.contract.add_eos and raw_text
+        for row, flag in enumerate(request.add_eos or ()):
+            if flag != wanted:
+                why = "the model's scoring contract" if raw_text else "conversations and tokens"
+                raise ServingError(
+                    f"add_EOS, row {row}: got {flag}, wanted {wanted} ({why}) or no add_EOS at all"
+                )
 
     def _score(self, jobs: list[_Job]) -> bool:
         try:
@@ -130,6 +108,17 @@ class RewardEndpoint:
             job.answer = _reply(rewards[start:stop], job.exceeded, self._contract_hash)
             start = stop
         return True
+
+
+def or_failure(step: Callable[..., T], *arguments: object) -> T | Failure:
+    """What ``step`` makes of a request, or why it cannot; a bug fails that one request alone."""
+    try:
+        return step(*arguments)
+    except AlignerError as error:
+        return Failure(_one_line(error), True)
+    except Exception as error:
+        logger.exception("a request could not be prepared")
+        return Failure(f"internal error: {type(error).__name__}: {_one_line(error)}", False)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The wire contract of the ``reward_model`` endpoint: KServe v2 tensors, and what they mean.
+"""KServe v2: the tensors of the ``reward_model`` endpoint, to and from what they mean.
 
 A request carries B texts (or token rows), in exactly one of three forms:
 
@@ -35,29 +35,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.wire.types import ScoreReply, ScoreRequest, TensorSpec
 from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Conversation, Text
+from nemo_aligner.text.messages import Conversation
 
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-    optional: bool = False
-
 
 INPUTS = (
     TensorSpec("sentences", bytes, (1,), optional=True),
@@ -73,29 +62,6 @@ OUTPUTS = (
 )
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (TensorSpec("contract", bytes, (1,)),)
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``."""
-
-    texts: list[Text] | None = None
-    token_lists: list[list[int]] | None = None
-    add_eos: list[bool] | None = None
-
-    @property
-    def size(self) -> int:
-        rows: Sequence[object] | None = self.texts if self.texts is not None else self.token_lists
-        return len(rows or ())
-
-
-@dataclass(frozen=True)
-class ScoreReply:
-    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known."""
-
-    rewards: np.ndarray
-    exceeded: np.ndarray
-    contract_hash: str | None = None
 
 
 def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:

@@ -18,7 +18,8 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer
+from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
 from tests import tiny
 
 SHAPE = ModelShape.from_config(
@@ -162,7 +163,7 @@ def test_buckets_are_reduced_and_gathered_beside_the_computing(
 ) -> None:
     """Many buckets train, save and resume as one does."""
     folder = str(tmp_path / "run")
-    done = tiny.run_script("tests/training/buckets.py", precision, folder, processes=2)
+    done = tiny.run_script("tests/training/optimizer/buckets.py", precision, folder, processes=2)
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["buckets"] > 3
     assert found["losses"]["many"] == found["losses"]["whole"]

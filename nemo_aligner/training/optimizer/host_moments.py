@@ -50,8 +50,8 @@ class HostMoments:
             for group, parameters, count in zip(groups, chunk, before, strict=True):
                 _set(group, parameters, count)
             self._step_chunk([parameter for of_group in chunk for parameter in of_group])
-            for place, (group, parameters) in enumerate(zip(groups, chunk, strict=True)):
-                after[place] = group.get(_COUNT) if parameters else after[place]
+            for index, (group, parameters) in enumerate(zip(groups, chunk, strict=True)):
+                after[index] = group.get(_COUNT) if parameters else after[index]
         for group, parameters, count in zip(groups, whole, after, strict=True):
             _set(group, parameters, count)
         if torch.cuda.is_available():  # what is in host memory may be read next
@@ -61,13 +61,13 @@ class HostMoments:
         """The parameters of all groups, in order, group by group."""
         chunk: list[list[Tensor]] = [[] for _ in whole]
         held = 0
-        for place, parameters in enumerate(whole):
+        for index, parameters in enumerate(whole):
             for parameter in parameters:
                 size = sum(self._optimizer.state[parameter][key].nbytes for key in MOMENTS)
                 if held and held + size > self._chunk_bytes:
                     yield chunk
                     chunk, held = [[] for _ in whole], 0
-                chunk[place].append(parameter)
+                chunk[index].append(parameter)
                 held += size
         if held:
             yield chunk

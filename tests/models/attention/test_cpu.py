@@ -12,7 +12,7 @@ from nemo_aligner.models.attention.cpu import attend
 from nemo_aligner.models.attention.packed import _attend_one_by_one
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 
-# Two families with a beginning each, one segment of one token, and three on their own.
+# Two groups with a prefix each, one segment of one token, and three on their own.
 LENGTHS = [30, 5, 1, 9, 25, 1, 40, 20, 10]
 PREFIXES = [-1, 0, 0, -1, -1, 4, 4, -1, -1]
 
@@ -76,7 +76,7 @@ def test_outputs_and_gradients(
 
 @pytest.mark.parametrize("groups", [1, 2, 6], ids=["one_group", "two_groups", "no_groups"])
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
-# A window that ends in a beginning, one that is longer than the longest sequence, and one key.
+# A window that ends in a prefix, one that is longer than the longest sequence, and one key.
 @pytest.mark.parametrize("window", [None, 12, 71, 1])
 def test_windows_and_soft_caps(window: int | None, soft_cap: float | None, groups: int) -> None:
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.training.host_moments import HostMoments, host_zeros
+from nemo_aligner.training.optimizer.host_moments import HostMoments, host_zeros
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_aligner.serving.services.reward import Failure, RewardEndpoint
-from nemo_aligner.serving.wire import kserve as protocol
-from nemo_aligner.serving.wire.kserve import ScoreReply
+from nemo_aligner.serving.services.reward import RewardEndpoint
+from nemo_aligner.serving.transports.triton.model import answer_requests
+from nemo_aligner.serving.wire import kserve
+from nemo_aligner.serving.wire.types import Failure, ScoreReply
 from tests.serving.fake_server import SEQ_LENGTH, FakeScorer
 
-GOOD = protocol.encode_sentences(["ab", "c"])
+GOOD = kserve.encode_sentences(["ab", "c"])
 
 
 @pytest.fixture
@@ -35,15 +36,16 @@ def rewards(answer: ScoreReply | Failure) -> list[float]:
 
 
 def test_all_requests_are_one_call_and_bad_ones_are_not_in_it(endpoint, calls):
-    answers = endpoint.answer(
+    answers = answer_requests(
+        endpoint,
         [
             GOOD,
-            protocol.encode_sentences(["fine", ""]),
-            protocol.encode_tokens([[1, 2, 3], [4]]),
-            protocol.encode_tokens([[1] * (SEQ_LENGTH + 1)]),
-            protocol.encode_sentences(["explode"]),
+            kserve.encode_sentences(["fine", ""]),
+            kserve.encode_tokens([[1, 2, 3], [4]]),
+            kserve.encode_tokens([[1] * (SEQ_LENGTH + 1)]),
+            kserve.encode_sentences(["explode"]),
             {},
-        ]
+        ],
     )
     assert calls == [4]
     assert rewards(answers[0]) == [195, 99]
@@ -58,25 +60,25 @@ def test_all_requests_are_one_call_and_bad_ones_are_not_in_it(endpoint, calls):
 
 
 def test_nothing_to_score_makes_no_call(endpoint, calls):
-    assert isinstance(endpoint.answer([{}])[0], Failure)
+    assert isinstance(answer_requests(endpoint, [{}])[0], Failure)
     assert calls == []
 
 
 def test_a_request_that_the_model_fails_on_fails_alone(endpoint, calls):
-    answers = endpoint.answer([GOOD, protocol.encode_tokens([[666]]), GOOD])
+    answers = answer_requests(endpoint, [GOOD, kserve.encode_tokens([[666]]), GOOD])
     assert calls == [5, 2, 1, 2]
     assert rewards(answers[0]) == rewards(answers[2]) == [195, 99]
     assert answers[1] == Failure("the model failed: token 666 cannot be scored", bad_request=False)
 
 
 def test_a_reward_that_is_no_number_is_an_error_of_its_request(endpoint):
-    answers = endpoint.answer([protocol.encode_tokens([[1], [701]]), GOOD])
+    answers = answer_requests(endpoint, [kserve.encode_tokens([[1], [701]]), GOOD])
     assert answers[0] == Failure("row 1: the model's reward is not a finite number", False)
     assert rewards(answers[1]) == [195, 99]
 
 
 def test_a_cut_text_is_reported(endpoint):
-    (answer,) = endpoint.answer([protocol.encode_sentences(["x" * 100, "x"])])
+    (answer,) = answer_requests(endpoint, [kserve.encode_sentences(["x" * 100, "x"])])
     assert isinstance(answer, ScoreReply)
     assert answer.exceeded.tolist() == [True, False]
     assert answer.rewards[0, 0] == SEQ_LENGTH * ord("x")
@@ -87,13 +89,13 @@ def test_a_cut_text_is_reported(endpoint):
     [
         (GOOD, True, True),
         (GOOD, False, False),
-        (protocol.encode_tokens([[1], [2]]), False, True),
-        (protocol.encode_tokens([[1], [2]]), True, False),
-        (protocol.encode_conversations([[{"role": "user", "content": "a"}]] * 2), True, False),
+        (kserve.encode_tokens([[1], [2]]), False, True),
+        (kserve.encode_tokens([[1], [2]]), True, False),
+        (kserve.encode_conversations([[{"role": "user", "content": "a"}]] * 2), True, False),
     ],
 )
 def test_add_eos_has_to_agree_with_the_contract(endpoint, inputs, flag, accepted):
-    (answer,) = endpoint.answer([{**inputs, "add_EOS": np.array([[flag], [flag]])}])
+    (answer,) = answer_requests(endpoint, [{**inputs, "add_EOS": np.array([[flag], [flag]])}])
     assert isinstance(answer, ScoreReply) == accepted
     if isinstance(answer, Failure):
         assert f"add_EOS, row 0: got {flag}, wanted {not flag}" in answer.message

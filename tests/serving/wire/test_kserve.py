@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.wire import kserve as protocol
-from nemo_aligner.serving.wire.kserve import ScoreReply
+from nemo_aligner.serving.wire import kserve
+from nemo_aligner.serving.wire.types import ScoreReply
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
 
@@ -17,31 +17,31 @@ def column(*rows: object, dtype: object = np.object_) -> np.ndarray:
 
 
 def test_requests_come_back_as_they_were_sent():
-    request = protocol.decode_request(protocol.encode_sentences(["Grüße", "", "a\0"]))
+    request = kserve.decode_request(kserve.encode_sentences(["Grüße", "", "a\0"]))
     assert request.texts == ["Grüße", "", "a\0"]
-    request = protocol.decode_request(protocol.encode_conversations([CHAT, CHAT[:1]]))
+    request = kserve.decode_request(kserve.encode_conversations([CHAT, CHAT[:1]]))
     assert request.texts == [CHAT, CHAT[:1]]
-    request = protocol.decode_request(protocol.encode_tokens([[3, 4, 0], [5]]))
+    request = kserve.decode_request(kserve.encode_tokens([[3, 4, 0], [5]]))
     assert request.token_lists == [[3, 4, 0], [5]]
 
 
 def test_reply_comes_back_as_it_was_sent():
     reply = ScoreReply(np.array([[1.5, 2.0], [3.0, 4.0]]), np.array([True, False]))
-    outputs = protocol.encode_reply(reply)
+    outputs = kserve.encode_reply(reply)
     assert outputs["rewards"].dtype == np.float32
     assert outputs["exceeded"].tolist() == [[1], [0]]
-    back = protocol.decode_reply(outputs)
+    back = kserve.decode_reply(outputs)
     np.testing.assert_array_equal(back.rewards, reply.rewards)
     assert back.exceeded.tolist() == [True, False]
 
 
 def test_a_reply_without_exceeded_is_read():
-    back = protocol.decode_reply({"rewards": np.ones((2, 1), np.float32)})
+    back = kserve.decode_reply({"rewards": np.ones((2, 1), np.float32)})
     assert back.exceeded.tolist() == [False, False]
 
 
 def test_broken_utf8_is_replaced():
-    assert protocol.decode_request({"sentences": column(b"a\xff")}).texts == [
+    assert kserve.decode_request({"sentences": column(b"a\xff")}).texts == [
         "a\N{REPLACEMENT CHARACTER}"
     ]
 
@@ -72,4 +72,4 @@ TWO = column(2, 4, dtype=np.int64)
 )
 def test_a_malformed_request_is_refused(inputs, message):
     with pytest.raises(ServingError, match=message):
-        protocol.decode_request(inputs)
+        kserve.decode_request(inputs)

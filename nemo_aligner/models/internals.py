@@ -1,0 +1,34 @@
+"""What the models take of torch and megatron-core that has no public name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from nemo_aligner.models.shape import RopeScaling
+
+# scaled_dot_product_attention calls them, too, but keeps the log-sum-exp of the scores to itself.
+cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def has_weight_gradient_kernel() -> bool:
+    """Whether megatron-core found Apex's kernel, or was given ours; its config does not ask."""
+    return layers._grad_accum_fusion_available
+
+
+def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
+    """The frequencies of ``rope`` for longer texts, as Llama 3.1 has them.
+
+    megatron-core's constructor takes of these numbers only the factor.
+    """
+    return rope._apply_scaling(
+        rope.inv_freq,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_max_position_embeddings=scaling.old_context_len,
+    )

@@ -1,0 +1,95 @@
+"""What a server has on its machine: Triton's processes, its port, and its ready file."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_aligner.errors import ServingError
+
+# As the kernel names them, in 15 letters.
+_TRITON_PROCESSES = {
+    "tritonserver": "Triton's server",
+    "triton_python_backend_stub"[:15]: "Triton's Python stub",
+}
+_ANY_PORT = range(20_000, 32_000)
+
+
+def triton_processes(root: int) -> dict[int, str]:
+    """Triton's processes among the descendants of ``root``: pid -> name."""
+    parents, names = {}, {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, tail = status.read_text().rpartition(")")
+        except OSError:
+            continue  # it ended meanwhile
+        pid, _, name = head.partition(" (")
+        parents[int(pid)], names[int(pid)] = int(tail.split()[1]), name
+    return {
+        child: _TRITON_PROCESSES[name]
+        for child, name in names.items()
+        if name in _TRITON_PROCESSES and _descends(child, root, parents)
+    }
+
+
+def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
+    while pid in parents and pid != root:
+        pid = parents[pid]
+    return pid == root
+
+
+def is_running(pid: int) -> bool:
+    """Whether ``pid`` is a process that has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def free_port(host: str, port: int) -> int:
+    """``port``, or any free one for 0; Triton itself would wait two minutes for a taken one.
+
+    Raises:
+        ServingError: it is taken, or ``host`` is no address of this machine.
+    """
+    if port != 0:
+        reason = _why_taken(host, port)
+        if reason is not None:
+            raise ServingError(f"server.port: {host}:{port} is not free: {reason}")
+        return port
+    # Not one that the kernel hands out to connections: it could be gone before Triton has it.
+    for candidate in random.SystemRandom().sample(_ANY_PORT, 100):
+        if _why_taken(host, candidate) is None:
+            return candidate
+    raise ServingError(f"server.host: {host}: no free port was found for server.port 0")
+
+
+def _why_taken(host: str, port: int) -> OSError | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+@contextmanager
+def ready_file(path: str | None, url: str) -> Iterator[None]:
+    """While the server answers, ``path`` holds its URL."""
+    if path is None:
+        yield
+        return
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.write_text(url + "\n")
+    partial.replace(target)
+    try:
+        yield
+    finally:
+        target.unlink(missing_ok=True)

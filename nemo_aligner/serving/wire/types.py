@@ -1,0 +1,49 @@
+"""What a client asks and what it is answered, by whichever protocol the two talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.text.messages import Text
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
+
+    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B.
+    """
+
+    texts: list[Text] | None = None
+    token_lists: list[list[int]] | None = None
+    add_eos: list[bool] | None = None
+
+
+@dataclass(frozen=True)
+class ScoreReply:
+    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known."""
+
+    rewards: np.ndarray
+    exceeded: np.ndarray
+    contract_hash: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one request is not answered, in one line; ``bad_request``: its sender can mend it."""
+
+    message: str
+    bad_request: bool

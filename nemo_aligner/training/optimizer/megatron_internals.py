@@ -1,0 +1,37 @@
+"""What of megatron-core 0.16's distributed optimizer has no public name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+
+def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """This rank's shard of a parameter in fp32, ``param``, and of its moments by their names.
+
+    Where they lie depends on the precision and on the optimizer inside; only this method knows.
+    """
+    return optimizer._get_main_param_and_optimizer_states(parameter)
+
+
+def load_step_counts(optimizer: Any) -> None:
+    """Have a load keep torch's AdamW's count of steps, a tensor for each parameter.
+
+    Megatron's loader has one count for a group, as Apex and TransformerEngine do. It would forget
+    this one, or share it between parameters, each of which then advances it.
+    """
+    copy = optimizer._set_main_param_and_optimizer_states
+    optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
+
+
+def _copy_with_step(
+    optimizer: Any, copy: Any, parameter: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    group, order = optimizer.model_param_group_index_map[parameter]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+    if "step" in state:
+        state["step"] = state["step"].clone()
+        tensors = {**tensors, "step": state["step"]}
+    copy(parameter, tensors)

@@ -1,0 +1,164 @@
+"""The client against a real Triton in front of a fake scorer, and what importing it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import urllib.request
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nemo_aligner.errors import ServingError
+from tests.serving import servers
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.servers import batches
+from tests.tiny import ROOT
+
+pytest.importorskip("pytriton")
+
+
+class TestClient:
+    def test_texts_and_conversations_in_one_call_keep_their_order(self, client):
+        chat = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Grüße"}]
+        rewards = client.score(["ab", chat, "c"])
+        assert rewards.dtype == np.float32
+        assert rewards[:, 0].tolist() == [195, total("hi Grüße"), 99]
+        assert rewards[:, 1].tolist() == (-rewards[:, 0]).tolist()
+
+    def test_the_contract_is_published_and_expected(self, server, client):
+        from nemo_aligner.serving.client.reward import RewardClient
+
+        assert client.contract() == CONTRACT
+        for expect in (CONTRACT, CONTRACT.hash):
+            with RewardClient(server.url, expect=expect) as other:
+                assert other.score(["a"])[0, 0] == 97
+        wanted = replace(CONTRACT, seq_length=9, add_eos=False)
+        with RewardClient(server.url, expect=wanted) as other:
+            differ = "model.data.add_eos: False -> True; model.data.seq_length: 9 -> 64"
+            with pytest.raises(
+                ServingError, match=f"{CONTRACT.hash}, wanted {wanted.hash}: {differ}"
+            ):
+                other.score(["a"])
+        with RewardClient(server.url, expect="0" * 64) as other:
+            with pytest.raises(
+                ServingError, match=f"got the scoring .*{CONTRACT.hash}, wanted 000"
+            ):
+                asyncio.run(other.score_async(["a"]))
+            # Another server in the place of the one that was asked for its contract.
+            other._max_batch_size = 32
+            with pytest.raises(
+                ServingError, match=f"got the scoring .*{CONTRACT.hash}, wanted 000"
+            ):
+                other.score(["a"])
+        with pytest.raises(ValueError, match="expect: got 'abc', wanted a ScoringContract or"):
+            RewardClient(server.url, expect="abc")
+
+    def test_the_contract_needs_no_input(self, server):
+        url = f"{server.url}/v2/models/contract/infer"
+        with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
+            (output,) = json.load(response)["outputs"]
+        assert json.loads(output["data"][0]) == CONTRACT.to_dict()
+
+    def test_more_texts_than_fit_a_request(self, client, server):
+        texts = ["x" * (1 + i % 7) for i in range(100)]
+        assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
+        assert max(sequences for sequences, _ in batches(server)) <= 32
+
+    def test_tokens(self, client):
+        rows = [[7] * length for length in (5, 1, 60)] * 20
+        assert client.score_tokens(rows)[:, 0].tolist() == [sum(row) for row in rows]
+
+    def test_nothing_is_nothing(self, client):
+        assert len(client.score([])) == 0
+
+    def test_one_string_is_not_a_list(self, client):
+        with pytest.raises(TypeError, match="wanted a list"):
+            client.score("oops")
+
+    def test_futures_and_asyncio_give_the_same(self, client):
+        texts = ["a", "bc", "d" * 50]
+        expected = client.score(texts)
+
+        async def both() -> list[np.ndarray]:
+            return await asyncio.gather(client.score_async(texts), client.score_async(texts[:1]))
+
+        future = client.score_future(texts)
+        all_three, first = asyncio.run(both())
+        np.testing.assert_array_equal(future.result(), expected)
+        np.testing.assert_array_equal(all_three, expected)
+        np.testing.assert_array_equal(first, expected[:1])
+
+    def test_the_servers_own_words_reach_every_form(self, client):
+        wanted = "reward_model: row 1: the text is empty$"
+        with pytest.raises(ServingError, match=wanted):
+            client.score(["a", ""])
+        with pytest.raises(ServingError, match=wanted):
+            client.score_future(["a", ""]).result()
+        with pytest.raises(ServingError, match=wanted):
+            asyncio.run(client.score_async(["a", ""]))
+
+    def test_a_cut_text_is_scored_and_told(self, client, caplog):
+        assert client.score(["y" * 100])[0, 0] == 64 * ord("y")
+        assert "1 of 1 texts were cut" in caplog.text
+
+    def test_no_server_is_an_error_within_the_timeout(self):
+        from nemo_aligner.serving.client.reward import RewardClient
+
+        with (
+            RewardClient(f"http://127.0.0.1:{servers.free_port()}", init_timeout_s=1) as lonely,
+            pytest.raises(ServingError, match="timed out"),
+        ):
+            lonely.score(["a"])
+
+
+IMPORTS = """
+import logging, sys, warnings
+import pytriton.client  # it adds filters of its own
+finders, filters = list(sys.meta_path), list(warnings.filters)
+import nemo_aligner, nemo_aligner.serving.client, nemo_aligner.text.contract
+import nemo_aligner.data.formats, nemo_aligner.metrics.table
+from nemo_aligner.serving.client import RewardClient
+assert sys.meta_path == finders, sys.meta_path
+assert warnings.filters == filters, warnings.filters
+assert logging.getLogger("pytriton.client").level == logging.NOTSET
+heavy = {"torch", "megatron", "transformers", "jinja2", "omegaconf"} & set(sys.modules)
+assert not heavy, heavy
+"""
+THEN_MEGATRON = """
+import importlib.machinery, torch
+import megatron.core.tensor_parallel.random
+assert type(megatron.core.__spec__.loader) is importlib.machinery.SourceFileLoader
+assert torch.cuda.current_device.__module__ == "torch.cuda"
+assert megatron.core.tensor_parallel.random._get_cuda_rng_state.__defaults__[0] == "cuda"
+"""
+
+
+def test_importing_the_client_or_the_contract_changes_nothing_for_others() -> None:
+    """Neither the finders of modules, nor filters of warnings, nor megatron-core and torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS + THEN_MEGATRON],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_level_that_the_application_gave_to_pytritons_log_stays() -> None:
+    from nemo_aligner.serving.client.quiet import silence_pytriton_client
+
+    logger = logging.getLogger("pytriton.client")
+    before = logger.level
+    try:
+        for level, wanted in ((logging.INFO, logging.INFO), (logging.NOTSET, logging.CRITICAL)):
+            logger.setLevel(level)
+            silence_pytriton_client()
+            assert logger.level == wanted
+    finally:
+        logger.setLevel(before)
