@@ -9,7 +9,6 @@ from nemo_aligner.diagnostics.invariance import (
     FP32_BAR,
     Bar,
     Row,
-    Sizes,
     choose_bar,
     compare,
     fitting_layouts,
@@ -17,6 +16,7 @@ from nemo_aligner.diagnostics.invariance import (
     summarise,
 )
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import LayoutSizes
 
 SHAPE = ModelShape.from_config(
     {
@@ -72,7 +72,7 @@ def test_the_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
 
 
 def test_layouts_that_fit_and_why_others_do_not() -> None:
-    assert fitting_layouts(1, SHAPE) == ([Sizes(1, 1, 1)], [])
+    assert fitting_layouts(1, SHAPE) == ([LayoutSizes(tp=1, pp=1, dp=1)], [])
     fitting, reasons = fitting_layouts(4, SHAPE)
     assert list(map(str, fitting)) == [
         "TP=2 PP=2 DP=1",
