@@ -7,11 +7,9 @@ import sys
 import torch.nn.functional as F
 from torch import Tensor, tensor
 
+from nemo_aligner.cli.common import run_verb
+from nemo_aligner.cli.probe import main
 from nemo_aligner.training import objective
-from tests.tiny import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import probe_training
 
 
 def blind(rewards: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,4 +19,4 @@ def blind(rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 if __name__ == "__main__":
     objective.bradley_terry = blind
-    sys.exit(probe_training.main())
+    sys.exit(run_verb(main))
