@@ -6,7 +6,7 @@
 Nothing is measured here: nemo_aligner/planning/ counts what a step computes,
 sends and holds. The memory was held against real steps (docs/performance.md); the speed rests on
 what --tflops, --mfu, --intra-node and --inter-node assume. A step has --global-batch-size pairs of
-two sequences of --seq-length tokens that share nothing, which is the most that the settings allow.
+two sequences of --seq-length tokens without a common prefix: the most that the settings allow.
 Where memory is short, layers are recomputed, as few of each pipeline stage as it takes. With more
 than one number of GPUs the best layout of each is shown.
 """

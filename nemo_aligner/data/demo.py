@@ -77,7 +77,7 @@ def build_demo_pairs(
 
 
 def _held_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
-    """Items drawn from the names alone: kinds that share questions hold out the same ones."""
+    """Items drawn from the names alone: kinds of the same questions hold out the same ones."""
     items = sorted({pair.item for pair in candidates})
     random.Random(f"{seed}/items").shuffle(items)
     return set(items[: max(1, round(len(items) * heldout))])

@@ -54,8 +54,8 @@ def inspect_files(files: Sequence[str], train: Sequence[str], how: Inspection) -
         name = "train" if path in train else "file"
         file, report = _report_on(path, name, how)
         if training:
-            shared = check_overlap(report, training, allowed=True)
-            report = replace(report, shared_prompts=shared)
+            overlap = check_overlap(report, training, allowed=True)
+            report = replace(report, shared_prompts=overlap)
         yield report.table()
         for record in file.records[: how.show]:
             yield render_record(record, how)
