@@ -18,7 +18,6 @@ import numpy as np
 import nemo_aligner
 from nemo_aligner.diagnostics.invariance import Scored
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.client.reward import RewardClient
 
 SERVER_START_S = 300
 SERVER_STOP_S = 60
@@ -51,6 +50,9 @@ def score_over_http(
     Raises:
         ServingError: the server does not start, or does not answer.
     """
+    # Imported here: whoever leaves the server out needs no pytriton.
+    from nemo_aligner.serving.client.reward import RewardClient
+
     print(f"scoring in {precision} over HTTP", flush=True)
     settings = [f"rm_model_file={checkpoint}", f"precision={precision}"]
     with _served([*serve, *settings]) as url, RewardClient(url) as client:

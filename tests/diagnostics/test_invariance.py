@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from nemo_aligner.diagnostics.invariance import (
     FP32_BAR,
     Bar,
     Row,
+    Scored,
     choose_bar,
     compare,
     fitting_layouts,
@@ -97,3 +100,14 @@ def test_the_table_says_what_is_missed() -> None:
     hidden = summarise([row(np.full_like(REFERENCE, np.nan)), row(REFERENCE)], EXACT)
     assert "largest |difference| inf" in hidden
     assert summarise([row(REFERENCE)], EXACT).startswith("the same everywhere")
+
+
+def test_what_a_world_found_comes_through_a_file() -> None:
+    rewards = {"TP=1": {"alone": REFERENCE.astype(np.float32), "all together": REFERENCE}}
+    scored = Scored(rewards, REFERENCE, ["TP=2: why not"])
+    again = Scored.from_dict(json.loads(json.dumps(scored.to_dict())))
+    assert again.reasons == scored.reasons
+    assert np.array_equal(again.reference, REFERENCE)
+    assert again.rewards.keys() == rewards.keys()
+    for name, found in again.rewards["TP=1"].items():
+        assert np.array_equal(found, rewards["TP=1"][name])
