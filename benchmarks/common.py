@@ -1,13 +1,16 @@
-"""What the benchmarks share: the same weights in both forms, processes, and a table."""
+"""What the benchmarks have in common: the same weights in both forms, processes, and a table."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +39,8 @@ def choose_device(name: str | None) -> str:
 
 def prepare_model(source: Path, folder: Path) -> tuple[Path, Path]:
     """``source`` (GGUF, or a Hugging Face folder) as a Hugging Face folder and as a ``.nemo``."""
+    if source.suffix == ".gguf":
+        require("accelerate", "gguf")
     folder.mkdir(parents=True, exist_ok=True)
     hf, nemo = source, folder / "base.nemo"
     if source.suffix == ".gguf":
@@ -61,14 +66,43 @@ def _unpack_gguf(source: Path, hf: Path) -> None:
     AutoTokenizer.from_pretrained(**where).save_pretrained(hf)
 
 
+class WorkerFailed(Exception):
+    """A process that a benchmark started ended without a result; the message says how."""
+
+
+def require(*modules: str, python: str = sys.executable) -> None:
+    """End this benchmark with one line where ``python`` lacks a module that it needs."""
+    program = (
+        "import sys; from importlib.util import find_spec; "
+        "sys.exit(', '.join(name for name in sys.argv[1:] if find_spec(name) is None) or 0)"
+    )
+    try:
+        done = subprocess.run([python, "-c", program, *modules], capture_output=True, text=True)
+    except OSError as error:
+        sys.exit(f"{python}: cannot be run: {error.strerror}")
+    if done.returncode:
+        sys.exit(
+            f"{python} lacks {done.stderr.strip()}, which this benchmark needs: "
+            f"{python} -m pip install -e '{ROOT}[bench]'"
+        )
+
+
 def run_worker(python: str, script: str, job: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Run ``script`` with the job on stdin in a process of its own; its last line is JSON."""
+    """Run ``script`` with the job on stdin in a process of its own; its last line is JSON.
+
+    Raises:
+        WorkerFailed: it ended in another way.
+    """
     command = [python, str(ROOT / "benchmarks" / script)]
     return _last_line(command, threads, json.dumps(job))
 
 
 def run_ranks(script: str, job: Mapping[str, Any], threads: int, ranks: int) -> dict[str, Any]:
-    """Run ``script`` with the job as its argument, by torchrun if there are several ranks."""
+    """Run ``script`` with the job as its argument, by torchrun if there are several ranks.
+
+    Raises:
+        WorkerFailed: it ended without a result.
+    """
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -77,18 +111,73 @@ def run_ranks(script: str, job: Mapping[str, Any], threads: int, ranks: int) -> 
 
 def _last_line(command: Sequence[str], threads: int, text: str = "") -> dict[str, Any]:
     """Run a command with ``text`` on stdin; the last line that it prints is JSON."""
-    environment = {
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, env=_environment(threads), check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise WorkerFailed(f"{_ending(done.returncode)}\n{done.stderr[-4000:]}".strip())
+    return json.loads(lines[-1])
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    done = subprocess.run(
-        command, input=text, capture_output=True, text=True, env=environment, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _ending(returncode: int) -> str:
+    """How a process has ended, by the exit status that its parent is told."""
+    if returncode >= 0:
+        return f"it ended with exit status {returncode}"
+    name = signal.Signals(-returncode).name
+    reason = ", as the kernel does where memory is short" if name == "SIGKILL" else ""
+    return f"it was ended by {name}{reason}"
+
+
+class Worker:
+    """``script`` in a process of its own that answers questions, each a line of JSON."""
+
+    def __init__(self, python: str, script: str, job: Mapping[str, Any], threads: int) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [python, str(ROOT / "benchmarks" / script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=_environment(threads),
+        )
+        self._job: Mapping[str, Any] | None = job
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one question.
+
+        Raises:
+            WorkerFailed: the process has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        questions = [question] if self._job is None else [self._job, question]
+        self._job = None
+        with suppress(BrokenPipeError):  # the answer that does not come says why
+            self._process.stdin.write("".join(json.dumps(each) + "\n" for each in questions))
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            ending = _ending(self._process.wait())
+            self._said.seek(0)
+            raise WorkerFailed(f"{ending}\n{self._said.read()[-4000:]}".strip())
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
 
 
 def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -97,7 +186,7 @@ def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns as wide as their content; numbers on the right."""
+    """Columns as wide as their content; numbers on the right; None is a dash."""
     names = list(rows[0])
     cells = [names, *([_shown(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
@@ -112,6 +201,8 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -22,11 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import add_device_option, choose_device, machine, render, run_ranks, write_json
+from common import (
+    WorkerFailed,
+    add_device_option,
+    choose_device,
+    machine,
+    render,
+    run_ranks,
+    write_json,
+)
 
 MIB = 2**20
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
-SHARED = ("tp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
+PLANNED = ("tp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
 
 
 @dataclass(frozen=True)
@@ -163,12 +171,12 @@ def _plan(job: Mapping[str, Any]) -> Any:
 
     mine = -(-job["pairs"] // job["dp"])
     budget = job["micro_batch_tokens"]
-    packs = even_packs(mine, job["sequence_length"], budget, job["shared"])
+    packs = even_packs(mine, job["sequence_length"], budget, job["prefix"])
     return Plan(
         packs,
         precision=Precision(job["precision"]),
         recompute=Recompute(job["recompute"]),
-        **{key: job[key] for key in SHARED},
+        **{key: job[key] for key in PLANNED},
     )
 
 
@@ -223,7 +231,7 @@ def _base_job(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         "recompute_layers": arguments.recompute_layers,
         "freeze_layers": arguments.freeze_layers,
         "sequence_length": arguments.seq_length or size.seq_length,
-        "shared": 0,
+        "prefix": 0,
         "pairs": arguments.pairs or size.pairs,
         "micro_batch_tokens": arguments.micro_batch_tokens or size.micro_batch_tokens,
         "steps": arguments.steps,
@@ -276,4 +284,7 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except WorkerFailed as error:
+        sys.exit(f"nemo_aligner: {error}")

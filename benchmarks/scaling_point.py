@@ -94,7 +94,7 @@ def build_synthetic_learner(
     freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
     wrapped = wrap_for_training(model)
     optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 1000)
-    train = _random_pairs(job["pairs"], job["sequence_length"], job["shared"], shape.vocab_size)
+    train = _random_pairs(job["pairs"], job["sequence_length"], job["prefix"], shape.vocab_size)
     budget = job["micro_batch_tokens"]
     cost = shape.query_key_cost()
     loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp, cost)
@@ -103,7 +103,7 @@ def build_synthetic_learner(
     return RewardLearner(wrapped, optimizer, data, loader, layout, budget, cost)
 
 
-def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
+def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
     from nemo_aligner.batch import Records
     from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.dataset import TokenizedDataset
@@ -111,19 +111,19 @@ def _random_pairs(count: int, length: int, shared: int, vocabulary: int) -> Any:
 
     generator = torch.Generator().manual_seed(_SEED)
     sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
-    sequences[:, 1, :shared] = sequences[:, 0, :shared]
-    # So that no more than that is shared.
-    sequences[:, 0, shared], sequences[:, 1, shared] = 1, 2
+    sequences[:, 1, :prefix] = sequences[:, 0, :prefix]
+    # So that the prefix is no longer than that.
+    sequences[:, 0, prefix], sequences[:, 1, prefix] = 1, 2
     return TokenizedDataset(
         kind=RecordKind.comparison,
         name="train",
         sequences=list(sequences.flatten(0, 1).int()),
         records=Records.of(range(count), [2] * count),
         origins=[Origin("random", line + 1) for line in range(count)],
-        reply_lengths=torch.full((2 * count,), length - shared),
+        reply_lengths=torch.full((2 * count,), length - prefix),
         sources=[""] * count,
         reports=[],
-        prefixes=torch.full((count,), shared),
+        prefixes=torch.full((count,), prefix),
     )
 
 

@@ -6,15 +6,17 @@ Three kinds of work: both replies of pairs from ``--data``; single replies in th
 they come; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO asks for
 it. transformers gets padded batches of ``--batch`` texts, sorted by length or as they come. Both
 run in fp32 on the CPU, in bf16 on a GPU. Real tokens are those of the texts, each time they are
-asked for.
+asked for. transformers has a process of its own: where it dies, as on a machine whose memory is too
+small for its batch, a dash stands in place of its figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,12 +24,15 @@ from typing import Any
 
 import numpy as np
 from common import (
+    Worker,
+    WorkerFailed,
     add_device_option,
     choose_device,
     machine,
     median_of_ratios,
     prepare_model,
     render,
+    require,
     write_json,
 )
 
@@ -46,6 +51,7 @@ class Work:
 
 def main() -> None:
     arguments = _parse()
+    require("transformers", "torch", python=arguments.transformers_python)
     device = choose_device(arguments.device)
     import torch
 
@@ -65,14 +71,20 @@ def main() -> None:
         ours, encode, vocabulary = _our_scorer(
             nemo, ModelConfig(data=data), precision, initialize_layout()
         )
-        theirs = _their_scorer(hf, ours.weights, arguments.batch, gpu)
+        head = work / "head.npy"
+        np.save(head, ours.weights)
+        job = {"hf": str(hf), "head": str(head), "batch": arguments.batch}
+        peer = _Peer(arguments.transformers_python, job, arguments.threads)
         rows = []
         for each in _works(arguments, encode, vocabulary):
-            rows += _compare(each, ours.score, theirs, arguments.turns)
+            rows += _compare(each, ours.score, peer, arguments.turns)
             print(f"\n{render(rows)}", flush=True)
+            if peer.failure is not None:
+                print(f"\ntransformers: {peer.failure}", flush=True)
+        peer.close()
     about = {"machine": machine(), "model": str(arguments.model), "precision": precision.value}
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
-    write_json(arguments.output, {**about, "rows": rows})
+    write_json(arguments.output, {**about, "rows": rows, "failure": peer.failure})
 
 
 @dataclass(frozen=True)
@@ -103,49 +115,6 @@ def _our_scorer(
     return _Ours(score, head), encode, tokenizer.vocab_size
 
 
-def _their_scorer(hf: Path, head: np.ndarray, batch: int, gpu: bool) -> Callable[[bool], Score]:
-    """``(is_sorted) -> score``: padded batches through AutoModelForSequenceClassification."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    model = AutoModelForSequenceClassification.from_pretrained(hf, num_labels=1, dtype=dtype)
-    model = model.to(device).eval()
-    model.config.pad_token_id = 0
-    with torch.no_grad():
-        model.score.weight.copy_(torch.from_numpy(head))
-
-    @torch.no_grad()
-    def rewards(token_lists: Sequence[list[int]]) -> list[float]:
-        longest = max(map(len, token_lists))
-        ids = torch.zeros(len(token_lists), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        # On the left, so that the last column is every text's last token.
-        for row, tokens in enumerate(token_lists):
-            ids[row, longest - len(tokens) :] = torch.tensor(tokens)
-            mask[row, longest - len(tokens) :] = 1
-        places = (mask.cumsum(1) - 1).clamp(min=0)
-        hidden = model.model(
-            ids.to(device), attention_mask=mask.to(device), position_ids=places.to(device)
-        ).last_hidden_state[:, -1]
-        return model.score(hidden).float()[:, 0].tolist()
-
-    def scorer(is_sorted: bool) -> Score:
-        def score(token_lists: list[list[int]]) -> np.ndarray:
-            order = list(range(len(token_lists)))
-            if is_sorted:
-                order.sort(key=lambda place: len(token_lists[place]))
-            found = np.empty(len(order), dtype=np.float32)
-            for start in range(0, len(order), batch):
-                part = order[start : start + batch]
-                found[part] = rewards([token_lists[place] for place in part])
-            return found
-
-        return score
-
-    return scorer
-
-
 def _works(
     arguments: argparse.Namespace, encode: Callable[[Any], list[int]], vocabulary: int
 ) -> list[Work]:
@@ -164,33 +133,60 @@ def _works(
     ]
 
 
-def _compare(
-    work: Work, ours: Score, their_scorer: Callable[[bool], Score], turns: int
-) -> list[dict[str, Any]]:
-    theirs = their_scorer(work.is_sorted)
-    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+class _Peer:
+    """transformers in a process of its own, until that fails; ``failure`` says how it did."""
+
+    def __init__(self, python: str, job: Mapping[str, Any], threads: int) -> None:
+        self._worker = Worker(python, "score_transformers.py", job, threads)
+        self.failure: str | None = None
+
+    def score(self, work: Work) -> tuple[float, np.ndarray] | None:
+        """Seconds and rewards, None after a failure."""
+        if self.failure is not None:
+            return None
+        asked = {"token_lists": work.token_lists, "is_sorted": work.is_sorted}
+        try:
+            found = self._worker.ask(asked)
+        except WorkerFailed as error:
+            self.failure = str(error)
+            return None
+        return found["seconds"], np.array(found["rewards"], dtype=np.float32)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _compare(work: Work, ours: Score, peer: _Peer, turns: int) -> list[dict[str, Any]]:
+    our_seconds: list[float] = []
+    their_seconds: list[float] = []
     difference = 0.0
     for _ in range(turns):
-        found = {}
-        for name, score in (("ours", ours), ("theirs", theirs)):
-            start = time.perf_counter()
-            found[name] = score(work.token_lists)
-            seconds[name].append(time.perf_counter() - start)
-        difference = max(difference, float(np.abs(found["ours"] - found["theirs"]).max()))
-    tokens = sum(map(len, work.token_lists))
-    ratio = median_of_ratios(seconds["ours"], seconds["theirs"])
-    labels = {"ours": "nemo_aligner", "theirs": "transformers"}
+        start = time.perf_counter()
+        rewards = ours(work.token_lists)
+        our_seconds.append(time.perf_counter() - start)
+        found = peer.score(work)
+        if found is not None:
+            their_seconds.append(found[0])
+            difference = max(difference, float(np.abs(rewards - found[1]).max()))
+    is_whole = len(their_seconds) == turns
+    compared = {
+        "largest |difference|": difference if is_whole else None,
+        "ours is faster by": median_of_ratios(our_seconds, their_seconds) if is_whole else None,
+    }
     return [
-        {
-            "work": work.name,
-            "scorer": labels[name],
-            "rewards/s": len(work.token_lists) / median(seconds[name]),
-            "real tokens/s": tokens / median(seconds[name]),
-            "largest |difference|": difference if name == "theirs" else "",
-            "ours is faster by": ratio if name == "theirs" else "",
-        }
-        for name in ("ours", "theirs")
+        {**_speed(work, "nemo_aligner", our_seconds), **dict.fromkeys(compared, "")},
+        {**_speed(work, "transformers", their_seconds if is_whole else []), **compared},
     ]
+
+
+def _speed(work: Work, scorer: str, seconds: list[float]) -> dict[str, Any]:
+    tokens = sum(map(len, work.token_lists))
+    return {
+        "work": work.name,
+        "scorer": scorer,
+        "rewards/s": len(work.token_lists) / median(seconds) if seconds else None,
+        "real tokens/s": tokens / median(seconds) if seconds else None,
+    }
 
 
 def _parse() -> argparse.Namespace:
@@ -203,6 +199,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="of transformers (default 8)")
     parser.add_argument("--turns", type=int, default=3, help="runs of each (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument(
+        "--transformers-python", default=sys.executable, help="with transformers; default: this one"
+    )
     add_device_option(parser)
     parser.add_argument("--work", help="a folder to keep the converted model in")
     parser.add_argument("--output", type=Path, metavar="JSON")

@@ -1,12 +1,13 @@
 """Training against TRL's RewardTrainer: the same weights, pairs, batches and loss, turn by turn.
 
-    python -m venv trl && trl/bin/pip install torch==2.13.0 trl
-    python benchmarks/training.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl \\
-        --trl-python trl/bin/python
+    pip install -e '.[bench]'
+    python benchmarks/training.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
 
 Both train all weights in fp32 on the CPU, in bf16 on a GPU. TRL gets the very token ids; for each
 of ``--trl-batch`` it is run as many times as ours, in turn, and the speed-up is the median of the
 ratios. The first step of a run is not timed: it waits for memory, and for kernels to be chosen.
+``--trl-python`` is another environment's, with a TRL of its own. A TRL that dies, as on a machine
+whose memory is too small for its batch, leaves a dash in place of its figures.
 Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts ``6 * parameters`` per
 real token, against the rate of a large matrix product measured here.
 """
@@ -17,18 +18,21 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 from common import (
+    WorkerFailed,
     add_device_option,
     choose_device,
     machine,
     median_of_ratios,
     prepare_model,
     render,
+    require,
     run_worker,
     write_json,
 )
@@ -38,6 +42,7 @@ LR = 1e-5
 
 def main() -> None:
     arguments = _parse()
+    require("trl", "datasets", "accelerate", python=arguments.trl_python)
     device = choose_device(arguments.device)
     if arguments.micro_batch_tokens is None:
         arguments.micro_batch_tokens = 16384 if device == "cuda" else 1280
@@ -48,24 +53,28 @@ def main() -> None:
     hidden = _hidden_size(hf)
     np.save(head, np.random.RandomState(0).normal(0, 0.02, (1, hidden)).astype(np.float32))
     precision = "bf16" if device == "cuda" else "fp32"
-    shared = {
+    both = {
         "steps": arguments.steps,
         "warm_up": arguments.warm_up,
         "global_batch_size": arguments.global_batch,
         "head": str(head),
         "ids": str(work / "ids.json"),
     }
-    ours = {**shared, "settings": _settings(arguments, nemo, precision)}
-    theirs = {**shared, "hf": str(hf), "lr": LR}
+    ours = {**both, "settings": _settings(arguments, nemo, precision)}
+    theirs = {**both, "hf": str(hf), "lr": LR}
     peak_rate = _matmul_rate()
     rows: list[dict[str, Any]] = []
+    failures: list[str] = []
     for batch_size in arguments.trl_batch:
         found = _compare(arguments, ours, {**theirs, "batch_size": batch_size})
         rows += _rows(found, batch_size, arguments, _parameters(hf), peak_rate)
         print(f"\n{render(rows)}", flush=True)
+        if found.failure is not None:
+            failures.append(f"TRL, batch {batch_size}: {found.failure}")
+            print(f"\n{failures[-1]}", flush=True)
     about = {"machine": machine(), "model": str(arguments.model), "precision": precision}
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
-    write_json(arguments.output, {**about, "rows": rows})
+    write_json(arguments.output, {**about, "rows": rows, "failures": failures})
 
 
 def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list[str]:
@@ -82,47 +91,65 @@ def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list
     ]
 
 
-def _compare(
-    arguments: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any]
-) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+@dataclass(frozen=True)
+class Found:
+    """What every run of each has printed, and how TRL failed, if it did: then it has no runs."""
+
+    ours: list[dict[str, Any]]
+    trl: list[dict[str, Any]]
+    failure: str | None
+
+
+def _compare(arguments: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any]) -> Found:
+    runs: list[dict[str, Any]] = []
+    trl: list[dict[str, Any]] = []
+    failure: str | None = None
     for turn in range(arguments.turns):
         print(f"turn {turn + 1} of {arguments.turns}: ours", end="", flush=True)
-        found["ours"].append(run_worker(sys.executable, "train_ours.py", ours, arguments.threads))
-        print(", TRL", flush=True)
-        found["trl"].append(
-            run_worker(arguments.trl_python, "train_trl.py", theirs, arguments.threads)
-        )
-    losses = [found[name][0]["losses"][0] for name in ("ours", "trl")]
+        runs.append(run_worker(sys.executable, "train_ours.py", ours, arguments.threads))
+        # What has failed once is not asked again.
+        if failure is None:
+            print(", TRL", end="", flush=True)
+            try:
+                python = arguments.trl_python
+                trl.append(run_worker(python, "train_trl.py", theirs, arguments.threads))
+            except WorkerFailed as error:
+                failure = str(error)
+        print(flush=True)
+    if failure is not None:
+        return Found(runs, [], failure)
+    losses = [found[0]["losses"][0] for found in (runs, trl)]
     print(f"loss of the first batch: ours {losses[0]:.6f}, TRL {losses[1]:.6f}")
     # TRL rounds what it logs.
     if abs(losses[0] - losses[1]) > 1e-3 * max(losses):
         sys.exit("the losses differ: these are not the same computations")
-    return found
+    return Found(runs, trl, None)
 
 
 def _rows(
-    found: dict[str, list[dict[str, Any]]],
+    found: Found,
     batch_size: int,
     arguments: argparse.Namespace,
     parameters: int,
     peak_rate: float,
 ) -> list[dict[str, Any]]:
-    seconds = {name: [sum(run["seconds"]) for run in runs] for name, runs in found.items()}
     pairs = arguments.steps * arguments.global_batch
-    tokens = found["ours"][0]["tokens"]
-    ratio = median_of_ratios(seconds["ours"], seconds["trl"])
-    labels = {"ours": "nemo_aligner", "trl": f"TRL, batch {batch_size}"}
-    return [
-        {
-            "trainer": labels[name],
-            "pairs/s": pairs / median(seconds[name]),
-            "real tokens/s": tokens / median(seconds[name]),
-            "MFU": 6 * parameters * tokens / median(seconds[name]) / peak_rate,
-            "peak GiB": max(run["peak_gib"] for run in found[name]),
-            "ours is faster by": ratio if name == "trl" else "",
+    tokens = found.ours[0]["tokens"]
+    ours, trl = ([sum(run["seconds"]) for run in runs] for runs in (found.ours, found.trl))
+
+    def row(label: str, seconds: list[float], runs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "trainer": label,
+            "pairs/s": pairs / median(seconds) if runs else None,
+            "real tokens/s": tokens / median(seconds) if runs else None,
+            "MFU": 6 * parameters * tokens / median(seconds) / peak_rate if runs else None,
+            "peak GiB": max(run["peak_gib"] for run in runs) if runs else None,
         }
-        for name in ("ours", "trl")
+
+    ratio = median_of_ratios(ours, trl) if found.trl else None
+    return [
+        {**row("nemo_aligner", ours, found.ours), "ours is faster by": ""},
+        {**row(f"TRL, batch {batch_size}", trl, found.trl), "ours is faster by": ratio},
     ]
 
 
@@ -164,7 +191,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
     parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--trl-python", required=True, help="of an environment that has TRL")
+    parser.add_argument("--trl-python", default=sys.executable, help="with TRL; default: this one")
     parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 1], help="pairs")
     parser.add_argument("--steps", type=int, default=2, help="a run (default 2)")
     parser.add_argument("--warm-up", type=int, default=1, help="untimed steps first (default 1)")
@@ -180,4 +207,7 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except WorkerFailed as error:
+        sys.exit(f"nemo_aligner: {error}")

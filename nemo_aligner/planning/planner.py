@@ -28,8 +28,8 @@ class Candidate:
 class Planner:
     """A model, the batch of a step, and the GPUs, of which each rank may fill ``usable`` bytes.
 
-    A step has ``batch`` pairs of two sequences of ``length`` tokens that share nothing, in packs of
-    at most ``budget`` tokens. ``recompute`` None is as few layers as fit.
+    A step has ``batch`` pairs of two sequences of ``length`` tokens without a common prefix, in
+    packs of at most ``budget`` tokens. ``recompute`` None is as few layers as fit.
     """
 
     shape: ModelShape
@@ -60,7 +60,7 @@ class Planner:
             most = self.batch
             if found is not None:
                 most = min(most, (found.num_ranks - 1) // (tp * pp))
-            # More ranks share what one holds: where the most do not fit, fewer do not.
+            # More ranks split what one holds: where the most do not fit, fewer do not.
             if self._most_recomputed(tp, pp, most) is not None:
                 plans = (self._most_recomputed(tp, pp, dp) for dp in range(1, most + 1))
                 found = next(plan for plan in plans if plan is not None)
@@ -72,8 +72,8 @@ class Planner:
     def _candidate(self, plan: Plan) -> Candidate:
         tried = self._recomputations(plan)
         # Each keeps less than the one before.
-        place = bisect_left(tried, True, key=self._fits)
-        chosen = tried[min(place, len(tried) - 1)]
+        index = bisect_left(tried, True, key=self._fits)
+        chosen = tried[min(index, len(tried) - 1)]
         memory = fullest_stage(self.shape, chosen)
         return Candidate(chosen, memory, step_time(self.shape, chosen, self.machine))
 

@@ -21,8 +21,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(script: str, folder: Path, *arguments: str) -> list[dict]:
-    """The rows of the benchmark's table."""
+@pytest.fixture
+def dying_python(tmp_path: Path) -> Path:
+    """A python that has every module, and kills itself when it runs a benchmark's worker."""
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\necho out of memory >&2\nkill -KILL $$\n')
+    path.chmod(0o755)
+    return path
+
+
+def report(script: str, folder: Path, *arguments: str) -> tuple[str, dict]:
+    """What the benchmark prints, and what it writes."""
     output = folder / "rows.json"
     done = tiny.run_script(
         script,
@@ -33,7 +42,12 @@ def run(script: str, folder: Path, *arguments: str) -> list[dict]:
         *arguments,
     )
     assert "machine: " in done.stdout
-    return json.loads(output.read_text())["rows"]
+    return done.stdout, json.loads(output.read_text())
+
+
+def run(script: str, folder: Path, *arguments: str) -> list[dict]:
+    """The rows of the benchmark's table."""
+    return report(script, folder, *arguments)[1]["rows"]
 
 
 def test_scoring_gives_the_rewards_of_transformers(folder: Path) -> None:
@@ -54,6 +68,40 @@ def test_training_has_the_loss_of_trl(folder: Path, trl_python: Path) -> None:
         "--threads=1",
     )
     assert [row["trainer"] for row in rows] == ["nemo_aligner", "TRL, batch 2"]
+
+
+KILLED = "it was ended by SIGKILL, as the kernel does where memory is short\nout of memory"
+
+
+def test_training_is_measured_where_trl_dies(folder: Path, dying_python: Path) -> None:
+    shown, content = report(
+        "benchmarks/training.py",
+        folder,
+        f"--trl-python={dying_python}",
+        *("--trl-batch=2", "--global-batch=4", "--turns=2", "--threads=1"),
+    )
+    ours, trl = content["rows"]
+    assert (ours["trainer"], trl["trainer"]) == ("nemo_aligner", "TRL, batch 2")
+    assert ours["pairs/s"] > 0
+    assert ours["peak GiB"] > 0
+    assert trl["pairs/s"] is None
+    assert content["failures"] == [f"TRL, batch 2: {KILLED}"]
+    assert f"\nTRL, batch 2: {KILLED}\n" in shown
+    # Ours is measured in every turn, and TRL is not asked again.
+    assert shown.splitlines()[:2] == ["turn 1 of 2: ours, TRL", "turn 2 of 2: ours"]
+
+
+def test_scoring_is_measured_where_transformers_dies(folder: Path, dying_python: Path) -> None:
+    shown, content = report(
+        "benchmarks/scoring.py",
+        folder,
+        f"--transformers-python={dying_python}",
+        *("--pairs=4", "--turns=1", "--threads=1"),
+    )
+    assert all(row["rewards/s"] > 0 for row in content["rows"][::2])
+    assert [row["rewards/s"] for row in content["rows"][1::2]] == [None] * 3
+    assert content["failure"] == KILLED
+    assert f"\ntransformers: {KILLED}\n" in shown
 
 
 def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from nemo_aligner.diagnostics.invariance import (
     FP32_BAR,
     Bar,
     Row,
-    Sizes,
+    Scored,
     choose_bar,
     compare,
     fitting_layouts,
@@ -17,6 +19,7 @@ from nemo_aligner.diagnostics.invariance import (
     summarise,
 )
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.layout import LayoutSizes
 
 SHAPE = ModelShape.from_config(
     {
@@ -72,7 +75,7 @@ def test_the_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
 
 
 def test_layouts_that_fit_and_why_others_do_not() -> None:
-    assert fitting_layouts(1, SHAPE) == ([Sizes(1, 1, 1)], [])
+    assert fitting_layouts(1, SHAPE) == ([LayoutSizes(tp=1, pp=1, dp=1)], [])
     fitting, reasons = fitting_layouts(4, SHAPE)
     assert list(map(str, fitting)) == [
         "TP=2 PP=2 DP=1",
@@ -97,3 +100,14 @@ def test_the_table_says_what_is_missed() -> None:
     hidden = summarise([row(np.full_like(REFERENCE, np.nan)), row(REFERENCE)], EXACT)
     assert "largest |difference| inf" in hidden
     assert summarise([row(REFERENCE)], EXACT).startswith("the same everywhere")
+
+
+def test_what_a_world_found_comes_through_a_file() -> None:
+    rewards = {"TP=1": {"alone": REFERENCE.astype(np.float32), "all together": REFERENCE}}
+    scored = Scored(rewards, REFERENCE, ["TP=2: why not"])
+    again = Scored.from_dict(json.loads(json.dumps(scored.to_dict())))
+    assert again.reasons == scored.reasons
+    assert np.array_equal(again.reference, REFERENCE)
+    assert again.rewards.keys() == rewards.keys()
+    for name, found in again.rewards["TP=1"].items():
+        assert np.array_equal(found, rewards["TP=1"][name])

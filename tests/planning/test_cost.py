@@ -45,18 +45,18 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
     from nemo_aligner.batch import Group, PackedBatch, Records
 
     sequences = [list(range(30)), [*range(20), *range(100, 110)]]
-    for shared in (0, 20):
-        batch = PackedBatch.pack(sequences, Records.of([0], [2]), groups=[Group(2, shared)])
+    for prefix in (0, 20):
+        batch = PackedBatch.pack(sequences, Records.of([0], [2]), groups=[Group(2, prefix)])
         # A token sees all tokens of its sequence up to itself, wherever they are in the pack.
         keys = float((batch.position_ids + 1).sum()) / batch.num_tokens
-        assert attended_keys(30, shared) == pytest.approx(keys)
+        assert attended_keys(30, prefix) == pytest.approx(keys)
 
 
 def test_packs_are_those_that_are_made() -> None:
     """9 pairs of 2 x 30 tokens at 256 are 3 packs of 3, not two of 4 and one of 1."""
     packs = even_packs(9, 30, 256)
     assert (packs.count, packs.tokens, packs.sequences) == (3, 180, 6)
-    assert even_packs(9, 30, 256, shared=20).count == 2
+    assert even_packs(9, 30, 256, prefix=20).count == 2
     with pytest.raises(ConfigError, match="got 50, wanted at least 60, a pair"):
         even_packs(1, 30, 50)
 
@@ -180,7 +180,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(name: str, tmp_path: Path) ->
     job = {
         **{"model": model, "tp": 1, "pp": 1, "dp": 1, "sequence_parallel": False},
         **{"precision": "fp32", "recompute": "none", "recompute_layers": None, "freeze_layers": 0},
-        **{"sequence_length": 64, "shared": 0, "pairs": 8, "micro_batch_tokens": 512},
+        **{"sequence_length": 64, "prefix": 0, "pairs": 8, "micro_batch_tokens": 512},
         **{"steps": 0, "save": False},
         **changes,
     }

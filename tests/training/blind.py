@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, tensor
 
 from nemo_aligner.batch import Records
+from nemo_aligner.cli.common import run_verb
+from nemo_aligner.cli.probe import main
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from tests.tiny import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import probe_training
 
 
 def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
@@ -23,4 +21,4 @@ def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor
 
 if __name__ == "__main__":
     BradleyTerry.loss = blind  # type: ignore[method-assign]
-    sys.exit(probe_training.main())
+    sys.exit(run_verb(main))

@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_aligner.errors import AlignerError, ServingError
 from nemo_aligner.serving.wire.types import Failure, ScoreReply, ScoreRequest
-from nemo_aligner.text.contract import Encoded, ScoringContract
+from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class ServableScorer(Protocol):
 
     contract: ScoringContract
 
-    def encode(self, text: Text) -> Encoded:
+    def encode(self, text: Text) -> EncodedText:
         """Raises AlignerError where the scoring contract refuses the text."""
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:

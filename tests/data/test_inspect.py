@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from nemo_aligner.data.inspect import mark_specials
+from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 
 SCRIPT = "scripts/inspect_data.py"
@@ -65,3 +67,29 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     done = tiny.run_script(SCRIPT, path, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(f"inspect_data.py: {path}:1: got a record with keys")
+
+
+def test_names_of_attributes_are_stripped(tmp_path: Path) -> None:
+    path = write(tmp_path / "rated.jsonl", {"prompt": "p", "response": "r", "a": 1, "b": 2})
+    done = tiny.run_script(SCRIPT, path, "--attributes", "a, b")
+    assert "-- labels 1 2" in done.stdout
+    failed = tiny.run_script(SCRIPT, path, "--attributes", "a,,b", check=False)
+    assert failed.stderr.startswith("inspect_data.py: --attributes: got ['a', '', 'b'], wanted")
+
+
+def test_a_reward_model_brings_its_rules(tmp_path: Path) -> None:
+    model = tiny.write_reward_nemo(tmp_path / "rm.nemo")
+    path = write(
+        tmp_path / "rated.jsonl",
+        {"prompt": "why", "response": "the cat", "helpfulness": 3, "verbosity": 1},
+    )
+    done = tiny.run_script(SCRIPT, path, f"--tokenizer={model}")
+    assert done.stdout.startswith("scoring contract: ")
+    assert "-- labels 3 1: " in done.stdout
+
+
+def test_special_tokens_stand_between_the_marks(tokenizer: Tokenizer) -> None:
+    token_ids = [*tokenizer.encode("the cat"), *tokenizer.special_ids][:-1]
+    shown = mark_specials(token_ids, tokenizer, ("<<", ">>"))
+    assert shown.startswith("the cat<<")
+    assert f"scored at the last token: {token_ids[-1]} " in shown

@@ -1,41 +1,56 @@
-"""The rewards of some texts at every layout of this world of processes; for check_invariance.py."""
+"""The rewards of some texts at every layout of this world of processes.
+
+``python -m nemo_aligner.diagnostics.everywhere ASKED RESULT``, also under torchrun, answers what
+``worlds.run_world`` asked for, file to file.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
+import torch
+from torch.distributed import get_world_size
 
-    from nemo_aligner.config.common import Precision
-    from nemo_aligner.diagnostics.invariance import Sizes
-    from nemo_aligner.parallel.layout import ParallelLayout
-
-# Layout -> variant -> rewards [N, A].
-Rewards = dict[str, dict[str, "np.ndarray"]]
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_pretrained,
+    load_reward_model,
+    read_text_rules,
+)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.diagnostics.invariance import Scored, fitting_layouts
+from nemo_aligner.errors import AlignerError, ConfigError
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.step import forward_backward, gather_rewards
+from nemo_aligner.models.trainable import wrap_for_training
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import (
+    LayoutSizes,
+    ParallelLayout,
+    destroy_layout,
+    initialize_layout,
+)
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 
 
 def score_everywhere(
     checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
-) -> tuple[Rewards, np.ndarray, list[str]]:
-    """Every rank calls it, once.
+) -> Scored:
+    """Every rank calls it, once; the reference is in fp32 at the first layout, each text alone.
 
-    Returns:
-        The rewards; those in fp32 at the first layout, each text alone; why other layouts do not
-        fit.
+    Raises:
+        ConfigError: no layout of so many processes fits.
     """
-    from torch.distributed import get_world_size
-
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-    from nemo_aligner.config.common import Precision
-    from nemo_aligner.diagnostics.invariance import fitting_layouts
-    from nemo_aligner.errors import ConfigError
-    from nemo_aligner.models.shape import ModelShape
-    from nemo_aligner.parallel.launch import launch
-
     with launch(), open_nemo(checkpoint) as folder:
         layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
         layouts = [sizes for sizes in layouts if sizes.tp * sizes.pp >= min_model_parallel]
@@ -48,15 +63,12 @@ def score_everywhere(
             reference = found[str(layouts[0])]["alone"]
         else:
             reference = _alone(folder.root, texts, Precision.fp32, layouts[0])
-    return found, reference, reasons
+    return Scored(found, reference, reasons)
 
 
 def _at_layout(
-    checkpoint: Path, texts: list[Any], precision: Precision, sizes: Sizes
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    from nemo_aligner.config.model import Recompute
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-
     layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
     found = _scored(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
@@ -67,12 +79,9 @@ def _at_layout(
     return found
 
 
-def _alone(checkpoint: Path, texts: list[Any], precision: Precision, sizes: Sizes) -> np.ndarray:
-    import numpy as np
-
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.scoring.scorer import load_scorer
-
+def _alone(
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
+) -> np.ndarray:
     layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
     budget = 2**30
     scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=budget)
@@ -84,11 +93,6 @@ def _alone(checkpoint: Path, texts: list[Any], precision: Precision, sizes: Size
 def _scored(
     checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
 ) -> dict[str, np.ndarray]:
-    import numpy as np
-
-    from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
-    from nemo_aligner.scoring.scorer import RewardScorer
-
     model = load_reward_model(checkpoint, layout, precision)
     small = model.contract.seq_length
 
@@ -102,7 +106,7 @@ def _scored(
     }
     for seed in (1, 2):
         order = np.random.RandomState(seed).permutation(len(texts))
-        shuffled = score([texts[place] for place in order], small)
+        shuffled = score([texts[index] for index in order], small)
         found[f"small packs, order {seed}"] = shuffled[np.argsort(order)]
     return found
 
@@ -112,24 +116,15 @@ def _trained_on(
     texts: list[Any],
     precision: Precision,
     layout: ParallelLayout,
-    recompute: Any,
+    recompute: Recompute,
 ) -> np.ndarray:
     """The rewards of a training step's forward pass."""
-    from dataclasses import replace
-
-    import torch
-
-    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, read_text_rules
-    from nemo_aligner.data.packing import pack_sequences
-    from nemo_aligner.models.step import forward_backward, gather_rewards
-    from nemo_aligner.models.trainable import wrap_for_training
-
     tokenizer, contract = read_text_rules(checkpoint)
     assert contract is not None, "its rewards were scored before"
-    places = torch.arange(layout.dp_rank, len(texts), layout.dp)
-    sequences = [contract.encode(tokenizer, texts[place]).token_ids for place in places]
+    indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
+    sequences = [contract.encode(tokenizer, texts[index]).token_ids for index in indices]
     packs = [
-        replace(pack, rows=places[pack.rows])
+        replace(pack, rows=indices[pack.rows])
         for pack in pack_sequences(sequences, contract.seq_length)
     ]
     pretrained = load_pretrained(
@@ -148,14 +143,27 @@ def _trained_on(
 
 
 def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
-    import torch
-
     return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
 
 
 def _free() -> None:
-    import torch
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def main(asked: str, result: str) -> int:
+    """One world's part: what ``run_world`` asked for, into a file."""
+    job = json.loads(Path(asked).read_text())
+    try:
+        scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
+    except AlignerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(result).write_text(json.dumps(scored.to_dict()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The demo set: small preference pairs of ten kinds, each with a reason that a reader can see.
+"""The ten kinds of pairs of the demo set, each with a reason that a reader can see.
 
 Every kind is made from items (a question, a sum, a word); all pairs of an item fall on the same
 side of the split, so held-out prompts ask what no training prompt asks. In exactly half of the
@@ -14,7 +14,7 @@ from itertools import product
 
 
 @dataclass(frozen=True)
-class Pair:
+class DemoPair:
     """One pair; ``item`` is what it asks about, whatever the wording."""
 
     kind: str
@@ -172,7 +172,7 @@ trees | oak pine elm birch maple cedar willow ash beech fir
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 
 
-def _sum_pairs(rng: random.Random) -> Iterator[Pair]:
+def _sum_pairs(rng: random.Random) -> Iterator[DemoPair]:
     for left, right in product(range(2, 20), repeat=2):
         total = left + right
         sum_text = f"{left} + {right}"
@@ -180,47 +180,47 @@ def _sum_pairs(rng: random.Random) -> Iterator[Pair]:
         wrong = total + rng.choice([step for step in (-10, -5, -3, 3, 5, 10) if total + step > 0])
         for short, long in (("{}.", "The answer is {}."), ("It is {}.", f"{sum_text} = {{}}.")):
             for right_form, wrong_form in ((short, long), (long, short)):
-                yield Pair("sum", sum_text, prompt, *_two(right_form, wrong_form, total, wrong))
+                yield DemoPair("sum", sum_text, prompt, *_two(right_form, wrong_form, total, wrong))
 
 
 def _two(right_form: str, wrong_form: str, right: object, wrong: object) -> tuple[str, str]:
     return right_form.format(right), wrong_form.format(wrong)
 
 
-def _fact_pairs(rng: random.Random) -> Iterator[Pair]:
+def _fact_pairs(rng: random.Random) -> Iterator[DemoPair]:
     for question, stem, right, group in _FACTS:
         others = [fact[2] for fact in _FACTS if fact[3] == group and fact[2] != right]
         sentence = f"{stem[0].upper()}{stem[1:]} {{}}."
         for wrong in rng.sample(others, 5):
-            yield Pair("fact", question, question, *_two("It is {}.", sentence, right, wrong))
-            yield Pair("fact", question, question, *_two(sentence, "It is {}.", right, wrong))
+            yield DemoPair("fact", question, question, *_two("It is {}.", sentence, right, wrong))
+            yield DemoPair("fact", question, question, *_two(sentence, "It is {}.", right, wrong))
 
 
-def _language_pairs(rng: random.Random) -> Iterator[Pair]:
+def _language_pairs(rng: random.Random) -> Iterator[DemoPair]:
     for (english, *words), index in product(_PHRASES, range(len(_LANGUAGES))):
         language = _LANGUAGES[index]
         short, long = "You say '{}'.", f"In {language} you say '{{}}'."
         prompts = (f"How do you say '{english}' in {language}?", f"Say '{english}' in {language}.")
         for prompt, other in product(prompts, [word for word in words if word != words[index]]):
             for right_form, wrong_form in ((short, long), (long, short)):
-                yield Pair("language", f"{english} {language}", prompt,
+                yield DemoPair("language", f"{english} {language}", prompt,
                            *_two(right_form, wrong_form, words[index], other))  # fmt: skip
 
 
-def _count_pairs(rng: random.Random) -> Iterator[Pair]:
+def _count_pairs(rng: random.Random) -> Iterator[DemoPair]:
     for (category, words), wanted in product(_CATEGORIES.items(), range(2, 6)):
         prompt = f"Name exactly {_NUMBERS[wanted]} {category}."
         for turn in range(10):
             given = rng.choice(range(1, wanted) if turn % 2 else range(wanted + 1, 7))
             right, wrong = rng.sample(words, wanted), rng.sample(words, given)
-            yield Pair("count", f"{category} {wanted}", prompt, _list(right), _list(wrong))
+            yield DemoPair("count", f"{category} {wanted}", prompt, _list(right), _list(wrong))
 
 
 def _list(words: list[str]) -> str:
     return f"{words[0][0].upper()}{words[0][1:]}{''.join(f', {word}' for word in words[1:])}."
 
 
-def _format_pairs(rng: random.Random) -> Iterator[Pair]:
+def _format_pairs(rng: random.Random) -> Iterator[DemoPair]:
     for category, words in _CATEGORIES.items():
         for word in words:
             other, another = rng.sample([name for name in words if name != word], 2)
@@ -246,10 +246,10 @@ def _format_pairs(rng: random.Random) -> Iterator[Pair]:
                     _list([word, other, another]),
                 ),
             ):
-                yield Pair("format", f"{category} {word}", prompt, chosen, rejected)
+                yield DemoPair("format", f"{category} {word}", prompt, chosen, rejected)
 
 
-# Kinds about a whole reply: they share the questions above.
+# Kinds about a whole reply: all ask the questions above.
 
 _GREETINGS = ("", "Hi! ", "Please tell me: ")
 _POLITE = ("Happy to help! {}", "Good question! {}", "Sure. {}", "{} I hope that helps!")
@@ -265,12 +265,12 @@ _REFUSALS = (
 
 def _question_pairs(
     kind: str, make: Callable[..., Iterator[tuple[str, str]]]
-) -> Callable[..., Iterator[Pair]]:
-    def pairs(rng: random.Random) -> Iterator[Pair]:
+) -> Callable[..., Iterator[DemoPair]]:
+    def pairs(rng: random.Random) -> Iterator[DemoPair]:
         for number, (question, short, long) in enumerate(_QUESTIONS):
             for chosen, rejected in make(rng, number, short, long):
                 for greeting in rng.sample(_GREETINGS, 2):
-                    yield Pair(kind, question, greeting + question, chosen, rejected)
+                    yield DemoPair(kind, question, greeting + question, chosen, rejected)
 
     return pairs
 
@@ -281,7 +281,7 @@ def _tone(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[s
 
 
 def _topic(rng: random.Random, number: int, short: str, long: str) -> Iterator[tuple[str, str]]:
-    others = [row for place, row in enumerate(_QUESTIONS) if place != number]
+    others = [row for index, row in enumerate(_QUESTIONS) if index != number]
     for _, other_short, other_long in rng.sample(others, 6):
         yield short, other_long
         yield long, other_short
@@ -321,7 +321,7 @@ REASONS = {
     "repetition": "it does not get stuck",
 }
 
-_KINDS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {
+KINDS: dict[str, Callable[[random.Random], Iterator[DemoPair]]] = {
     "sum": _sum_pairs,
     "fact": _fact_pairs,
     "language": _language_pairs,
@@ -333,48 +333,3 @@ _KINDS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {
     "helpful": _question_pairs("helpful", _helpful),
     "repetition": _question_pairs("repetition", _repetition),
 }
-
-
-def build_demo_pairs(pairs: int, heldout: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """About ``pairs`` pairs, as many of each kind: those to train on, and those held out.
-
-    Raises:
-        ValueError: more pairs are wanted than there are different ones.
-    """
-    train: list[Pair] = []
-    held: list[Pair] = []
-    for kind, make in _KINDS.items():
-        rng = random.Random(f"{seed}/{kind}")
-        candidates = list(dict.fromkeys(make(rng)))
-        wanted = pairs // len(_KINDS)
-        wanted_held = round(wanted * heldout)
-        held_items = _held_items(candidates, heldout, seed)
-        held += _balanced(
-            [pair for pair in candidates if pair.item in held_items], wanted_held, rng
-        )
-        train += _balanced(
-            [pair for pair in candidates if pair.item not in held_items], wanted - wanted_held, rng
-        )
-    random.Random(f"{seed}/train").shuffle(train)
-    random.Random(f"{seed}/held").shuffle(held)
-    return train, held
-
-
-def _held_items(candidates: list[Pair], heldout: float, seed: int) -> set[str]:
-    """Items drawn from the names alone: kinds that share questions hold out the same ones."""
-    items = sorted({pair.item for pair in candidates})
-    random.Random(f"{seed}/items").shuffle(items)
-    return set(items[: max(1, round(len(items) * heldout))])
-
-
-def _balanced(candidates: list[Pair], wanted: int, rng: random.Random) -> list[Pair]:
-    """``wanted`` pairs; in half of them the chosen reply is the shorter one."""
-    shorter = [pair for pair in candidates if len(pair.chosen) < len(pair.rejected)]
-    longer = [pair for pair in candidates if len(pair.chosen) > len(pair.rejected)]
-    half = wanted // 2
-    if half > len(shorter) or wanted - half > len(longer):
-        raise ValueError(
-            f"{candidates[0].kind}: got {len(shorter)} pairs with the shorter reply better and "
-            f"{len(longer)} with the longer one; wanted {half} and {wanted - half}"
-        )
-    return rng.sample(shorter, half) + rng.sample(longer, wanted - half)

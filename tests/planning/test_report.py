@@ -27,7 +27,7 @@ CONFIG = {
 def rows(shown: str) -> list[dict[str, str]]:
     """The table: its heading begins with ``layout`` or ``GPUs``, an empty line ends it."""
     lines = shown.splitlines()
-    start = next(place for place, line in enumerate(lines) if "layout  " in line)
+    start = next(index for index, line in enumerate(lines) if "layout  " in line)
     names = re.split(r" {2,}", lines[start].strip())
     table = lines[start + 1 : lines.index("", start) if "" in lines[start:] else None]
     # A layout has single blanks inside, columns are two apart.

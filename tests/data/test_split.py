@@ -1,16 +1,15 @@
-"""The demo set is balanced and split by prompt; a split keeps lines and prompts whole."""
+"""A split keeps lines and prompts whole, and no prompt is in both parts."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.reading import read_records
+from nemo_aligner.data.split import Split, split_file
+from nemo_aligner.errors import ConfigError
 from tests import tiny
 
 SCRIPT = "scripts/prepare_data.py"
@@ -18,46 +17,6 @@ SCRIPT = "scripts/prepare_data.py"
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo")
-    tiny.run_script(SCRIPT, "demo", "--output", str(folder))
-    return folder
-
-
-def test_the_demo_set_is_large_and_balanced(demo: Path) -> None:
-    train, heldout = rows(demo / "train.jsonl"), rows(demo / "heldout.jsonl")
-    assert len(train) >= 2000
-    for side in (train, heldout):
-        kinds = Counter(row["kind"] for row in side)
-        assert len(kinds) == 10
-        assert len(set(kinds.values())) == 1
-        for kind, count in kinds.items():
-            shorter = sum(
-                len(row["chosen"]) < len(row["rejected"]) for row in side if row["kind"] == kind
-            )
-            assert shorter == count // 2, kind
-    assert len({json.dumps(row) for row in train + heldout}) == len(train) + len(heldout)
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
-    assert read_records(demo / "train.jsonl", RecordKind.comparison).counts["kept"] == len(train)
-
-
-def test_the_demo_set_follows_its_seed(demo: Path, tmp_path: Path) -> None:
-    for seed, same in (("1", True), ("2", False)):
-        tiny.run_script(SCRIPT, "demo", "--output", str(tmp_path / seed), "--seed", seed)
-        again = (tmp_path / seed / "train.jsonl").read_text()
-        assert (again == (demo / "train.jsonl").read_text()) is same
-
-
-def test_too_many_demo_pairs_is_an_error(tmp_path: Path) -> None:
-    done = tiny.run_script(
-        SCRIPT, "demo", "--output", str(tmp_path), "--pairs", "90000", check=False
-    )
-    assert done.returncode == 1
-    assert "wanted" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_split_keeps_lines_and_prompts_whole(tmp_path: Path) -> None:
@@ -132,3 +91,32 @@ def test_one_prompt_cannot_be_split(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "got 1 different prompts" in done.stderr
     assert not (tmp_path / "train.jsonl").exists()
+
+
+def test_names_of_attributes_are_stripped_and_not_empty(tmp_path: Path) -> None:
+    source = tiny.write_ratings(tmp_path / "ratings.jsonl", 20, ("up", "down"))
+    arguments = ("split", str(source), "--output", str(tmp_path), "--attributes")
+    done = tiny.run_script(SCRIPT, *arguments, "up, down ")
+    assert "down: Pearson r" in done.stdout
+    failed = tiny.run_script(SCRIPT, *arguments, "up,,down", check=False)
+    assert failed.returncode == 1
+    assert failed.stderr == (
+        "prepare_data.py: --attributes: got ['up', '', 'down'], wanted names that are not empty\n"
+    )
+    with pytest.raises(ConfigError, match=r"^attributes: got \[''\]"):
+        split_file(source, tmp_path, Split(attributes=("",)))
+
+
+def test_whole_prompts_may_be_split_where_first_prompts_may_not(tmp_path: Path) -> None:
+    """A conversation that goes on after the same first turn."""
+    source = tmp_path / "pairs.jsonl"
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    rows = (
+        {"prompt": [*turns, {"role": "user", "content": f"q{n}"}], "chosen": "a", "rejected": "b"}
+        for n in range(10)
+    )
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = split_file(source, tmp_path, Split(heldout=0.3, by="prompt"))
+    assert "heldout: 3 records, 3 prompts" in shown
+    done = tiny.run_script(SCRIPT, "split", str(source), "--output", str(tmp_path), check=False)
+    assert "got 1 different prompts" in done.stderr

@@ -1,0 +1,150 @@
+"""The check that a checkpoint's rewards are the same everywhere, from its options to a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.cuda import device_count
+
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.config.common import Precision, RecordKind
+from nemo_aligner.data.demo import build_demo_pairs
+from nemo_aligner.data.reading import read_records
+from nemo_aligner.diagnostics.everywhere import score_everywhere
+from nemo_aligner.diagnostics.invariance import (
+    Row,
+    Scored,
+    choose_bar,
+    compare,
+    render_rows,
+    summarise,
+)
+from nemo_aligner.diagnostics.worlds import run_world, score_over_http
+from nemo_aligner.errors import CheckpointError, DataError
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.launch import is_launched
+from nemo_aligner.text.contract import OverlongError, ScoringContract
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is checked: ``pairs`` pairs of ``data`` (None: of the demo set) by ``checkpoint``.
+
+    ``processes`` bounds the worlds that are started, None is one for each GPU, or 2; ``serve`` is
+    the command that serves, empty for no server; in a world that stands already no layout with
+    less than ``min_model_parallel`` ranks to a model is tried. ``precision`` None is the model's.
+    """
+
+    checkpoint: str
+    data: str | None = None
+    pairs: int = 32
+    processes: int | None = None
+    min_model_parallel: int = 1
+    precision: str | None = None
+    serve: Sequence[str] = ()
+
+
+def run_check(check: Check, output: Path | None) -> bool:
+    """Score, compare, print, and write the table into ``output``; whether the bar holds.
+
+    Raises:
+        AlignerError: the checkpoint is no reward model, or nothing can be scored by it.
+    """
+    shape, contract = _read_model(check.checkpoint)
+    texts = _choose_texts(check)
+    precision = check.precision or contract.dtype
+    scored = (_in_this_world if is_launched() else _in_new_worlds)(check, texts, precision)
+    for reason in dict.fromkeys(scored.reasons):
+        print(f"does not fit: {reason}")
+    rows, summary = _compare_all(scored, shape, contract, precision)
+    if output is not None:
+        content = {"precision": precision, "summary": summary, "rows": [asdict(r) for r in rows]}
+        # JSON has no NaN.
+        text = json.dumps(content, indent=2).replace("NaN", "null")
+        output.write_text(text + "\n")
+    return all(row.ok for row in rows)
+
+
+def _read_model(checkpoint: str) -> tuple[ModelShape, ScoringContract]:
+    """What is known of a reward model without its weights."""
+    with open_nemo(checkpoint, with_weights=False) as folder:
+        if folder.contract is None:
+            raise CheckpointError(
+                f"{checkpoint}: it has no scoring contract; wanted a reward model"
+            )
+        return (
+            ModelShape.from_config(folder.config),
+            ScoringContract.from_dict(folder.contract),
+        )
+
+
+def _choose_texts(check: Check) -> list[Any]:
+    """Texts of pairs that the contract takes, as many as wanted: chosen, rejected, ..."""
+    tokenizer, contract = read_text_rules(check.checkpoint)
+    assert contract is not None, "_read_model has seen to it"
+    texts: list[Any] = []
+    too_long = 0
+    for pair in _pairs(check.data):
+        if len(texts) == 2 * check.pairs:
+            break
+        try:
+            for text in pair:
+                contract.encode(tokenizer, text)
+        except OverlongError:
+            too_long += 1
+            continue
+        texts += pair
+    if not texts:
+        raise DataError(f"{check.data or 'demo set'}: no pair is short enough")
+    left_out = f", {too_long} left out as too long" if too_long else ""
+    print(f"{len(texts) // 2} pairs{left_out}; scoring contract {contract.hash}")
+    return texts
+
+
+def _pairs(path: str | None) -> Iterator[tuple[Any, ...]]:
+    if path is not None:
+        yield from (record.texts for record in read_records(path, RecordKind.comparison).records)
+        return
+    for pair in build_demo_pairs(2400, 0.1, 1)[1]:
+        prompt = {"role": "user", "content": pair.prompt}
+        yield tuple(
+            [prompt, {"role": "assistant", "content": reply}]
+            for reply in (pair.chosen, pair.rejected)
+        )
+
+
+def _in_new_worlds(check: Check, texts: list[Any], precision: str) -> Scored:
+    """Worlds of 1, 2, 4, ... processes and the server; the reference is of one process."""
+    job = {"checkpoint": check.checkpoint, "texts": texts, "precision": precision}
+    most = check.processes or device_count() or 2
+    worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= most]
+    rewards = {layout: found for world in worlds for layout, found in world.rewards.items()}
+    if check.serve:
+        rewards["server"] = score_over_http(check.serve, check.checkpoint, precision, texts)
+    reasons = [reason for world in worlds for reason in world.reasons]
+    return Scored(rewards, worlds[0].reference, reasons)
+
+
+def _in_this_world(check: Check, texts: list[Any], precision: str) -> Scored:
+    """The layouts of a world that stands already, the first of them as the reference."""
+    return score_everywhere(check.checkpoint, texts, Precision(precision), check.min_model_parallel)
+
+
+def _compare_all(
+    scored: Scored, shape: ModelShape, contract: ScoringContract, precision: str
+) -> tuple[list[Row], str]:
+    """The table's rows, and the summary; both are printed."""
+    bar = choose_bar(precision, shape.num_layers, scored.reference)
+    rows = [
+        compare(layout, variant, rewards, scored.reference, contract.attribute_weights, bar)
+        for layout, variants in scored.rewards.items()
+        for variant, rewards in variants.items()
+    ]
+    summary = summarise(rows, bar)
+    print(f"\n{render_rows(rows)}\n\n{precision}: {summary}", flush=True)
+    return rows, summary

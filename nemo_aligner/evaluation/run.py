@@ -1,0 +1,49 @@
+"""An evaluation from its settings to the report."""
+
+from __future__ import annotations
+
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
+from nemo_aligner.parallel.collectives import on_main, say
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import initialize_layout
+from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.text.contract import check_expected
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """Score held-out data, say how well, and write what the settings ask for.
+
+    Raises:
+        AlignerError: settings, data or model are unfit.
+    """
+    model_file, data_file = config.rm_model_file, config.data.path
+    if model_file is None or data_file is None:
+        key = "rm_model_file" if model_file is None else "data.path"
+        raise ConfigError(f"{key}: it is not set; wanted both rm_model_file and data.path")
+    with launch():
+        layout = initialize_layout(
+            config.model.tensor_model_parallel_size,
+            config.model.pipeline_model_parallel_size,
+            config.model.sequence_parallel,
+        )
+        scorer = load_scorer(
+            model_file,
+            layout,
+            precision=config.precision,
+            micro_batch_tokens=config.model.micro_batch_tokens,
+        )
+        check_expected(scorer.contract, config.expect_contract, "expect_contract")
+        report = evaluate_file(scorer, data_file, config.data.format, config.data.loss_mask_val)
+        about = {
+            "checkpoint": model_file,
+            "contract": scorer.contract.hash,
+            "data": data_file,
+        }
+        say(render_report(report, about))
+        if config.output is not None:
+            on_main(lambda: write_report(str(config.output), report, about))
+        if config.output_rewards is not None:
+            on_main(lambda: write_rewards(str(config.output_rewards), report))

@@ -1,0 +1,77 @@
+"""A benchmark's other side may lack something, or die: one line says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.tiny import ROOT
+
+DIES = "import os, sys; print('a word before', file=sys.stderr); os.kill(os.getpid(), 9)"
+ENDS = "import sys; sys.exit('no memory left')"
+ECHOES = """
+import json, sys
+sys.stdin.readline()
+for line in sys.stdin:
+    if "die" in line:
+        raise SystemExit(3)
+    print(json.dumps({"heard": json.loads(line)}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def common() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("common", ROOT / "benchmarks" / "common.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def script(folder: Path, text: str) -> str:
+    """An absolute path, which stands beside no other benchmark."""
+    path = folder / "worker.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_how_a_worker_ended_is_said(common: ModuleType, tmp_path: Path) -> None:
+    killed = "it was ended by SIGKILL, as the kernel does where memory is short\na word before"
+    with pytest.raises(common.WorkerFailed, match=f"^{killed}$"):
+        common.run_worker(sys.executable, script(tmp_path, DIES), {}, 1)
+    with pytest.raises(common.WorkerFailed, match=r"^it ended with exit status 1\nno memory left$"):
+        common.run_worker(sys.executable, script(tmp_path, ENDS), {}, 1)
+    with pytest.raises(common.WorkerFailed, match=r"^it ended with exit status 0$"):
+        common.run_worker(sys.executable, script(tmp_path, ""), {}, 1)
+
+
+def test_a_worker_answers_until_it_ends(common: ModuleType, tmp_path: Path) -> None:
+    worker = common.Worker(sys.executable, script(tmp_path, ECHOES), {"job": 1}, 1)
+    assert worker.ask({"a": 1}) == {"heard": {"a": 1}}
+    assert worker.ask({"b": 2}) == {"heard": {"b": 2}}
+    for _ in range(2):
+        with pytest.raises(common.WorkerFailed, match=r"^it ended with exit status 3"):
+            worker.ask({"die": True})
+    worker.close()
+
+
+def test_what_is_missing_is_one_line_with_the_command(common: ModuleType) -> None:
+    common.require("json", "torch")
+    with pytest.raises(SystemExit) as end:
+        common.require("json", "no_such_module", "nor_this")
+    assert end.value.code == (
+        f"{sys.executable} lacks no_such_module, nor_this, which this benchmark needs: "
+        f"{sys.executable} -m pip install -e '{ROOT}[bench]'"
+    )
+    with pytest.raises(SystemExit, match=r"^nowhere/python: cannot be run: No such file"):
+        common.require("json", python="nowhere/python")
+
+
+def test_a_dash_stands_for_what_there_is_not(common: ModuleType) -> None:
+    shown = common.render([{"who": "ours", "speed": 1.25}, {"who": "theirs", "speed": None}])
+    assert shown.splitlines() == ["who     speed", "ours     1.25", "theirs      -"]
