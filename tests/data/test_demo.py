@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.demo import build_demo_pairs, write_demo
-from nemo_aligner.data.records import read_records
+from nemo_aligner.data.reading import read_records
 from nemo_aligner.errors import DataError
 from tests import tiny
 
@@ -43,7 +44,7 @@ def test_the_demo_set_is_large_and_balanced(demo: Path) -> None:
             assert shorter == count // 2, kind
     assert len({json.dumps(row) for row in train + heldout}) == len(train) + len(heldout)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
-    assert read_records(demo / "train.jsonl", "comparison").counts["kept"] == len(train)
+    assert read_records(demo / "train.jsonl", RecordKind.comparison).counts["kept"] == len(train)
 
 
 def test_the_demo_set_follows_its_seed(demo: Path, tmp_path: Path) -> None:
