@@ -55,7 +55,6 @@ IMPORTERS = {
 # say why.
 PRIVATE_NAMES = [
     "checkpoint/weights/",
-    "checkpoint/hf/folder.py",
     "config/load.py",
     "models/internals.py",
     "parallel/cpu/",
@@ -63,8 +62,8 @@ PRIVATE_NAMES = [
     "serving/transports/triton/internals.py",
     "training/optimizer/megatron_internals.py",
 ]
-# Python's own, with documents of their own.
-DOCUMENTED = {"os._exit"}
+# Python's own: documented, or the only name that a type has.
+DOCUMENTED = {"os._exit", "argparse._ArgumentGroup"}
 # Class names that still stand for several things.
 AMBIGUOUS: set[str] = set()
 

@@ -21,7 +21,7 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.serving.transports.triton.server import serve
-from nemo_aligner.text.contract import Encoded, ScoringContract
+from nemo_aligner.text.contract import EncodedText, ScoringContract
 
 SEQ_LENGTH = 64
 
@@ -54,14 +54,14 @@ class FakeScorer:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
 
-    def encode(self, text: str | list[dict[str, str]]) -> Encoded:
+    def encode(self, text: str | list[dict[str, str]]) -> EncodedText:
         if text == "explode":
             raise KeyError("a bug in the tokenizer")
         whole = text if isinstance(text, str) else "".join(turn["content"] for turn in text)
         ids = [ord(letter) for letter in whole]
         if not ids:
             raise DataError("the text is empty")
-        return Encoded(ids[-SEQ_LENGTH:], len(ids) > SEQ_LENGTH)
+        return EncodedText(ids[-SEQ_LENGTH:], len(ids) > SEQ_LENGTH)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) > SEQ_LENGTH:

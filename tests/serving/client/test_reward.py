@@ -121,13 +121,15 @@ import logging, sys, warnings
 import pytriton.client  # it adds filters of its own
 finders, filters = list(sys.meta_path), list(warnings.filters)
 import nemo_aligner, nemo_aligner.serving.client, nemo_aligner.text.contract
-import nemo_aligner.data.formats, nemo_aligner.metrics.table
+import nemo_aligner.data.formats
 from nemo_aligner.serving.client import RewardClient
 assert sys.meta_path == finders, sys.meta_path
 assert warnings.filters == filters, warnings.filters
 assert logging.getLogger("pytriton.client").level == logging.NOTSET
 heavy = {"torch", "megatron", "transformers", "jinja2", "omegaconf"} & set(sys.modules)
 assert not heavy, heavy
+import nemo_aligner.metrics.table
+assert sys.meta_path == finders, sys.meta_path
 """
 THEN_MEGATRON = """
 import importlib.machinery, torch
