@@ -19,7 +19,7 @@ from nemo_aligner.evaluation.evaluate import (
     evaluate_ratings,
 )
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
-from nemo_aligner.text.contract import Encoded, OverlongError, ScoringContract
+from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.text.messages import Text, reply_of
 
 ORIGIN = Origin("pairs.jsonl", 1)
@@ -57,12 +57,12 @@ class CountingScorer:
         rows = [[reply_of(text).count(letter) for letter in letters] for text in texts]
         return np.array(rows, dtype=np.float32)
 
-    def encode(self, text: Text) -> Encoded:
+    def encode(self, text: Text) -> EncodedText:
         tokens = [ord(letter) for letter in reply_of(text).casefold()]
         if len(tokens) <= self.contract.seq_length:
-            return Encoded(tokens, False)
+            return EncodedText(tokens, False)
         if self.contract.overlong == "truncate_left":
-            return Encoded(tokens[-self.contract.seq_length :], True)
+            return EncodedText(tokens[-self.contract.seq_length :], True)
         raise OverlongError(f"got {len(tokens)} tokens")
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 from nemo_aligner.config.common import Overlong, Precision
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.text.contract import (
-    Encoded,
+    EncodedText,
     OverlongError,
     ScoringContract,
     build_contract,
@@ -147,10 +147,10 @@ def test_truncation_keeps_the_end(contracts: Contracts, tokenizer: Tokenizer, le
     contract = contracts(seq_length=length, overlong=Overlong.truncate_left, template="plain")
     whole = contract.tokenize(tokenizer, [CHAT])[0]
     assert whole[0] != contract.bos_id
-    assert contract.encode(tokenizer, CHAT) == Encoded(whole[-length:], True)
+    assert contract.encode(tokenizer, CHAT) == EncodedText(whole[-length:], True)
     with_bos = contract.fit([contract.bos_id or 0, *whole])
     kept = [contract.bos_id, *whole[-(length - 1) :]] if length > 1 else whole[-1:]
-    assert with_bos == Encoded(kept, True)  # type: ignore[arg-type]
+    assert with_bos == EncodedText(kept, True)  # type: ignore[arg-type]
 
 
 def test_other_rules_refuse_what_is_too_long(contracts: Contracts, tokenizer: Tokenizer) -> None:

@@ -51,12 +51,12 @@ def test_the_mode_suits_the_metric_unless_it_is_set() -> None:
     for name, value in better.items():
         config.checkpoint_callback_params.monitor = f"validation-c/{name}"
         checkpoints = open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
-        keys = [checkpoints._key({f"validation-c/{name}": number}) for number in (value, 0.5)]
+        keys = [checkpoints._sort_key({f"validation-c/{name}": number}) for number in (value, 0.5)]
         assert keys[0] < keys[1], name  # type: ignore[operator]
     config.checkpoint_callback_params.mode = MonitorMode.max
     config.checkpoint_callback_params.monitor = "validation-c/loss"
     checkpoints = open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
-    assert checkpoints._key({"validation-c/loss": 0.9}) == -0.9
+    assert checkpoints._sort_key({"validation-c/loss": 0.9}) == -0.9
 
 
 def test_changed_settings_name_the_key_and_both_values() -> None:
