@@ -68,13 +68,15 @@ class Memory:
         """Add a row: what is resident, and what malloc handed out, now and at most."""
         from nemo_aligner.parallel.cpu.malloc import resident_bytes
 
-        in_use = self._count()
+        in_use, resident = self._count(), resident_bytes() / 2**20
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         row = {
             "when": when,
-            "resident": resident_bytes() / 2**20,
+            "resident": resident,
             "in use": in_use,
             "at most": max(in_use, self._most),
-            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+            # The system's two counts differ by some pages.
+            "peak": max(resident, highest),
         }
         self._most = 0.0
         self.rows.append({**row, **more})
