@@ -70,8 +70,7 @@ class Memory:
 
         in_use, resident = self._count(), resident_bytes() / 2**20
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        row = {
-            "when": when,
+        figures = {
             "resident": resident,
             "in use": in_use,
             "at most": max(in_use, self._most),
@@ -79,8 +78,9 @@ class Memory:
             "peak": max(resident, highest),
         }
         self._most = 0.0
-        self.rows.append({**row, **more})
-        print(when, {k: round(v) for k, v in row.items() if k != "when"}, more, file=sys.stderr)
+        self.rows.append({"when": when, **figures, **more})
+        shown = ", ".join(f"{name} {mib:.0f}" for name, mib in figures.items())
+        print(f"{when}: {shown} MiB", file=sys.stderr, flush=True)
 
     def _sample(self) -> None:
         pause = threading.Event()
