@@ -54,8 +54,8 @@ def test_a_save_of_parts_of_flat_memory_clones_none_of_them(
 ) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from nemo_aligner.checkpoint.nemo.open import load_weights
-    from nemo_aligner.checkpoint.weights.torch_dist import save_weights
+    from nemo_aligner.checkpoint.weights.save import save_weights
+    from nemo_aligner.checkpoint.weights.store import load_weights
 
     flat = torch.arange(60.0)
     parts = {f"part_{index}": flat[20 * index :][:20].view(4, 5) for index in range(3)}
