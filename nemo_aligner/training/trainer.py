@@ -15,6 +15,7 @@ from nemo_aligner.errors import TrainingError
 from nemo_aligner.metrics.by_source import BY_SOURCE
 from nemo_aligner.metrics.table import Shown, all_metrics, is_shown
 from nemo_aligner.parallel.collectives import agree_on, gather_objects
+from nemo_aligner.parallel.cpu.malloc import FreedMemory
 from nemo_aligner.training.clock import StopRequest, Timers
 from nemo_aligner.training.console import Progress
 
@@ -72,6 +73,7 @@ class SupervisedTrainer:
         self._stop = stop
         self._device = device
         self._timers = Timers()
+        self._freed = FreedMemory() if torch.device(device).type == "cpu" else None
         self._saving_since = 0.0
         self._progress = Progress(total_steps, start.step)
 
@@ -109,6 +111,8 @@ class SupervisedTrainer:
         with self._timers.measure("train_step"):
             metrics = self._learner.train_step(self._step)
         self._step += 1
+        if self._freed is not None:
+            self._freed.end_step()
         timing = self._timers.take()
         tokens = metrics.pop("tokens")
         metrics["tokens_per_second"] = tokens / timing["timing/train_step"]

@@ -122,3 +122,11 @@ def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
         assert all(seconds[part] > 0 for part in (*parts, "save", "written"))
         assert row["tokens"] == 4 * 2 * 64
         assert row["expected"]["total"] == pytest.approx(row["measured"]["total"], rel=0.1)
+
+
+def test_memory_of_a_run_is_told_step_by_step(folder: Path) -> None:
+    rows = run("benchmarks/memory.py", folder, "--steps=4", "--save-interval=2", "--skip-products")
+    starts = ["libraries", "model and optimizer", "the save's copy"]
+    assert [row["when"] for row in rows] == [*starts, *(f"step {step}" for step in range(1, 5))]
+    assert all(row["peak"] >= row["resident"] > row["in use"] > 0 for row in rows)
+    assert all(row["at most"] >= row["in use"] for row in rows)

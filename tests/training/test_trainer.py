@@ -11,6 +11,7 @@ import pytest
 from nemo_aligner.checkpoint.runs import RunState, Saved
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig
 from nemo_aligner.errors import TrainingError
+from nemo_aligner.parallel.cpu.malloc import FreedMemory
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.training.clock import StopRequest
 from nemo_aligner.training.trainer import SupervisedTrainer
@@ -196,3 +197,10 @@ def test_a_skipped_step_is_told_and_the_run_goes_on(capsys: pytest.CaptureFixtur
     assert "step 2: skipped, fp16 overflowed at loss scale 65536" in shown
     assert "loss_scale 6.554e+04  skipped_steps 1" in shown
     assert diary.logged[2]["train/skipped"] == 1.0
+
+
+def test_what_gaps_take_is_looked_at_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary = Diary()
+    monkeypatch.setattr(FreedMemory, "end_step", lambda self: diary.events.append("look"))
+    fit(diary, 2, save_interval=None, val_check_interval=None)
+    assert diary.events[:4] == ["train 0", "look", "train 1", "look"]

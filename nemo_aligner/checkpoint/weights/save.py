@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_aligner.checkpoint.weights.background import in_background
+from nemo_aligner.checkpoint.weights.own_storage import InPlaceSavePlanner
 from nemo_aligner.checkpoint.weights.private_names import rank_collectives, torch_tensors
 from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, without_objects
 from nemo_aligner.checkpoint.weights.torch_dist import FORMAT
@@ -59,7 +60,7 @@ class PendingSave:
         self._ranks = rank_collectives()
         # Nothing is copied ahead: that is for tensors on a GPU, and would wait for its kernels.
         self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        self._planner = planner or MCoreSavePlanner(**PLANNING)
+        self._planner = planner or InPlaceSavePlanner(**PLANNING)
         self._metadata: torch_checkpoint.Metadata | None = None
         with _as_checkpoint_error(folder):
             sharded, common = save_preprocess(without_objects(sharded_state_dict))

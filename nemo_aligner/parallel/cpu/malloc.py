@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 
 def keep_freed_memory() -> None:
@@ -23,6 +25,49 @@ def return_freed_memory() -> None:
     """
     mmap_threshold = -3
     _set_malloc(mmap_threshold, 2**19)
+
+
+class FreedMemory:
+    """Bounds what gaps between live blocks take where malloc keeps what is freed.
+
+    Packs have ever other sizes, so a freed block seldom fits what comes next. What is resident may
+    pass what the first steps after all gaps were given back needed by ``share``; then the gaps are
+    given back again. The step that follows waits for new pages, so this is at most once in
+    ``steps + 1`` steps. Nothing happens where malloc is not glibc's.
+    """
+
+    def __init__(self, share: float = 0.125, steps: int = 10) -> None:
+        self._share = share
+        self._steps = steps
+        self._seen = 0
+        self._needed = 0
+
+    def end_step(self) -> bool:
+        """Look at what is resident; whether gaps were given back. It takes some 20 microseconds."""
+        resident = resident_bytes()
+        if self._seen < self._steps:
+            self._seen += 1
+            self._needed = max(self._needed, resident)
+            return False
+        if resident <= self._needed * (1 + self._share):
+            return False
+        self._seen = self._needed = 0
+        return give_back_gaps()
+
+
+def give_back_gaps() -> bool:
+    """Give the whole pages of all free blocks back to the system; whether any were."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(ctypes.c_size_t(0)))
+
+
+def resident_bytes() -> int:
+    """Of this process, its libraries' pages included; 0 where the system has no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except FileNotFoundError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _set_malloc(option: int, value: int) -> None:
