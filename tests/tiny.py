@@ -7,7 +7,10 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+
+from tests.once import TURNS
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (
@@ -165,7 +168,10 @@ def run_script(
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user would: by plain python, or by torchrun for several ranks."""
+    """Run a script as a user would: by plain python, or by torchrun for several ranks.
+
+    Workers of a test run take turns with several ranks; ``timeout`` counts from the turn on.
+    """
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]
@@ -177,14 +183,15 @@ def run_script(
         "CUDA_VISIBLE_DEVICES": "",
         **(env or {}),
     }
-    done = subprocess.run(
-        [*command, str(ROOT / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        cwd=ROOT,
-    )
+    with TURNS.one() if processes > 1 else nullcontext():
+        done = subprocess.run(
+            [*command, str(ROOT / script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment,
+            cwd=ROOT,
+        )
     if check and done.returncode != 0:
         raise AssertionError(
             f"{script} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"

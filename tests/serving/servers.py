@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.once import TURNS
 from tests.tiny import ROOT
 
 START_SECS = 120
@@ -86,6 +87,13 @@ class Server:
 @contextlib.contextmanager
 def running(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Iterator[Server]:
     """Start ``script`` with a ready file, and make sure that it is gone afterwards."""
+    turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
+    with turn, _running(folder, script, *arguments, ranks=ranks) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(folder: Path, script: str, *arguments: str, ranks: int) -> Iterator[Server]:
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
     environment = {
