@@ -14,6 +14,7 @@ from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
 from tests.contracts import Contracts
 from tests.environments import make_environment
+from tests.launching import PREPARED
 from tests.once import TURNS, Once, once_per_run, run_folder
 
 FEWEST_MUTATIONS = 100  # of which some load and some do not
@@ -32,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=mutations,
         default=300,
         help="damaged checkpoints of each kind that are read (default: 300)",
+    )
+    parser.addoption(
+        "--fresh",
+        action="store_true",
+        help="start every script by python or torchrun, none from a prepared process",
     )
 
 
@@ -67,9 +73,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def turns(tmp_path_factory: pytest.TempPathFactory) -> None:
+def launching(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
     """Workers take turns with what starts several busy processes."""
     TURNS.begin(run_folder(tmp_path_factory))
+    if pytestconfig.getoption("fresh"):
+        PREPARED.is_used = False
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.launching import ROOT, free_port, rank_environment
 from tests.once import TURNS
-from tests.tiny import ROOT
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"
@@ -104,7 +102,7 @@ def _running(folder: Path, script: str, *arguments: str, ranks: int) -> Iterator
         "TEST_MARK": mark,
         "PYTRITON_HOME": str(home),
     }
-    port = str(free_port())
+    port = free_port()
     server = Server("", [], log, mark, home)
     command = [
         sys.executable,
@@ -114,7 +112,7 @@ def _running(folder: Path, script: str, *arguments: str, ranks: int) -> Iterator
     ]
     with log.open("wb") as output:
         for rank in range(ranks):
-            place = {} if ranks == 1 else launcher_environment(rank, ranks, port)
+            place = {} if ranks == 1 else rank_environment(rank, ranks, port)
             server.ranks.append(
                 subprocess.Popen(
                     command, stdout=output, stderr=output, env={**environment, **place}, cwd=ROOT
@@ -136,16 +134,6 @@ def prefix(script: str) -> str:
     return "" if script.endswith("fake_server.py") else "server."
 
 
-def launcher_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-
-
 def wait_for(ready: Path, server: Server) -> str:
     end = time.monotonic() + START_SECS
     while time.monotonic() < end and all(rank.poll() is None for rank in server.ranks):
@@ -153,15 +141,6 @@ def wait_for(ready: Path, server: Server) -> str:
             return ready.read_text().strip()
         time.sleep(0.1)
     raise AssertionError(f"the server did not start:\n{server.output()[-6000:]}")
-
-
-def free_port() -> int:
-    """A free port that the kernel hands out to nobody meanwhile."""
-    while True:
-        port = random.SystemRandom().randint(10_000, 20_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def json_request(name: str, datatype: str, rows: list[list[Any]]) -> dict[str, Any]:
