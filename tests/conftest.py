@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.environments import make_environment
 from tests.launching import PREPARED
 from tests.once import TURNS, Once, once_per_run, run_folder
 
+MOST_THREADS = 150  # a layout has 60
 FEWEST_MUTATIONS = 100  # of which some load and some do not
 
 
@@ -78,6 +80,19 @@ def launching(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Con
     TURNS.begin(run_folder(tmp_path_factory))
     if pytestconfig.getoption("fresh"):
         PREPARED.is_used = False
+
+
+def threads() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """Process groups have threads that wake often, and live on in the cycles of a model."""
+    yield
+    if threads() > MOST_THREADS:
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
