@@ -24,7 +24,8 @@ class Prepared:
     """A process that has imported the libraries and forks into scripts, made when first needed.
 
     A script begins two seconds of CPU time sooner on each rank, and torchrun's own process is
-    spared. It is a fork of one thread that has imported others' packages and none of ours.
+    spared. It is a fork of one thread that has imported others' packages and none of ours. All
+    ranks hash strings alike, which ranks of torchrun do not: what is to see that starts fresh.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,10 @@ class Prepared:
             }
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
-            answer = json.loads(self._process.stdout.readline())
+            line = self._process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the prepared process is gone: {self._process.wait()}")
+            answer = json.loads(line)
             said = [Path(file).read_text() for file in files.values()]
         if answer["is_late"]:
             raise subprocess.TimeoutExpired(command, timeout, *said)

@@ -54,6 +54,7 @@ def train(folder: Path, base: Path, pairs: Path, processes: int, overrides: list
         f"trainer.rm.val_check_interval={STEPS}",
         *overrides,
         processes=processes,
+        fresh=processes > 2,
     )
     return folder
 
