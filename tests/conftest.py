@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +26,7 @@ FEWEST_MUTATIONS = 100  # of which some load and some do not
 def mutations(text: str) -> int:
     count = int(text)
     if count < FEWEST_MUTATIONS:
-        raise ValueError(f"got {count}, wanted at least {FEWEST_MUTATIONS}")
+        raise argparse.ArgumentTypeError(f"got {count}, wanted at least {FEWEST_MUTATIONS}")
     return count
 
 
