@@ -1,8 +1,11 @@
-"""What tests of several folders share."""
+"""What tests of several folders have in common, and how a run of them is shared out."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,84 @@ from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
 from tests.contracts import Contracts
 from tests.environments import make_environment
+from tests.launching import PREPARED
+from tests.once import TURNS, Once, once_per_run, run_folder
+
+MOST_THREADS = 150  # a layout has 60
+FEWEST_MUTATIONS = 100  # of which some load and some do not
+
+
+def mutations(text: str) -> int:
+    count = int(text)
+    if count < FEWEST_MUTATIONS:
+        raise argparse.ArgumentTypeError(f"got {count}, wanted at least {FEWEST_MUTATIONS}")
+    return count
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--mutations",
+        type=mutations,
+        default=300,
+        help="damaged checkpoints of each kind that are read (default: 300)",
+    )
+    parser.addoption(
+        "--fresh",
+        action="store_true",
+        help="start every script by python or torchrun, none from a prepared process",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that the workers of a run, who share out what is left, end together."""
+
+    def seconds(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("slow")
+        return 0.0 if marker is None else marker.kwargs.get("seconds", 10.0)
+
+    items.sort(key=seconds, reverse=True)
+
+
+def minutes(seconds: float) -> str:
+    whole, rest = divmod(round(seconds), 60)
+    return f"{whole} min {rest} s"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the slow tests and the others took, set-up and all, summed over the workers."""
+    spent = {True: 0.0, False: 0.0}
+    tests: dict[bool, set[str]] = {True: set(), False: set()}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                is_slow = "slow" in report.keywords
+                spent[is_slow] += report.duration
+                tests[is_slow].add(report.nodeid)
+    for is_slow, name in ((False, "not slow"), (True, "slow")):
+        if tests[is_slow]:
+            count = f"{len(tests[is_slow])} tests that are {name}"
+            terminalreporter.write_line(f"{count}: {minutes(spent[is_slow])} of work")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launching(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
+    """Workers take turns with what starts several busy processes."""
+    TURNS.begin(run_folder(tmp_path_factory))
+    if pytestconfig.getoption("fresh"):
+        PREPARED.is_used = False
+
+
+def threads() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """Process groups have threads that wake often, and live on in the cycles of a model."""
+    yield
+    if threads() > MOST_THREADS:
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +117,24 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trl_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A python with TRL and the module of rewardbench's pipeline."""
-    folder = tmp_path_factory.mktemp("trl") / "environment"
-    return make_environment(folder, "trl==1.16.0", alone=("rewardbench==0.1.4",))
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """``once(name, build)``: the folder that ``build`` fills, by one worker for all of a run."""
+    return partial(once_per_run, run_folder(tmp_path_factory))
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tiny.write_tokenizer(folder)
-    return folder
+def trl_python(once: Once) -> Path:
+    """A python with TRL and the module of rewardbench's pipeline."""
+
+    def make(folder: Path) -> None:
+        make_environment(folder, "trl==1.16.0", alone=("rewardbench==0.1.4",))
+
+    return once("trl", make) / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(once: Once) -> Path:
+    return once("tokenizer", tiny.write_tokenizer)
 
 
 @pytest.fixture(scope="session")

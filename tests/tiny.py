@@ -6,10 +6,10 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.launching import ROOT, launch_script
+
 TEXT = (
     "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps "
     "sings eats what is where who why how good bad yes no please thank you sorry one two "
@@ -164,12 +164,12 @@ def run_script(
     timeout: float = 300.0,
     check: bool = True,
     env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user would: by plain python, or by torchrun for several ranks."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={processes}"]
+    """Run a script on so many ranks, its output returned; ``check``: it has to succeed.
+
+    ``fresh``: by plain python, or by torchrun for several ranks, as a user would (see launching).
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -177,14 +177,7 @@ def run_script(
         "CUDA_VISIBLE_DEVICES": "",
         **(env or {}),
     }
-    done = subprocess.run(
-        [*command, str(ROOT / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        cwd=ROOT,
-    )
+    done = launch_script([str(ROOT / script), *arguments], environment, processes, timeout, fresh)
     if check and done.returncode != 0:
         raise AssertionError(
             f"{script} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"

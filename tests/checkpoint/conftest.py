@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,22 @@ import pytest
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.fuzzing import Door, Files, Mutation, check_all
+
+QUICK, AT_A_TIME = 100, 1000
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Mutations' ``seeds``: as many as --mutations says, all but the first ones in slow tests."""
+    if "seeds" in metafunc.fixturenames:
+        count = metafunc.config.getoption("mutations")
+        # No share is so small that all of it may load, or none.
+        bounds = [*range(QUICK, count - QUICK, AT_A_TIME), count]
+        slow = [
+            pytest.param(range(*pair), marks=pytest.mark.slow(seconds=0.05 * (pair[1] - pair[0])))
+            for pair in pairwise(bounds)
+        ]
+        shares = [pytest.param(range(bounds[0])), *slow]
+        metafunc.parametrize("seeds", shares, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import AlignerError
 from tests import tiny
@@ -226,12 +224,6 @@ class Door:
         assert sorted(output.parent.iterdir()) == [output]
         self._check_scratch()
         return load(output, self._layout)
-
-
-def few_and_many(few: int, many: int) -> pytest.MarkDecorator:
-    """The first ``few`` seeds in every run, and those up to ``many`` where slow tests run."""
-    rest = pytest.param(range(few, many), marks=pytest.mark.slow)
-    return pytest.mark.parametrize("seeds", [range(few), rest], ids=["few", "many"])
 
 
 def check_all(door: Door, mutations: Sequence[Mutation], seeds: range) -> None:

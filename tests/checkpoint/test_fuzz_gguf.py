@@ -17,7 +17,6 @@ from tests.checkpoint.fuzzing import (
     Mutation,
     convert_hf,
     edited,
-    few_and_many,
     files_of,
     some_bytes,
 )
@@ -185,7 +184,6 @@ def scaled(folder: Path) -> tuple[Files, list[Mutation], str]:
 
 
 @pytest.mark.parametrize("kind", [byte_level, quantised, scaled])
-@few_and_many(120, 300)
 def test_a_gguf_is_converted_or_refused(
     kind: Callable[[Path], tuple[Files, list[Mutation], str]],
     seeds: range,

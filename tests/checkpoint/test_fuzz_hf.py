@@ -22,7 +22,6 @@ from tests.checkpoint.fuzzing import (
     Mutation,
     convert_hf,
     edited,
-    few_and_many,
     files_of,
     some_bytes,
     with_nasty_value,
@@ -264,7 +263,6 @@ def ours(folder: Path) -> tuple[Files, list[Mutation]]:
 
 
 @pytest.mark.parametrize("kind", [base, reward, ours])
-@few_and_many(120, 300)
 def test_a_folder_is_converted_or_refused(
     kind: Callable[[Path], tuple[Files, list[Mutation]]],
     seeds: range,

@@ -25,7 +25,6 @@ from tests.checkpoint.fuzzing import (
     Files,
     Mutation,
     edited,
-    few_and_many,
     files_of,
     some_bytes,
     with_nasty_value,
@@ -272,7 +271,6 @@ def aligner(folder: Path, tensors: Any, tokenizer: Path) -> list[Mutation]:
 
 
 @pytest.mark.parametrize("kind", [nemo2, bridge, megatron_lm, zarr, aligner])
-@few_and_many(80, 300)
 def test_a_folder_is_imported_or_refused(
     kind: Callable[..., list[Mutation]],
     seeds: range,

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.once import Once
 
 SCRIPT = "scripts/check_invariance.py"
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(once: Once) -> Path:
     """With ``rm.nemo`` and ``pairs.jsonl``."""
-    folder = tmp_path_factory.mktemp("model")
+    return once("invariance", train)
+
+
+def train(folder: Path) -> None:
     base = tiny.write_base_nemo(folder / "base.nemo")
     pairs = tiny.write_pairs(folder / "pairs.jsonl", 24)
     tiny.run_script(
@@ -32,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.rm.max_steps=3",
     )
     (folder / "run/checkpoints/megatron_gpt.nemo").rename(folder / "rm.nemo")
-    return folder
 
 
 def check(folder: Path, *arguments: str) -> tuple[str, list[dict]]:
@@ -86,7 +89,9 @@ def test_bf16_keeps_the_verdicts_beyond_its_tolerance(folder: Path) -> None:
 
 
 def test_a_world_that_torchrun_started_takes_its_layouts(folder: Path) -> None:
-    done = tiny.run_script(SCRIPT, f"--checkpoint={folder / 'rm.nemo'}", "--pairs=3", processes=2)
+    done = tiny.run_script(
+        SCRIPT, f"--checkpoint={folder / 'rm.nemo'}", "--pairs=3", processes=2, fresh=True
+    )
     layouts = ("TP=1 PP=1 DP=2", "TP=2 PP=1 DP=1", "TP=2+SP PP=1 DP=1", "TP=1 PP=2 DP=1")
     assert all(layout in done.stdout for layout in layouts)
     assert done.stdout.count("the same everywhere") == 1

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_aligner.parallel.layout import ParallelLayout
 from tests import tiny
+from tests.once import Once
 
 STEPS = 5
 LAYOUTS = {
@@ -52,6 +54,7 @@ def train(folder: Path, base: Path, pairs: Path, processes: int, overrides: list
         f"trainer.rm.val_check_interval={STEPS}",
         *overrides,
         processes=processes,
+        fresh=processes > 2,
     )
     return folder
 
@@ -76,9 +79,19 @@ def validated(folder: Path) -> dict[str, float]:
     }
 
 
-def score(archive: Path, texts: Path) -> np.ndarray:
-    done = tiny.run_script("tests/distributed/score_archive.py", str(archive), str(texts))
-    return np.array(json.loads(done.stdout.strip().splitlines()[-1]))
+def score(archive: Path, texts: Path, layout: ParallelLayout) -> np.ndarray:
+    """The rewards of the chosen replies, in one process."""
+    from nemo_aligner.scoring.scorer import load_scorer
+
+    rows = [json.loads(line) for line in texts.read_text().splitlines()]
+    conversations = [
+        [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["chosen"]},
+        ]
+        for row in rows
+    ]
+    return load_scorer(archive, layout).score(conversations)[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +105,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, base: Path, pairs: Path) -> Path:
-    return train(tmp_path_factory.mktemp("one"), base, pairs, 1, [])
+def reference(once: Once, base: Path, pairs: Path) -> Path:
+    return once("one_process", lambda folder: train(folder, base, pairs, 1, []))
 
 
-def check_same(folder: Path, reference: Path, texts: Path) -> None:
+def check_same(folder: Path, reference: Path, texts: Path, layout: ParallelLayout) -> None:
     """Two runs had the same losses and gradient norms, and made the same reward model."""
     got, wanted = curves(folder), curves(reference)
     assert len(wanted["loss"]) == STEPS
@@ -106,23 +119,25 @@ def check_same(folder: Path, reference: Path, texts: Path) -> None:
     assert {"validation-pairs/ece", "validation-pairs/reward_margin_p95"} <= set(expected)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)
     archives = [next(path.rglob("megatron_gpt.nemo")) for path in (folder, reference)]
-    rewards = [score(archive, texts) for archive in archives]
+    rewards = [score(archive, texts, layout) for archive in archives]
     assert np.ptp(rewards[1]) > 0.01
     np.testing.assert_allclose(rewards[0], rewards[1], atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains_like_one_process(
-    layout: str, base: Path, pairs: Path, reference: Path, tmp_path: Path
+    name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    processes, overrides = LAYOUTS[layout]
+    processes, overrides = LAYOUTS[name]
     folder = train(tmp_path, base, pairs, processes, overrides)
-    check_same(folder, reference, pairs)
+    check_same(folder, reference, pairs, layout)
 
 
 @pytest.mark.slow
-def test_query_groups_of_zeros_do_not_train(pairs: Path, tmp_path: Path) -> None:
+def test_query_groups_of_zeros_do_not_train(
+    pairs: Path, tmp_path: Path, layout: ParallelLayout
+) -> None:
     """Three query groups and one of zeros at TP=2, against the three at one process."""
     heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     plain = tiny.write_base_nemo(tmp_path / "plain.nemo", **heads)
@@ -134,4 +149,4 @@ def test_query_groups_of_zeros_do_not_train(pairs: Path, tmp_path: Path) -> None
         "--tensor-parallel=2",
     )
     folder = train(tmp_path / "tp2", padded, pairs, *LAYOUTS["tp2"])
-    check_same(folder, train(tmp_path / "one", plain, pairs, 1, []), pairs)
+    check_same(folder, train(tmp_path / "one", plain, pairs, 1, []), pairs, layout)

@@ -60,6 +60,7 @@ def trained(
         "model.optim.lr=1e-3",
         *kind,
         processes=2,
+        fresh=True,
     )
     return folder / "run/checkpoints/megatron_gpt.nemo", heldout
 
@@ -111,6 +112,7 @@ def evaluated(archive: Path, heldout: Path, folder: Path) -> tuple[dict, np.ndar
         f"data.path={heldout}",
         f"output={report}",
         f"output_rewards={rewards}",
+        fresh=True,
     )
     rows = [json.loads(line)["rewards"] for line in rewards.read_text().splitlines()]
     values = [

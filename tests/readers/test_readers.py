@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.once import Once
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +26,12 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the export ``export/``, its rewards in ``rewards.json``, and a policy in ``policy/``."""
-    folder = tmp_path_factory.mktemp("readers")
+def folder(once: Once) -> Path:
+    """With ``rm.nemo``, its export ``export/``, a policy in ``policy/``, and CHATS."""
+    return once("readers", write_models)
+
+
+def write_models(folder: Path) -> None:
     tiny.write_hf_reward_model(folder / "trained")
     tiny.write_hf_checkpoint(folder / "policy")
     for script, source, target in (
@@ -37,7 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         paths = f"--input={folder / source}", f"--output={folder / target}"
         tiny.run_script(f"scripts/{script}.py", *paths)
     (folder / "chats.json").write_text(json.dumps(CHATS))
-    return folder
 
 
 @pytest.fixture(scope="module")

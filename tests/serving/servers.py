@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import ROOT
+from tests.launching import ROOT, free_port, rank_environment
+from tests.once import TURNS
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"
@@ -86,6 +85,13 @@ class Server:
 @contextlib.contextmanager
 def running(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Iterator[Server]:
     """Start ``script`` with a ready file, and make sure that it is gone afterwards."""
+    turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
+    with turn, _running(folder, script, *arguments, ranks=ranks) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(folder: Path, script: str, *arguments: str, ranks: int) -> Iterator[Server]:
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
     environment = {
@@ -96,7 +102,7 @@ def running(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Itera
         "TEST_MARK": mark,
         "PYTRITON_HOME": str(home),
     }
-    port = str(free_port())
+    port = free_port()
     server = Server("", [], log, mark, home)
     command = [
         sys.executable,
@@ -106,7 +112,7 @@ def running(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Itera
     ]
     with log.open("wb") as output:
         for rank in range(ranks):
-            place = {} if ranks == 1 else launcher_environment(rank, ranks, port)
+            place = {} if ranks == 1 else rank_environment(rank, ranks, port)
             server.ranks.append(
                 subprocess.Popen(
                     command, stdout=output, stderr=output, env={**environment, **place}, cwd=ROOT
@@ -128,16 +134,6 @@ def prefix(script: str) -> str:
     return "" if script.endswith("fake_server.py") else "server."
 
 
-def launcher_environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-
-
 def wait_for(ready: Path, server: Server) -> str:
     end = time.monotonic() + START_SECS
     while time.monotonic() < end and all(rank.poll() is None for rank in server.ranks):
@@ -145,15 +141,6 @@ def wait_for(ready: Path, server: Server) -> str:
             return ready.read_text().strip()
         time.sleep(0.1)
     raise AssertionError(f"the server did not start:\n{server.output()[-6000:]}")
-
-
-def free_port() -> int:
-    """A free port that the kernel hands out to nobody meanwhile."""
-    while True:
-        port = random.SystemRandom().randint(10_000, 20_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def json_request(name: str, datatype: str, rows: list[list[Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.once import Once
 
 STEPS = 6
 RUN_STATE = "nemo_aligner.checkpoint.runs"
@@ -136,13 +137,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, data: Path) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train(arguments(base, data, folder))
-    return folder
+def undisturbed(once: Once, base: Path, data: Path) -> Path:
+    return once("undisturbed", lambda folder: train(arguments(base, data, folder)))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=100)
 def test_killed_again_and_again(base: Path, data: Path, undisturbed: Path, tmp_path: Path) -> None:
     settings = arguments(base, data, tmp_path)
     checkpoints = tmp_path / "checkpoints"
@@ -167,7 +166,7 @@ def test_killed_again_and_again(base: Path, data: Path, undisturbed: Path, tmp_p
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=60)
 def test_two_ranks_stopped_killed_and_moved(
     base: Path, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

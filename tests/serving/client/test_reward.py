@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.errors import ServingError
-from tests.serving import servers
+from tests.launching import free_port
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import batches
 from tests.tiny import ROOT
@@ -110,7 +110,7 @@ class TestClient:
         from nemo_aligner.serving.client.reward import RewardClient
 
         with (
-            RewardClient(f"http://127.0.0.1:{servers.free_port()}", init_timeout_s=1) as lonely,
+            RewardClient(f"http://127.0.0.1:{free_port()}", init_timeout_s=1) as lonely,
             pytest.raises(ServingError, match="timed out"),
         ):
             lonely.score(["a"])

@@ -1,0 +1,86 @@
+"""What the workers of one test run do once: build what all of them use, and take turns."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+if TYPE_CHECKING:
+    import pytest
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+_POLL_SECS = 0.2
+
+
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run see, and no other run."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def once_per_run(folder_of_run: Path, name: str, build: Callable[[Path], object]) -> Path:
+    """The folder ``name`` that ``build`` fills: by the worker that asks first, others wait for it.
+
+
+    Where ``build`` fails, the next worker that asks tries again, in an empty folder.
+    """
+    parent = folder_of_run / "once"
+    parent.mkdir(exist_ok=True)
+    built = parent / f"{name}.built"
+    with FileLock(parent / f"{name}.lock"):
+        if built.exists():
+            return Path(built.read_text())
+        attempt = len(list(parent.glob(f"{name}.[0-9]*")))
+        folder = parent / f"{name}.{attempt}"
+        folder.mkdir()
+        build(folder)
+        built.write_text(str(folder))
+        return folder
+
+
+class Turns:
+    """Turns for what starts several busy processes: so many at a time that each has its core."""
+
+    def __init__(self) -> None:
+        self.count = max(1, len(os.sched_getaffinity(0)) // 2)
+        self._folder: Path | None = None
+        self._depth = 0
+
+    def begin(self, folder: Path) -> None:
+        """Take turns with the other workers whose run has this ``folder``."""
+        self._folder = folder / "turns"
+        self._folder.mkdir(exist_ok=True)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A turn, waited for; inside it this worker has further ones at once."""
+        if self._folder is None or self._depth > 0:
+            yield
+            return
+        lock = self._wait()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            lock.release()
+
+    def _wait(self) -> FileLock:
+        locks = [FileLock(f"{self._folder}/{number}.lock") for number in range(self.count)]
+        while True:
+            for lock in locks:
+                try:
+                    lock.acquire(blocking=False)
+                except Timeout:
+                    continue
+                return lock
+            time.sleep(_POLL_SECS)
+
+
+TURNS = Turns()
