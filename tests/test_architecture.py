@@ -15,6 +15,8 @@ from tests.tiny import ROOT
 PACKAGE = ROOT / "nemo_aligner"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MEDIAN_FUNCTION_LINES = 8
+P95_FUNCTION_LINES = 28
 MAX_CLASS_DEPTH = 2
 
 # A part imports parts of lower floors, and itself.
@@ -284,6 +286,17 @@ def test_functions_are_short(path: Path) -> None:
             assert lines < MAX_FUNCTION_LINES, (
                 f"{name_of(path)}:{node.lineno}: {node.name} has {lines} lines"
             )
+
+
+def test_most_functions_are_short() -> None:
+    lengths = sorted(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    assert lengths[len(lengths) // 2] <= MEDIAN_FUNCTION_LINES
+    assert lengths[int(0.95 * len(lengths))] <= P95_FUNCTION_LINES
 
 
 def test_no_class_hierarchy_is_deep() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
-from nemo_aligner.data.loader import validation_batches
+from nemo_aligner.data.loader import TrainLoader, validation_batches
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.step import infer
 from nemo_aligner.parallel.launch import launch
@@ -88,7 +88,7 @@ def test_a_gradient_that_no_record_has_alone(layout: ParallelLayout) -> None:
 @pytest.mark.parametrize(
     ("sizes", "on"),
     [
-        (("1", "1"), ("rank 1", "ranks 0, 1")),
+        (("1", "1"), ("rank 0", "ranks 0, 1")),
         (("2", "1"), ("ranks 0, 1", "ranks 0, 1")),
         (("2", "1", "sp"), ("ranks 0, 1", "ranks 0, 1")),
         (("1", "2"), ("ranks 0, 1", "ranks 0, 1")),
@@ -104,6 +104,22 @@ def test_two_ranks_say_the_same(sizes: tuple[str, ...], on: tuple[str, str]) -> 
     assert f"a reward that is not finite, on {on[1]}, from " in first["reward"]
     named = first["reward"].partition("from ")[2].partition(";")[0]
     assert sorted(named.split(", ")) == sorted(two)
+
+
+def test_the_rank_that_is_named_is_the_one_whose_packs_hold_the_record() -> None:
+    for index in range(poisoned.BATCH):
+        data = poisoned.dataset((index,))
+        plans = [
+            TrainLoader(data, poisoned.BATCH, poisoned.TOKENS_PER_PACK, poisoned.SEED, rank, 2)
+            .plan(0)
+            for rank in range(2)
+        ]  # fmt: skip
+        holds = [
+            any(bool((pack.tokens == poisoned.POISON).any()) for pack in plan.packs)
+            for plan in plans
+        ]
+        assert holds.index(True) == plans[0].owners[index]
+        assert sum(holds) == 1
 
 
 def test_many_records_are_counted(layout: ParallelLayout) -> None:
