@@ -174,3 +174,13 @@ def test_buckets_are_reduced_and_gathered_beside_the_computing(
     assert "already been dispatched" not in done.stderr
     assert found["difference"] == 0
     assert found["resumed_is_same"]
+
+
+def test_a_rank_without_records_to_validate_on_gathers_the_weights_too() -> None:
+    """The others would wait for it in the middle of the model."""
+    done = tiny.run_script("tests/training/validation.py", processes=2, timeout=120)
+    ranks = json.loads(done.stdout.strip().splitlines()[-1])
+    for found in ranks:
+        assert found["buckets"] > 3
+        assert (found["gathered"], found["under_way"]) == (found["buckets"], 0)
+        assert found["metrics"] == [ranks[0]["metrics"][1]] * 2
