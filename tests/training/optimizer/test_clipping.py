@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.training import clipping
+from tests.training.optimizer import clipping
 
 # float32 beside float64, after a few steps of 0.01.
 TOLERANCE = 1e-5
@@ -29,5 +29,5 @@ def test_a_limit_of_zero_clips_nothing(layout: Any) -> None:
 
 
 def test_two_ranks_clip_by_the_norm_of_the_whole_gradient() -> None:
-    done = tiny.run_script("tests/training/clipping.py", processes=2)
+    done = tiny.run_script("tests/training/optimizer/clipping.py", processes=2)
     check(json.loads(done.stdout.strip().splitlines()[-1]))

@@ -15,7 +15,7 @@ from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.training.optimizer import build_optimizer
+from nemo_aligner.training.optimizer.build import build_optimizer
 from tests.training import poisoned
 
 CONFIG = OptimConfig(
