@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from nemo_aligner.errors import CheckpointError, DataError, ServingError
 from nemo_aligner.serving.services.reward import RewardEndpoint
 from nemo_aligner.serving.transports.triton.model import answer_requests
 from nemo_aligner.serving.wire import kserve
@@ -161,3 +164,31 @@ def test_tokens_that_cannot_be_scored_are_named_by_their_row(endpoint, calls):
     (answer,) = answer_requests(endpoint, [kserve.encode_tokens([[1], [2], [3, -1]])])
     assert answer == Failure("row 2: got token id -1, wanted 0 or more", bad_request=True)
     assert calls == []
+
+
+def test_of_two_requests_the_one_that_is_right_is_answered(endpoint, calls):
+    answers = answer_requests(endpoint, [kserve.encode_tokens([[666]]), GOOD])
+    assert calls == [3, 1, 2]
+    assert isinstance(answers[0], Failure)
+    assert rewards(answers[1]) == [195, 99]
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_contract_without_eos_takes_no_flag_for_it(flag):
+    scorer = FakeScorer(0, 1)
+    scorer.contract = replace(CONTRACT, add_eos=False)
+    endpoint = RewardEndpoint(scorer, scorer.score_token_lists)
+    (answer,) = answer_requests(endpoint, [{**GOOD, "add_EOS": np.array([[flag], [flag]])}])
+    assert isinstance(answer, Failure) == flag
+
+
+@pytest.mark.parametrize("kind", [ServingError, CheckpointError, DataError])
+def test_whatever_a_scorer_refuses_a_row_for_names_the_row(kind):
+    class Refusing(FakeScorer):
+        def check_tokens(self, token_ids):
+            raise kind("not these")
+
+    scorer = Refusing(0, 1)
+    endpoint = RewardEndpoint(scorer, scorer.score_token_lists)
+    (answer,) = answer_requests(endpoint, [kserve.encode_tokens([[1]])])
+    assert answer == Failure("row 0: not these", bad_request=True)
