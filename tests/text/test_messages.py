@@ -49,6 +49,8 @@ TOO_LONG = ["x" * 57]
         (USER, "got an object with keys 'role', 'content', wanted a text"),
         ([], "got an empty conversation"),
         ([REPLY, "x"], "message 2: got 'x', wanted exactly 'role' and 'content'"),
+        ([5, REPLY], "message 1: got 5, wanted exactly"),
+        ([["role", "content"], REPLY], "message 1: got ['role', 'content'], wanted exactly"),
         ([LONGEST_SHOWN, REPLY], f"message 1: got {LONGEST_SHOWN}, wanted exactly"),
         ([TOO_LONG, REPLY], f"message 1: got ['{'x' * 55}..., wanted exactly"),
         ([{"role": "user"}, REPLY], "message 1: got an object with keys 'role', wanted exactly"),
