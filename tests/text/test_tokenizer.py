@@ -313,3 +313,13 @@ def test_a_tokenizer_is_saved_into_a_folder_that_is_made(
     tokenizer.save(tmp_path / "new" / "folder")
     tokenizer.save(tmp_path / "new" / "folder")
     assert load_tokenizer(tmp_path / "new" / "folder").fingerprint == tokenizer.fingerprint
+
+
+def test_a_copy_of_a_folder_is_named_as_what_it_is_a_copy_of(tmp_path: Path) -> None:
+    for named, wanted in ((None, str(tmp_path)), ("theirs", "theirs")):
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+        with pytest.raises(DataError, match=rf"^{wanted}: it has no tokenizer.json"):
+            load_tokenizer(tmp_path, named)
+        (tmp_path / "tokenizer.json").write_text("{}")
+        with pytest.raises(DataError, match=rf"^{wanted}/tokenizer.json: not a tokenizer"):
+            load_tokenizer(tmp_path, named)
