@@ -32,3 +32,9 @@ def test_a_report_on_no_comparisons_has_the_same_names_and_no_numbers() -> None:
     nothing = measure_pairs(PairRewards.of(torch.zeros(0, 2)))
     assert list(nothing) == list(measure_pairs(PairRewards.of(torch.zeros(1, 2))))
     assert all(math.isnan(value) for name, value in nothing.items() if name != "ece")
+
+
+def test_a_step_has_the_metrics_that_make_sense_of_one_batch() -> None:
+    sides = [f"reward_{side}_{what}" for side in ("chosen", "rejected") for what in ("mean", "std")]
+    found = measure_pairs(PairRewards.of(torch.tensor([[1.0, 0.0]])), in_step=True)
+    assert list(found) == ["accuracy", "ties", "reward_margin", *sides]
