@@ -107,3 +107,81 @@ def test_a_pack_knows_where_its_rewards_belong() -> None:
     batch = PackedBatch.pack([[1], [2], [3]], records, rows=[5, 6, 0])
     assert batch.rows.tolist() == [5, 6, 0]
     assert batch.to("cpu").records.ids.tolist() == [4, 2]
+
+
+def test_indices_are_of_the_types_that_are_promised() -> None:
+    batch = PackedBatch.pack([[1, 2], [3]], Records.of([4], [2]), groups=[Group(2, 0)])
+    assert batch.cu_seqlens.dtype == torch.int32
+    for tensor in (
+        batch.tokens, batch.position_ids, batch.prefixes, batch.scored_tokens, batch.rows,
+        batch.records.ids, batch.records.bounds, batch.records.sizes, batch.records.rows([0]),
+    ):  # fmt: skip
+        assert tensor.dtype == torch.int64
+
+
+def test_a_filler_is_as_long_as_it_has_to_be_and_counts_its_own_positions() -> None:
+    batch = PackedBatch.pack([[1, 2, 3], [4, 5]])
+    padded = batch.padded_to_multiple(8)
+    assert padded.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+    assert padded.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert padded.cu_seqlens.tolist() == [0, 3, 5, 8]
+    assert (padded.tokens.dtype, padded.cu_seqlens.dtype) == (torch.int64, torch.int32)
+    assert padded.scored_tokens.tolist() == [2, 4]
+    assert batch.padded_to_multiple(1) is batch
+
+
+def test_what_the_model_and_the_loss_compute_with_is_moved() -> None:
+    labels = LabelColumns.of(["a"], torch.ones(1, 1)).centred_on({"a": 2.0})
+    moved = PackedBatch.pack([[1, 2]], Records.of([3], [1], labels)).to("meta")
+    for tensor in (moved.tokens, moved.position_ids, moved.cu_seqlens, moved.scored_tokens):
+        assert tensor.device.type == "meta"
+    assert moved.records.labels.values.device.type == "meta"
+    assert moved.records.labels.means == (2.0,)
+    for tensor in (moved.rows, moved.records.ids, moved.records.bounds, moved.prefixes):
+        assert tensor.device.type == "cpu"
+
+
+def test_a_prefix_of_eight_tokens_is_worth_it() -> None:
+    eight = list(range(8))
+    assert common_prefix([*eight, 1], [*eight, 2]) == 8
+    assert common_prefix([*eight, 1], [*eight, 1]) == 8
+    assert common_prefix(eight, [*eight, 1]) == 0
+    assert common_prefix([*eight, 5, 1], [*eight, 6, 1, 1]) == 8
+
+
+def test_one_sequence_cannot_be_a_prefix_of_itself() -> None:
+    with pytest.raises(ValueError, match="a prefix of 2 tokens leaves no last token to a sequence"):
+        PackedBatch.pack([[1, 2]], groups=[Group(1, 2)])
+    batch = PackedBatch.pack([[1, 2]], groups=[Group(1, 1)])
+    assert (batch.cu_seqlens.tolist(), batch.prefixes.tolist()) == ([0, 1, 2], [-1, 0])
+
+
+def test_targets_are_centred_before_they_are_rounded() -> None:
+    values = torch.tensor([[0.1, 0.1]])
+    labels = LabelColumns.of(["a", "b"], values).centred_on({"a": 0.1})
+    exact = values.double()[0, 0].item() - 0.1
+    assert exact != 0
+    assert labels.targets(["a"]).item() == pytest.approx(exact, rel=1e-6, abs=0)
+    assert labels.targets(["a", "b"]).dtype == torch.float32
+    assert labels.targets(["b"]).item() == values[0, 1].item()
+    assert labels.select(torch.tensor([0])).means == (0.1, None)
+    # Means of a column are taken in float64, and there is none of no label.
+    column = torch.tensor([[1.0, float("nan")], [1.0, float("nan")], [2.0, float("nan")]])
+    mean, none = LabelColumns.of(["a", "b"], column).measured_means()
+    assert mean == 4 / 3
+    assert none != none
+
+
+def test_a_missing_column_is_named_with_those_that_are_there() -> None:
+    with pytest.raises(KeyError, match=r"got the label columns \('a',\), wanted 'c'"):
+        LabelColumns.of(["a"], torch.zeros(1, 1)).targets(["a", "c", "d"])
+
+
+def test_rewards_are_seen_in_rows_of_their_records() -> None:
+    rewards = torch.arange(8.0).reshape(4, 2)
+    pairs, single = Records.of([0, 1], [2, 2]), Records.of(range(4), [1] * 4)
+    assert pairs.as_pairs(rewards).tolist() == rewards.reshape(2, 2, 2).tolist()
+    assert single.as_single(rewards).tolist() == rewards.tolist()
+    assert single.as_single(rewards[:, 0]).tolist() == [0, 2, 4, 6]
+    with pytest.raises(ValueError, match=r"got records of \[1, 2\] rewards, wanted 2 of each"):
+        Records.of([0, 1, 2], [2, 1, 1]).as_pairs(rewards)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import pytest
 
 from nemo_aligner.data.loader import TrainLoader, validation_batches
+from nemo_aligner.data.packing import pack_records
 from nemo_aligner.errors import ConfigError
 from tests.data.test_packing import dataset, ids_of
 
@@ -123,3 +125,62 @@ def test_validation_sees_every_record_once() -> None:
         ]
         assert sorted(seen) == list(range(10))
     assert validation_batches(DATA, 30, 11, 12) == []
+
+
+def test_the_order_of_later_epochs_and_larger_seeds_never_changes() -> None:
+    assert loader().global_batch(3) == [8, 1, 6, 2]
+    assert loader(seed=2**32 + 5).global_batch(0) == [8, 5, 2, 1]
+    assert loader(seed=2**40).global_batch(5) == [0, 6, 9, 2]
+    assert loader(seed=2**31 + 5).global_batch(0) == [8, 3, 2, 9]
+
+
+def test_the_imbalance_is_that_of_the_largest_part_to_the_mean_one() -> None:
+    # Records of 10, 6, 4 and 4 tokens: 10 + 4 for one rank, 6 + 4 for the other.
+    data = dataset([6, 4, 3, 3, 2, 2, 2, 2])
+    found = TrainLoader(data, 4, 10, 5, 0, 2).imbalance(range(2))
+    assert found.ranks == pytest.approx(14 / 12)
+    # The first rank has packs of 10 and of 4, the second one of 10.
+    assert found.micro_batches == pytest.approx((10 / 7 + 1) / 2)
+    assert str(found) == (
+        "the largest share of a step is 1.17 of the mean over ranks, 1.21 over micro-batches"
+    )
+    # With attention's part, the same from either rank.
+    looks = TrainLoader(data, 4, 24, 5, 1, 2, query_key_cost=0.5).imbalance(range(1))
+    costs = [n + 0.5 * looked for n, looked in ((10, 31), (6, 12), (4, 6), (4, 6))]
+    assert looks.ranks == pytest.approx(max(costs[0], sum(costs[1:])) / (sum(costs) / 2))
+    assert looks.micro_batches == 1
+
+
+def test_the_step_to_come_is_packed_once_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+
+    def counting(dataset: Any, record_ids: Any, *rest: Any) -> Any:
+        packed.append(tuple(record_ids))
+        return pack_records(dataset, record_ids, *rest)
+
+    monkeypatch.setattr("nemo_aligner.data.loader.pack_records", counting)
+    ahead = loader()
+    for step in range(4):
+        ahead.plan(step)
+    ahead._packer.shutdown()
+    assert packed == [tuple(loader().global_batch(step)) for step in range(5)]
+
+
+def test_validation_is_packed_by_the_cost_of_its_records() -> None:
+    # By tokens a long record is worth two of half its size, by its looks at keys more than that.
+    data = dataset([30, 30, 15, 15, 15, 15, 1, 1])
+    by_tokens = [validation_batches(data, 100, rank, 2) for rank in (0, 1)]
+    by_looks = [validation_batches(data, 100, rank, 2, query_key_cost=1.0) for rank in (0, 1)]
+    assert [sorted(chain(*ids_of(packs))) for packs in by_tokens] == [[0, 3], [1, 2]]
+    assert [sorted(chain(*ids_of(packs))) for packs in by_looks] == [[0], [1, 2, 3]]
+    for packs in (*by_tokens, *by_looks):
+        for pack in packs:
+            ids = pack.records.ids.tolist()
+            assert pack.rows.tolist() == [2 * record + side for record in ids for side in (0, 1)]
+
+
+def test_as_many_records_as_ranks_are_one_for_each() -> None:
+    plans = [loader(rank, 4).plan(0) for rank in range(4)]
+    assert sorted(plans[0].owners) == [0, 1, 2, 3]
+    assert all(len(plan.packs) == 1 for plan in plans)
+    assert loader(gbs=10).total_steps(1) == 1

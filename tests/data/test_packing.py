@@ -199,3 +199,49 @@ def test_a_record_may_have_more_than_two_sequences() -> None:
     assert laid_out(pack) == [sequences[3], *sequences[:3]]
     assert pack.records.bounds.tolist() == [0, 1, 4]
     assert pack.rows.tolist() == [0, 1, 2, 3]
+
+
+def test_where_even_packs_do_not_fit_there_are_no_more_than_best_fit_makes() -> None:
+    # Two fives and 4 + 3 + 3; by turns to whichever pack has less, the last 3 fits nowhere.
+    packs = pack_sequences([[size, *range(size - 1)] for size in (5, 4, 3, 5, 3)], 10)
+    assert [pack.num_tokens for pack in packs] == [10, 10]
+    assert [sorted(pack.rows.tolist()) for pack in packs] == [[0, 3], [1, 2, 4]]
+
+
+def test_equal_costs_are_dealt_out_in_turn() -> None:
+    assert share_out([1.0] * 5, 2) == [[0, 2, 4], [1, 3]]
+    assert share_out([1.0, 5.0, 3.0], 5) == [[1], [2], [0], [], []]
+    assert share_out([2.0, 5.0, 3.0, 1.0], 2) == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"), [(27, [26]), (26, [26]), (25, [22, 24]), (22, [22] * 3)]
+)
+def test_replies_to_one_prompt_are_packed_with_it_while_they_fit(
+    budget: int, sizes: list[int]
+) -> None:
+    prompt = list(range(100, 120))
+    packs = pack_sequences([[*prompt, reply, reply] for reply in range(3)], budget)
+    assert sorted(pack.num_tokens for pack in packs) == sizes
+
+
+def test_a_reply_joins_the_prompt_only_where_that_saves_tokens() -> None:
+    long, short = list(range(100, 130)), list(range(100, 108))
+    # The third has 8 tokens in common with the two others, which have 30: apart they are less.
+    sequences = [[*long, 1], [*long, 2], [*short, 200, 200]]
+    (pack,) = pack_sequences(sequences, 100)
+    assert pack.num_tokens == 30 + 1 + 1 + 10
+    # Of three replies to one prompt each saves it, also with one that is shorter than the others.
+    (pack,) = pack_sequences([[*long, 1], [*long, 2], [*long, 3, 3], [*long[:29], 4]], 100)
+    assert pack.num_tokens == 29 + 2 + 2 + 3 + 1
+    # A prefix of 8 tokens is worth a segment, one of 7 is not.
+    (pack,) = pack_sequences([[*short, 1], [*short, 2]], 100)
+    assert pack.num_tokens == 8 + 1 + 1
+    (pack,) = pack_sequences([[*short[:7], 1], [*short[:7], 2]], 100)
+    assert pack.num_tokens == 8 + 8
+
+
+def test_a_budget_is_used_to_the_last_token() -> None:
+    assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 10)] == [10, 10]
+    assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 20)] == [20]
+    assert [pack.num_tokens for pack in pack_sequences([[1] * 10], 10)] == [10]

@@ -98,3 +98,15 @@ def test_regression_learns_from_centred_labels() -> None:
     records = Records.of([0, 1], [1, 1], labels)
     total, count = MaskedMse(("a",)).loss(torch.tensor([[-1.0], [2.0]]), records)
     assert (float(total), int(count)) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("labels", "loss"),
+    [([[math.nan], [math.nan]], 0.0), ([[3.0], [math.nan]], 4.0), ([[3.0], [4.0]], 4.0)],
+)
+def test_the_loss_is_a_mean_over_the_labels_that_are_there(
+    labels: list[list[float]], loss: float
+) -> None:
+    records = rated(torch.tensor(labels))
+    rewards = torch.tensor([[1.0], [2.0]])
+    assert mean_loss(MaskedMse(records.labels.names), rewards, records) == loss

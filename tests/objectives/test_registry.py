@@ -13,7 +13,13 @@ from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.data import RegressionConfig
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.objectives import build_objective, default_objective, objective_settings
+from nemo_aligner.objectives import (
+    build_objective,
+    default_name,
+    default_objective,
+    objective_name,
+    objective_settings,
+)
 from nemo_aligner.objectives.base import PairObjective
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.masked_mse import MaskedMse
@@ -75,3 +81,67 @@ def test_an_objective_of_ones_own_is_named_by_its_module() -> None:
 def test_what_cannot_be_learned_by_is_refused(config: ModelConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_objective(config, ["reward"])
+
+
+@dataclass(frozen=True)
+class Picky(Hinge):
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.alpha > 1:
+            raise ValueError(f"got alpha {self.alpha}, wanted at most 1")
+
+
+class PlainHinge:
+    """All members of an objective, and yet not one: its settings are not known."""
+
+    record_kind, main_metric, columns = RecordKind.comparison, "accuracy", ()
+    loss = step_metrics = report = None
+
+
+@dataclass(frozen=True)
+class Half:
+    record_kind = RecordKind.comparison
+    main_metric = "accuracy"
+
+    def loss(self) -> None: ...
+
+
+def test_a_value_that_an_objective_refuses_is_an_error_of_its_settings() -> None:
+    name = f"{__name__}:Picky"
+    kept = ModelConfig(objective=name, objective_kwargs={"alpha": 0.5, "margin": 2.0})
+    assert objective_settings(build_objective(kept, ["reward"])) == {"margin": 2.0, "alpha": 0.5}
+    refused = ModelConfig(objective=name, objective_kwargs={"alpha": 2.0})
+    message = rf"^model.objective_kwargs: {name}: got alpha 2.0, wanted at most 1"
+    with pytest.raises(ConfigError, match=message):
+        build_objective(refused, ["reward"])
+    of_another_type = ModelConfig(objective=name, objective_kwargs={"alpha": "much"})
+    with pytest.raises(ConfigError, match=rf"^model.objective_kwargs: {name}: "):
+        build_objective(of_another_type, ["reward"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("PlainHinge", r"wanted a dataclass like nemo_aligner\.objectives\.base\.Objective$"),
+        ("Half", r"Objective; it lacks columns, step_metrics, report$"),
+    ],
+)
+def test_what_is_no_objective_is_told_what_it_lacks(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_objective(ModelConfig(objective=f"{__name__}:{name}"), ["reward"])
+
+
+def test_a_key_that_is_near_no_setting_is_answered_with_all_of_them() -> None:
+    for key in ("attributes", "zzz"):
+        config = ModelConfig(objective=f"{__name__}:Picky", objective_kwargs={key: 1})
+        message = rf"unknown key {key}; {__name__}:Picky has \['margin', 'alpha'\]"
+        with pytest.raises(ConfigError, match=message):
+            build_objective(config, ["reward"])
+
+
+def test_what_a_kind_of_records_is_measured_by() -> None:
+    assert default_objective(RecordKind.comparison, ["reward"]) == BradleyTerry()
+    assert objective_name(ModelConfig(objective="bradley_terry")) == "bradley_terry"
+    assert objective_name(regression()) == default_name("regression") == "masked_mse"
+    assert default_name("binary_ranking") == objective_name(ModelConfig()) == "bradley_terry"

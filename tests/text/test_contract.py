@@ -271,3 +271,125 @@ def test_training_on_keeps_the_label_means(contracts: Contracts, tokenizer: Toke
     assert contract.label_means == (1.5, 2.5)
     renamed = continue_contract(contracts(["help", "width"]), start, allow_change=True)
     assert renamed.label_means == (0.0, 0.0)
+
+
+def test_whole_numbers_and_fractions_are_the_same_rule() -> None:
+    changes: dict[str, Any] = {"attribute_weights": (1, 2), "label_means": (0, 3)}
+    whole = dataclasses.replace(FIXED, **changes)
+    same = {name: tuple(map(float, value)) for name, value in changes.items()}
+    assert whole.hash == dataclasses.replace(FIXED, **same).hash
+    assert [type(value) for value in (*whole.attribute_weights, *whole.label_means)] == [float] * 4
+    assert FIXED.with_label_means([1, 2]).label_means == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("change", ["attributes", "attribute_weights", "label_means"])
+def test_attributes_weights_and_means_are_of_one_number_and_at_least_one(change: str) -> None:
+    one_more = {change: (*getattr(FIXED, change), "more" if change == "attributes" else 1.0)}
+    with pytest.raises(DataError, match="wanted the same number, at least 1"):
+        dataclasses.replace(FIXED, **one_more)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="got 0 attributes, 0 weights and 0 label means"):
+        dataclasses.replace(FIXED, attributes=(), attribute_weights=(), label_means=())
+
+
+def test_a_contract_as_a_dict_is_plain_json_and_cannot_be_changed_in_place() -> None:
+    content = FIXED.to_dict()
+    assert json.loads(json.dumps(content)) == content
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FIXED.seq_length = 2  # type: ignore[misc]
+
+
+def test_a_missing_field_is_named_beside_an_unknown_one() -> None:
+    content = {**FIXED.to_dict(), "surprise": 1}
+    del content["dtype"]
+    with pytest.raises(CheckpointError, match="unknown or missing fields: dtype, surprise"):
+        ScoringContract.from_dict(content)
+    with pytest.raises(CheckpointError, match="got version None, wanted 1"):
+        ScoringContract.from_dict({})
+
+
+def test_statistics_are_kept_and_change_no_score() -> None:
+    measured = FIXED.with_statistics([0.5, 1.0], [1.0, 2.0], "heldout.jsonl")
+    assert (measured.reward_mean, measured.reward_std) == ((0.5, 1.0), (1.0, 2.0))
+    assert measured.measured_on == "heldout.jsonl"
+    assert measured.hash == FIXED_HASH
+    assert measured.differences(FIXED) == {}
+
+
+def test_only_a_reply_is_counted(contracts: Contracts, tokenizer: Tokenizer) -> None:
+    contract = contracts(add_bos=True, seq_length=2)
+    counts = contract.count_reply_tokens(tokenizer, [CHAT, "the cat", ""])
+    assert counts == [len(tokenizer.encode(text)) for text in ("the cat sings", "the cat", "")]
+
+
+def test_a_template_that_does_not_end_is_refused_where_it_is_read(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    contract = contracts()
+    contract.check_template_ends(tokenizer)
+    dataclasses.replace(contract, template="").check_template_ends(tokenizer)
+    broken = dataclasses.replace(contract, template="{% for %}")
+    with pytest.raises(DataError, match="the chat template cannot write this conversation"):
+        broken.check_template_ends(tokenizer)
+
+
+@pytest.mark.parametrize("rule", [Overlong.drop, Overlong.truncate_left])
+def test_what_fits_exactly_is_left_alone(rule: Overlong) -> None:
+    contract = dataclasses.replace(FIXED, overlong=rule.value, seq_length=3)
+    assert contract.fit([1, 2, 3]) == EncodedText([1, 2, 3], False)
+    if rule is Overlong.truncate_left:
+        # BOS is 1: it stays, unless there is no room beside it.
+        assert contract.fit([1, 2, 3, 4]) == EncodedText([1, 3, 4], True)
+        assert contract.fit([5, 1, 2, 3, 4]) == EncodedText([2, 3, 4], True)
+        none = dataclasses.replace(contract, bos_id=None)
+        assert none.fit([1, 2, 3, 4]) == EncodedText([2, 3, 4], True)
+        two = dataclasses.replace(contract, seq_length=2)
+        assert two.fit([1, 2, 3, 4]) == EncodedText([1, 4], True)
+
+
+def test_two_bos_inside_a_text_are_its_own(contracts: Contracts, tokenizer: Tokenizer) -> None:
+    bos = tokenizer.bos_id
+    text = "a<|im_start|><|im_start|>"
+    ids = contracts(add_bos=True).encode(tokenizer, text).token_ids
+    assert ids == [bos, *tokenizer.encode("a"), bos, bos]
+    assert contracts().encode(tokenizer, "<|im_start|>").token_ids == [bos]
+
+
+def test_an_end_of_turn_inside_a_message_may_stay(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    inside = [CHAT[0], {"role": "assistant", "content": "a<|im_end|>b"}]
+    assert contracts().encode(tokenizer, inside).token_ids
+    with pytest.raises(DataError, match=r"message 1 ends with '<\|im_end\|>', which the chat"):
+        contracts().encode(tokenizer, [{"role": "user", "content": "a<|im_end|>"}, CHAT[1]])
+
+
+@pytest.mark.parametrize(("add", "token"), [("add_bos", "BOS"), ("add_eos", "EOS")])
+def test_a_token_that_is_not_there_may_be_left_out(
+    add: str, token: str, tokenizer_folder: Path
+) -> None:
+    bare = load_tokenizer(tokenizer_folder)
+    bare.bos_id = bare.eos_id = None
+    for setting in (None, False):
+        assert not getattr(Contracts(bare)(**{add: setting}), add)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"model.data.{add}: got true.*no {token} token"):
+        Contracts(bare)(**{add: True})  # type: ignore[arg-type]
+
+
+def test_a_start_that_is_allowed_to_change_gives_what_fits(contracts: Contracts) -> None:
+    start = dataclasses.replace(contracts(["help"]), attribute_weights=(0.5,), label_means=(2.0,))
+    contract = continue_contract(contracts(["help"], seq_length=77), start, allow_change=True)
+    assert (contract.attribute_weights, contract.label_means) == ((0.5,), (2.0,))
+    assert contract.seq_length == 77
+
+
+def test_short_values_are_shown_whole_and_long_ones_from_where_they_part() -> None:
+    exact = "x" * 38  # with its quotes 40 characters
+    assert describe_differences({"dtype": (exact, "y")}) == f"trainer.precision: '{exact}' -> 'y'"
+    # A field without a setting goes by its own name.
+    one, two = "a" * 60 + "b" * 60, "a" * 60 + "c" * 60
+    assert describe_differences({"bos_id": (one, two)}) == (
+        f"bos_id: ...{'a' * 20}{'b' * 20}... -> ...{'a' * 20}{'c' * 20}..."
+    )
+    assert describe_differences({"bos_id": ("p" + one, "q" + one)}) == (
+        f"bos_id: 'p{'a' * 38}... -> 'q{'a' * 38}..."
+    )

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, check_template, render, resolve_template
+from nemo_aligner.text.templates import (
+    BUILT_IN_TEMPLATES,
+    check_template,
+    end_of_turn,
+    is_dated,
+    render,
+    resolve_template,
+)
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 
 CHAT = [
@@ -116,3 +123,79 @@ def test_no_date_reaches_a_template() -> None:
 def test_a_refusing_or_prying_template_is_a_data_error(template: str) -> None:
     with pytest.raises(DataError, match="the chat template cannot write this conversation"):
         render(template, CHAT, "", "")
+
+
+def test_a_tokenizer_without_a_template_has_an_empty_one(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tokenizer_folder, tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    assert resolve_template("tokenizer", load_tokenizer(tmp_path / "bare")) == ""
+
+
+def test_a_template_file_is_utf8_and_a_folder_is_none(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_bytes("{{ 'é你' }}".encode())
+    assert resolve_template(str(tmp_path / "mine.jinja"), tokenizer) == "{{ 'é你' }}"
+    with pytest.raises(ConfigError, match="'chatml', 'llama3', 'plain', 'zephyr' or the path of"):
+        resolve_template(str(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ messages[-1].content }}<end>",
+            "it writes 'the reply<end>', without the conversation's 'a question'",
+        ),
+        (
+            "{{ messages[0].content }}<end>",
+            "it writes 'a question<end>', without the conversation's 'the reply'",
+        ),
+        (TURNS + "ab{% endfor %}ab", r"it ends the reply twice \(abab\); set it to a file"),
+        (TURNS + "a{% endfor %} \n a", r"it ends the reply twice \(aa\)"),
+    ],
+)
+def test_a_template_says_all_of_a_conversation_and_ends_it_once(
+    template: str, message: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.data\.template: x\.jinja: {message}"):
+        check_template(template, "x.jinja", tokenizer)
+
+
+@pytest.mark.parametrize("end", ["!", "ab", "aba", "abcab", "<e>\n"])
+def test_an_end_of_any_length_will_do(end: str, tokenizer: Tokenizer) -> None:
+    template = TURNS + "{% if loop.last %}" + end + "{% endif %}{% endfor %}"
+    check_template("{{ bos_token }}" + template, "x.jinja", tokenizer)
+    assert end_of_turn(template, "", "") == end.strip()
+
+
+def test_only_a_tokenizer_without_eos_is_told_of_those_that_need_it(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="it writes nothing after the reply") as caught:
+        check_template(TURNS + "{% endfor %}", "x.jinja", tokenizer)
+    assert "end with EOS" not in str(caught.value)
+
+
+def test_a_tokenizer_without_bos_begins_with_none(tokenizer_folder: Path) -> None:
+    bare = load_tokenizer(tokenizer_folder)
+    bare._config["bos_token"] = None
+    bare.bos_id = None
+    check_template(BUILT_IN_TEMPLATES["chatml"], "chatml", bare)
+
+
+@pytest.mark.parametrize("form", ["%d", "%B", "%Y"])
+def test_a_date_in_any_form_is_seen(form: str) -> None:
+    assert is_dated("{{ strftime_now('" + form + "') }}", "", "")
+    assert not is_dated("{{ strftime_now('always') }}", "", "")
+
+
+def test_json_is_written_as_it_reads() -> None:
+    told = [{"role": "user", "content": "é <b> & 'c'"}]
+    assert render("{{ messages[0].content | tojson }}", told, "", "") == "\"é <b> & 'c'\""
+    escaped = render("{{ messages[0].content | tojson(ensure_ascii=True) }}", told, "", "")
+    assert escaped == "\"\\u00e9 <b> & 'c'\""
+    assert render("{{ [1, 2] | tojson(indent=1) }}", told, "", "") == "[\n 1,\n 2\n]"
+
+
+def test_nothing_is_asked_for_but_the_conversation() -> None:
+    template = "{{ [tools, documents, add_generation_prompt, bos_token, eos_token] }}"
+    assert render(template, CHAT, "<s>", "</s>") == "[None, None, False, '<s>', '</s>']"

@@ -127,6 +127,42 @@ def test_state_comes_back(
         assert torch.equal(got, wanted)
 
 
+def test_a_run_that_goes_on_takes_its_settings_and_not_those_of_its_checkpoint(
+    layout: ParallelLayout,
+) -> None:
+    def view(wrapped: Any, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
+        weights = wrapped.module.sharded_state_dict(
+            prefix="model.", metadata={"non_homogeneous_layers": True}
+        )
+        return optimizer.sharded_state_dict(weights, is_loading=is_loading)
+
+    def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+        names = ("max_lr", "min_lr", "weight_decay", "betas", "eps")
+        return [
+            {name: group[name] for name in names} for group in optimizer._optimizer.param_groups
+        ]
+
+    first = build(layout, warmup_steps=0)
+    step(*first)
+    config = OptimConfig(
+        lr=0.02, weight_decay=0.3, betas=[0.5, 0.6], eps=1e-3, sched=SchedulerConfig(min_lr=0.001)
+    )
+    wrapped = build(layout)[0]
+    second = build_optimizer(wrapped, config, 1.0, 10)
+    before = settings(second)
+    state, empty = view(*first, is_loading=False), view(wrapped, second, is_loading=True)
+    _fill(empty, state)
+    second.load_state_dict(empty, 1)
+    assert settings(second) == before
+    assert {group["eps"] for group in before} == {1e-3}
+    assert {group["weight_decay"] for group in before} == {0.0, 0.3}
+    # Its schedule is where the other one's was.
+    wrapped = build(layout)[0]
+    anew = build_optimizer(wrapped, config, 1.0, 10)
+    step(wrapped, anew)
+    assert second.lr == anew.lr
+
+
 def _keys(state: dict[str, Any]) -> list[tuple[str, ...]]:
     return [(key, *sorted(tensors)) for key, tensors in sorted(state["param_state"].items())]
 
@@ -174,3 +210,13 @@ def test_buckets_are_reduced_and_gathered_beside_the_computing(
     assert "already been dispatched" not in done.stderr
     assert found["difference"] == 0
     assert found["resumed_is_same"]
+
+
+def test_a_rank_without_records_to_validate_on_gathers_the_weights_too() -> None:
+    """The others would wait for it in the middle of the model."""
+    done = tiny.run_script("tests/training/validation.py", processes=2, timeout=120)
+    ranks = json.loads(done.stdout.strip().splitlines()[-1])
+    for found in ranks:
+        assert found["buckets"] > 3
+        assert (found["gathered"], found["under_way"]) == (found["buckets"], 0)
+        assert found["metrics"] == [ranks[0]["metrics"][1]] * 2

@@ -1,0 +1,49 @@
+"""What objectives on pairs and on ratings read, and which metrics they give when."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.metrics.table import PAIRS
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.objectives.masked_mse import MaskedMse
+
+LENGTHS = torch.tensor([10, 20, 30, 40])
+
+
+def test_pairs_read_no_label_and_ratings_one_for_each_attribute() -> None:
+    assert BradleyTerry().columns == ()
+    assert MaskedMse(("help", "brief")).columns == ("help", "brief")
+
+
+def test_a_step_on_pairs_has_the_metrics_of_a_batch_and_a_report_has_all() -> None:
+    records = Records.of([0, 1], [2, 2])
+    # The first attribute is the one that counts.
+    rewards = torch.tensor([[2.0, 0.0], [1.0, 9.0], [0.0, 9.0], [3.0, 0.0]])
+    step = BradleyTerry().step_metrics(rewards, records)
+    assert list(step) == [metric.name for metric in PAIRS if metric.in_step]
+    assert (step["accuracy"], step["reward_margin"]) == (0.5, -1.0)
+    report = BradleyTerry().report(rewards, records, LENGTHS)
+    assert list(report) == [metric.name for metric in PAIRS]
+    assert step.items() <= report.items()
+    assert report["longer_reply_accuracy"] == 0.0
+
+
+def test_a_report_on_ratings_follows_labels_and_lengths() -> None:
+    missing = math.nan
+    values = torch.tensor([[1.0, 5.0], [2.0, missing], [3.0, 4.0], [4.0, 3.0]])
+    labels = LabelColumns.of(["help", "brief"], values).centred_on({"help": 2.5})
+    records = Records.of(range(4), [1] * 4, labels)
+    rewards = torch.tensor([[1.0, 1.0], [2.0, 0.0], [3.0, 2.0], [4.0, 3.0]])
+    objective = MaskedMse(("help", "brief"))
+    assert objective.step_metrics(rewards, records) == {}
+    report = objective.report(rewards, records, LENGTHS)
+    assert report["pearson/help"] == pytest.approx(1)
+    assert report["pearson/brief"] == pytest.approx(-1)
+    assert report["length_correlation/help"] == pytest.approx(1)
+    # A label that is missing counts for nothing, its reply's length does for the others.
+    assert report["length_only_pearson_mean"] == pytest.approx((1 + 0.9819805) / 2)

@@ -1,0 +1,133 @@
+"""Ranks that score together, without a server: they stay in step, or all of them learn of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.ranks import ModelRanks
+from tests import tiny
+
+
+def total(token_lists: list[list[int]]) -> np.ndarray:
+    if token_lists == [[666]]:
+        raise RuntimeError("no such token")
+    return np.array([[sum(ids)] for ids in token_lists], dtype=np.float32)
+
+
+def test_one_rank_alone_outlives_an_error() -> None:
+    ranks = ModelRanks(total)
+    assert (ranks.rank, ranks.world_size) == (0, 1)
+    assert ranks.execute([[1, 2], [3]]).tolist() == [[3], [3]]
+    with pytest.raises(ServingError, match=r"^RuntimeError: no such token$"):
+        ranks.execute([[666]])
+    assert ranks.failure is None
+    assert ranks.execute([[4]]).tolist() == [[4]]
+    ranks.stop()
+
+
+def test_all_calls_are_computed_in_one_thread() -> None:
+    """The device and the inference mode are settings of a thread."""
+    threads = set()
+
+    def score(token_lists: list[list[int]]) -> np.ndarray:
+        threads.add(threading.current_thread())
+        return total(token_lists)
+
+    ranks = ModelRanks(score)
+    askers = [threading.Thread(target=ranks.execute, args=[[[n]]]) for n in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    ranks.stop()
+    assert len(threads) == 1
+    assert not threads & {threading.current_thread(), *askers}
+
+
+def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
+    started, may_end = threading.Event(), threading.Event()
+
+    def score(token_lists: list[list[int]]) -> np.ndarray:
+        started.set()
+        may_end.wait(30)
+        return total(token_lists)
+
+    ranks = ModelRanks(score)
+    said = []
+
+    def ask() -> None:
+        try:
+            ranks.execute([[1]])
+        except ServingError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    assert started.wait(30)
+    ranks.lose("a rank died")
+    ranks.lose("another one, too")
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert said == ["a rank died"]
+    assert ranks.failure == "a rank died"
+    with pytest.raises(ServingError, match=r"^a rank died$"):
+        ranks.execute([[2]])
+    may_end.set()
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of pairs of ranks, for each scenario of ``forked_ranks.py``."""
+    folder = tmp_path_factory.mktemp("ranks")
+    # The ranks find each other on this machine, whatever its name resolves to.
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    done = tiny.run_script("tests/serving/forked_ranks.py", str(folder), timeout=120, env=env)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_two_ranks_hear_the_same_and_outlive_an_error_that_both_have(pairs: dict) -> None:
+    found = pairs["together"]
+    assert found["leader"] == {
+        "first": [[6], [4], [11]],
+        "error": "rank 0: RuntimeError: rank 0\ncannot; rank 1: RuntimeError: rank 1\ncannot",
+        "second": [[7]],
+        "failure": None,
+    }
+    assert found["follower"]["heard"] == [[[1, 2, 3], [4], [5, 6]], [[666]], [[7]]]
+    assert found["codes"] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "why", "code"),
+    [
+        ("second_dies", "a rank died or froze: |the ranks lost each other: ", 9),
+        ("second_fails_alone", "a rank died or froze: |the ranks lost each other: ", 1),
+        ("first_fails_alone", "rank 0 failed alone: RuntimeError: rank 0", 1),
+    ],
+)
+def test_a_rank_that_is_lost_while_it_scores_ends_all(
+    pairs: dict, scenario: str, why: str, code: int
+) -> None:
+    found = pairs[scenario]
+    leader = found["leader"]
+    assert leader["first"] == [[1]]
+    assert leader["failure"].startswith(tuple(why.split("|")))
+    assert "\n" not in leader["failure"] or scenario == "first_fails_alone"
+    assert leader["second"] == leader["failure"]
+    assert isinstance(leader["error"], str)
+    assert leader["seconds"] < 15
+    assert found["codes"] == [0, code]
+
+
+def test_a_rank_that_is_lost_while_nobody_asks_ends_all(pairs: dict) -> None:
+    assert pairs["second_dies_idle"]["leader"]["failure"].startswith("a rank died or froze: ")
+    assert pairs["second_dies_idle"]["codes"] == [0, 9]
+    assert pairs["first_dies_idle"]["leader"] == {"first": [[1]]}
+    assert pairs["first_dies_idle"]["codes"] == [0, 1]

@@ -1,0 +1,104 @@
+"""Steps of the optimizer beside AdamW written out: ``clipping.py`` prints those of two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.trainable import wrap_for_training
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.training.optimizer.build import build_optimizer
+from tests.training import poisoned
+
+CONFIG = OptimConfig(
+    lr=0.01,
+    weight_decay=0.1,
+    betas=[0.9, 0.95],
+    eps=1e-6,
+    sched=SchedulerConfig(name=Schedule.constant, warmup_steps=0),
+)
+# Norms below the limit and above it: Adam's very first step does not tell a scale.
+LIMIT = 1.0
+SCALES = (0.001, 0.1, 0.002, 3.0)
+
+
+class WrittenOut:
+    """AdamW with its gradient clipped by the norm of all of it, in float64."""
+
+    def __init__(self, weights: list[torch.Tensor], limit: float) -> None:
+        self.weights = [weight.double().clone() for weight in weights]
+        self._first = [torch.zeros_like(weight) for weight in self.weights]
+        self._second = [torch.zeros_like(weight) for weight in self.weights]
+        self._limit = limit
+        self._steps = 0
+
+    def step(self, gradients: list[torch.Tensor]) -> float:
+        """The norm before clipping."""
+        self._steps += 1
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+        factor = self._limit / norm if 0 < self._limit < norm else 1.0
+        one, two = CONFIG.betas
+        for index, gradient in enumerate(gradients):
+            clipped, weight = factor * gradient, self.weights[index]
+            first, second = self._first[index], self._second[index]
+            first.mul_(one).add_(clipped, alpha=1 - one)
+            second.mul_(two).add_(clipped.square(), alpha=1 - two)
+            if weight.dim() > 1:
+                weight.mul_(1 - CONFIG.lr * CONFIG.weight_decay)
+            down = (second / (1 - two**self._steps)).sqrt() + CONFIG.eps
+            weight.sub_(CONFIG.lr * first / (1 - one**self._steps) / down)
+        return norm
+
+
+def gradients_of(parameters: list[torch.Tensor], step: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    scale = SCALES[step]
+    return [scale * torch.randn(p.shape, generator=generator).double() for p in parameters]
+
+
+def compare(layout: ParallelLayout, limit: float) -> dict[str, Any]:
+    """Norms and weights of a few steps; the gradients of data parallel ranks add up."""
+    model = build_reward_model(poisoned.SHAPE, layout, num_attributes=1, precision=Precision.fp32)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    parameters = list(model.parameters())
+    written_out = WrittenOut([parameter.detach() for parameter in parameters], limit)
+    wrapped = wrap_for_training(model, bucket_size=500)
+    optimizer = build_optimizer(wrapped, CONFIG, limit, total_steps=len(SCALES))
+    norms, wanted = [], []
+    for step in range(len(SCALES)):
+        of_ranks = [gradients_of(parameters, step, rank) for rank in range(layout.dp)]
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        for parameter, gradient in zip(parameters, of_ranks[layout.dp_rank], strict=True):
+            parameter.main_grad.copy_(gradient)
+        wrapped.start_grad_sync()
+        wrapped.finish_grad_sync()
+        norms.append(optimizer.step().grad_norm)
+        wanted.append(written_out.step([sum(parts) for parts in zip(*of_ranks, strict=True)]))
+    optimizer.finish_update()
+    pairs = zip(parameters, written_out.weights, strict=True)
+    difference = max(float((got.detach() - weight).abs().max()) for got, weight in pairs)
+    return {"norms": norms, "wanted": wanted, "difference": difference}
+
+
+def main() -> None:
+    with launch(60.0):
+        layout = initialize_layout()
+        found = compare(layout, LIMIT)
+        if dist.get_rank() == 0:
+            print(json.dumps(found))
+        destroy_layout()
+
+
+if __name__ == "__main__":
+    main()
