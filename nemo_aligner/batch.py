@@ -249,6 +249,11 @@ class PackedBatch:
                 f"got {len(sequences)} sequences, wanted {records.num_rewards}, those of "
                 f"{len(records)} records"
             )
+        rows = torch.as_tensor(range(len(sequences)) if rows is None else rows, dtype=torch.int64)
+        if len(rows) != len(sequences):
+            raise ValueError(
+                f"got {len(rows)} rows, wanted {len(sequences)}, one for each sequence"
+            )
         if len(sequences) == 0 or min(map(len, sequences)) < 1:
             raise ValueError("a pack needs at least one sequence, and no sequence may be empty")
         segments = _Segments()
@@ -262,7 +267,7 @@ class PackedBatch:
             cu_seqlens=bounds,
             prefixes=torch.tensor(segments.prefixes),
             scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1,
-            rows=torch.as_tensor(range(len(sequences)) if rows is None else rows),
+            rows=rows,
             records=records,
         )
 

@@ -107,6 +107,8 @@ def test_a_pack_knows_where_its_rewards_belong() -> None:
     batch = PackedBatch.pack([[1], [2], [3]], records, rows=[5, 6, 0])
     assert batch.rows.tolist() == [5, 6, 0]
     assert batch.to("cpu").records.ids.tolist() == [4, 2]
+    with pytest.raises(ValueError, match="got 2 rows, wanted 3"):
+        PackedBatch.pack([[1], [2], [3]], records, rows=[5, 6])
 
 
 def test_indices_are_of_the_types_that_are_promised() -> None:
