@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from nemo_aligner.checkpoint.nemo.archive import sha256_of
+from nemo_aligner.checkpoint.weights.index import read_metadata
+from nemo_aligner.checkpoint.weights.pieces import check_pieces
+from nemo_aligner.errors import CheckpointError
 from tests.checkpoint.loading import (
     Bomb,
     edit,
@@ -116,3 +122,40 @@ def test_no_pickle_is_run(name: str, unpacked: Path, layout: Any, tmp_path: Path
         else:
             load(unpacked, layout)
     assert not (tmp_path / "executed").exists()
+
+
+def first_tensor(metadata: Any) -> tuple[str, Any]:
+    """A tensor of at least two numbers, by name, and its entry in the index."""
+    return next(
+        (name, entry)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and math.prod(entry.size) > 1
+    )
+
+
+def test_pieces_that_make_up_every_tensor_pass(saved: Path) -> None:
+    check_pieces(saved, read_metadata(saved), read=True)
+
+
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_pieces_have_to_make_up_the_shape_of_their_tensor(rows: int, saved: Path) -> None:
+    metadata = read_metadata(saved)
+    name, entry = first_tensor(metadata)
+    entry.size = torch.Size([entry.size[0] - rows, *entry.size[1:]])
+    wanted = "lies outside" if rows > 0 else "do not make up its shape"
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: .*{wanted}"):
+        check_pieces(saved, metadata, read=False)
+
+
+def test_a_damaged_piece_is_named_when_it_is_read(saved: Path) -> None:
+    metadata = read_metadata(saved)
+    name, entry = first_tensor(metadata)
+    info = metadata.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+    file = saved / info.relative_path
+    data = bytearray(file.read_bytes())
+    stored = torch.load(io.BytesIO(data[info.offset :][: info.length]), weights_only=True)
+    data[data.index(stored.flatten().view(torch.uint8).numpy().tobytes(), info.offset)] ^= 1
+    file.write_bytes(data)
+    check_pieces(saved, metadata, read=False)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: damaged: "):
+        check_pieces(saved, metadata, read=True)
