@@ -113,3 +113,9 @@ def test_a_metric_is_measured_with_the_others(
 def test_every_sample_fits_exactly_one_format(known: object) -> None:
     for value in known.sample:  # type: ignore[attr-defined]
         assert [each for each in FORMATS.values() if each.matches(value)] == [known]
+
+
+def test_the_model_family_of_the_page_is_the_one_that_is_tested() -> None:
+    """``tests/checkpoint/hf/families/test_outside.py`` converts it both ways."""
+    tested = (tiny.ROOT / "tests/checkpoint/hf/families/toy_llama.py").read_text()
+    assert tested.strip() in PAGE
