@@ -85,6 +85,12 @@ def objective_settings(objective: Objective) -> dict[str, Any]:
     return {name: getattr(objective, name) for name in _setting_names(type(objective))}
 
 
+def describe_objective(config: ModelConfig, objective: Objective) -> str:
+    """Its name and settings, for people."""
+    settings = [f"{key}={value}" for key, value in objective_settings(objective).items()]
+    return " ".join([objective_name(config), *settings])
+
+
 def _find(name: str) -> type[Any]:
     if name in OBJECTIVES:
         return OBJECTIVES[name]

@@ -11,6 +11,7 @@ from nemo_aligner.config.training import ExpManagerConfig, MonitorMode, TrainCon
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.metrics.table import lower_is_better
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.objectives import describe_objective
 from nemo_aligner.parallel.collectives import is_main, say
 from nemo_aligner.parallel.device import lacks_bf16
 from nemo_aligner.parallel.launch import launch
@@ -115,6 +116,7 @@ def describe(
     if options.freeze_layers:
         say(f"frozen: the embeddings and {options.freeze_layers} of {shape.num_layers} layers")
     say(f"run: {total_steps} steps of {options.global_batch_size} records")
+    say(f"objective: {describe_objective(options, learner.objective)}")
     if is_main():
         steps = min(total_steps, _STEPS_FOR_BALANCE)
         say(f"balance: {learner.imbalance(range(steps))} (first {steps} steps)")

@@ -60,6 +60,8 @@ def test_an_objective_of_ones_own_is_named_by_its_module() -> None:
     assert (float(total), int(count)) == (1.5, 1)
     assert objective_settings(objective) == {"margin": 2.0}
     assert objective_settings(BradleyTerry()) == {}
+    assert describe_objective(config, objective) == f"{__name__}:Hinge margin=2.0"
+    assert describe_objective(ModelConfig(), BradleyTerry()) == "bradley_terry"
 
 
 @pytest.mark.parametrize(
