@@ -17,6 +17,7 @@ from nemo_aligner.objectives import (
     build_objective,
     default_name,
     default_objective,
+    describe_objective,
     objective_name,
     objective_settings,
 )
