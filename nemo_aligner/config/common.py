@@ -7,16 +7,23 @@ from enum import Enum
 from nemo_aligner.errors import ConfigError
 
 
-class RewardModelType(Enum):
-    binary_ranking = "binary_ranking"
-    regression = "regression"
-
-
 class RecordKind(Enum):
     """What one record of a data file is."""
 
     comparison = "comparison"  # two replies, of which one was chosen
     rating = "rating"  # a reply with a label for each attribute
+
+
+class RewardModelType(Enum):
+    """What a reward model is trained for; its records are what it learns from."""
+
+    binary_ranking = "binary_ranking"
+    regression = "regression"
+
+    @property
+    def record_kind(self) -> RecordKind:
+        """Comparisons or ratings."""
+        return RecordKind.rating if self is RewardModelType.regression else RecordKind.comparison
 
 
 class Overlong(Enum):

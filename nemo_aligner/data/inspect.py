@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import label_columns, tokenize_files
 from nemo_aligner.data.overlap import check_overlap, first_prompts
 from nemo_aligner.data.reading import RecordFile, read_records
@@ -64,7 +65,7 @@ def inspect_files(files: Sequence[str], train: Sequence[str], how: Inspection) -
 
 def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileReport]:
     attributes, rules = how.attributes, how.rules
-    if rules is not None and rules[1].reward_model_type == "regression":
+    if rules is not None and rules[1].record_kind is RecordKind.rating:
         attributes = rules[1].attributes
     file = read_records(path, None, how.format, attributes, how.loss_mask_val)
     if rules is None:

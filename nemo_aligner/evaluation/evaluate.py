@@ -172,7 +172,7 @@ def evaluate_file(
         DataError: the file is malformed, of the wrong kind, or nothing of it can be used.
     """
     contract = scorer.contract
-    is_regression = contract.reward_model_type == "regression"
+    is_regression = contract.record_kind is RecordKind.rating
     file = read_records(
         path,
         None if is_regression else RecordKind.comparison,

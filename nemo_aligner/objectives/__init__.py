@@ -28,10 +28,6 @@ _DEFAULTS = {
     RewardModelType.binary_ranking: "bradley_terry",
     RewardModelType.regression: "masked_mse",
 }
-_RECORD_KINDS = {
-    RewardModelType.binary_ranking: RecordKind.comparison,
-    RewardModelType.regression: RecordKind.rating,
-}
 _KEY = "model.objective"
 _SETTINGS_KEY = "model.objective_kwargs"
 
@@ -45,7 +41,7 @@ def build_objective(config: ModelConfig, attributes: Sequence[str]) -> Objective
     """
     name = objective_name(config)
     kind = _find(name)
-    wanted = record_kind_of(config.reward_model_type)
+    wanted = config.reward_model_type.record_kind
     if kind.record_kind is not wanted:
         raise ConfigError(
             f"{_KEY}: got {name!r}, which learns from {kind.record_kind.value}s, wanted one that "
@@ -61,13 +57,8 @@ def build_objective(config: ModelConfig, attributes: Sequence[str]) -> Objective
 
 def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
     """What records of a kind are measured by where nothing is trained."""
-    model_type = next(each for each, records in _RECORD_KINDS.items() if records is kind)
+    model_type = next(each for each in RewardModelType if each.record_kind is kind)
     return OBJECTIVES[_DEFAULTS[model_type]](tuple(attributes))
-
-
-def record_kind_of(model_type: RewardModelType) -> RecordKind:
-    """What a type of reward model learns from."""
-    return _RECORD_KINDS[model_type]
 
 
 def objective_name(config: ModelConfig) -> str:

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, short, shown
 from nemo_aligner.text.contract_fields import check_fields
@@ -100,6 +100,11 @@ class ScoringContract:
                 f"scoring contract: got {wanted} attributes, {len(self.attribute_weights)} weights "
                 f"and {len(self.label_means)} label means; wanted the same number, at least 1"
             )
+
+    @property
+    def record_kind(self) -> RecordKind:
+        """What the model learned from."""
+        return RewardModelType(self.reward_model_type).record_kind
 
     @property
     def hash(self) -> str:
