@@ -1,90 +1,133 @@
-"""Scripts in processes of their own, on one rank or several, from a prepared process or fresh."""
+"""Scripts in processes of their own, on one rank or several, from prepared processes or fresh."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import json
+import os
 import random
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.once import TURNS
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
+GRACE_SECS = 30  # as torchrun gives the other ranks of one that failed
 Done = subprocess.CompletedProcess[str]
 
 
+class PreparedRank:
+    """A process that has imported the libraries and forks into a script at a time."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/prepared_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # else select sees nothing of a line that was read ahead
+            env=environment,
+            cwd=ROOT,
+        )
+        self._script = 0
+
+    def fileno(self) -> int:
+        """For select: there is something to read once the script has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def send(self, job: dict[str, Any]) -> None:
+        """Have a script begin as soon as the libraries are imported."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+
+    def begun(self) -> None:
+        """Wait until the script that was sent has begun."""
+        self._script = self._read()["pid"]
+
+    def returncode(self) -> int:
+        """Wait until the script has ended."""
+        return self._read()["returncode"]
+
+    def signal(self, order: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            os.kill(self._script, order)
+
+    def end(self) -> None:
+        """End the process, and a script that still runs."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _read(self) -> dict[str, int]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a prepared process is gone: {self._process.wait()}")
+        return json.loads(line)
+
+
 class Prepared:
-    """A process that has imported the libraries and forks into scripts, made when first needed.
+    """A process for each rank that forks into scripts, made when first needed, and then kept.
 
     A script begins two seconds of CPU time sooner on each rank, and torchrun's own process is
-    spared. It is a fork of one thread that has imported others' packages and none of ours. All
-    ranks hash strings alike, which ranks of torchrun do not: what is to see that starts fresh.
+    spared. It is a fork of one thread that has imported others' packages and none of ours. Each
+    rank hashes strings in its own way, as under torchrun: the order of a set differs between ranks.
     """
 
     def __init__(self) -> None:
         self.is_used = sys.platform == "linux"
-        self._process: subprocess.Popen[str] | None = None
-        self._environment: dict[str, str] = {}
+        self._environment: dict[str, str] | None = None
+        self._ranks: list[PreparedRank] = []
+        atexit.register(self.end)
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether the libraries would be the same if they were imported in ``environment``."""
-        if not self.is_used:
-            return False
-        if self._process is None:
-            self._start(_lasting(environment))
-        return _lasting(environment) == self._environment
+        if self._environment is None:
+            self._environment = _lasting(environment)
+        return self.is_used and _lasting(environment) == self._environment
 
     def run(
         self, command: list[str], environment: dict[str, str], processes: int, timeout: float
     ) -> Done:
         """As ``subprocess.run`` does by plain python, or by torchrun; its errors, too."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._environment is not None
+        while len(self._ranks) < processes:
+            self._ranks.append(PreparedRank(self._environment))
+        ranks = self._ranks[:processes]
         with tempfile.TemporaryDirectory() as folder:
             files = {name: f"{folder}/{name}" for name in ("stdout", "stderr")}
-            job = {
-                "command": command,
-                "environments": _environments(environment, processes),
-                "folder": str(ROOT),
-                "timeout": timeout,
-                **files,
-            }
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"the prepared process is gone: {self._process.wait()}")
-            answer = json.loads(line)
+            job = {"command": command, "folder": str(ROOT), **files}
+            try:
+                for rank, told in zip(ranks, _environments(environment, processes), strict=True):
+                    rank.send({**job, "environment": told})
+                for rank in ranks:
+                    rank.begun()
+                codes, is_late = _wait(ranks, timeout)
+            except BaseException:
+                self.end()
+                raise
             said = [Path(file).read_text() for file in files.values()]
-        if answer["is_late"]:
+        if is_late:
             raise subprocess.TimeoutExpired(command, timeout, *said)
-        return subprocess.CompletedProcess(command, answer["returncode"], *said)
+        code = codes[0] if processes == 1 else int(any(codes))
+        return subprocess.CompletedProcess(command, code, *said)
 
-    def _start(self, environment: dict[str, str]) -> None:
-        self._environment = environment
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/prepared_process.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        atexit.register(self._end)
-
-    def _end(self) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    def end(self) -> None:
+        """End all processes; the next run makes others."""
+        while self._ranks:
+            self._ranks.pop().end()
 
 
 PREPARED = Prepared()
@@ -137,6 +180,40 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
     }
+
+
+def _wait(ranks: list[PreparedRank], timeout: float) -> tuple[list[int], bool]:
+    """What the scripts of all ranks ended with, and whether they took too long.
+
+    Where one fails, the others are stopped, as torchrun does.
+    """
+    running, codes = list(ranks), list[int]()
+    end = time.monotonic() + timeout
+    while running and not any(codes) and (ended := _ended(running, end)):
+        codes += ended
+    is_late = bool(running) and not any(codes)
+    if not is_late:
+        _signal(running, signal.SIGTERM)
+        end = min(end, time.monotonic() + GRACE_SECS)
+        while running and (ended := _ended(running, end)):
+            codes += ended
+    _signal(running, signal.SIGKILL)
+    while running:
+        codes += _ended(running)
+    return codes, is_late
+
+
+def _ended(running: list[PreparedRank], end: float | None = None) -> list[int]:
+    """The codes of those that end next, taken out of ``running``; none if ``end`` comes first."""
+    left = None if end is None else max(0.0, end - time.monotonic())
+    ready = select.select(running, [], [], left)[0]
+    running[:] = [rank for rank in running if rank not in ready]
+    return [rank.returncode() for rank in ready]
+
+
+def _signal(ranks: list[PreparedRank], order: signal.Signals) -> None:
+    for rank in ranks:
+        rank.signal(order)
 
 
 def _environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:

@@ -1,8 +1,9 @@
 """Imports the libraries, and then forks itself into whatever script it is told to run.
 
-``python tests/prepared_process.py`` reads jobs, a line of JSON each, and answers each with a line
-once it has ended; ``tests/launching.py`` writes them. Nothing of ours is imported here, and
-nothing that our package prepares for; one thread is all there is when a script begins.
+``python tests/prepared_process.py`` is one rank. It reads jobs, a line of JSON each, and answers
+each with a line when its script begins and one when that has ended; ``tests/launching.py`` writes
+them. At the end of input it ends, and so does a script that still runs. Nothing of ours is imported
+here, and nothing that our package prepares for; one thread is all there is when a script begins.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ LIBRARIES = (
     "torch.distributed.tensor", "torch.utils.tensorboard", "transformers",
 )  # fmt: skip
 POLL_SECS = 0.01
-GRACE_SECS = 30  # as torchrun gives the other ranks of one that failed
 
 
 def main() -> dict[str, Any] | None:
@@ -34,41 +34,24 @@ def main() -> dict[str, Any] | None:
     gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
-        ranks = []
-        for environment in job["environments"]:
-            pid = os.fork()
-            if pid == 0:
-                return {**job, "environment": environment}
-            ranks.append(pid)
-        print(json.dumps(wait(ranks, job["timeout"])), flush=True)
+        pid = os.fork()
+        if pid == 0:
+            return job
+        print(json.dumps({"pid": pid}), flush=True)
+        print(json.dumps({"returncode": wait(pid)}), flush=True)
     return None
 
 
-def wait(ranks: list[int], timeout: float) -> dict[str, Any]:
-    """Until all ranks have ended; where one fails, the others are stopped, as torchrun does."""
-    codes: dict[int, int] = {}
-    end, last_order, is_late = time.monotonic() + timeout, signal.SIGTERM, False
-    while len(codes) < len(ranks):
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid > 0:
-            codes[pid] = os.waitstatus_to_exitcode(status)
-            if codes[pid] != 0 and last_order == signal.SIGTERM and not is_late:
-                stop([rank for rank in ranks if rank not in codes], last_order)
-                end, last_order = min(end, time.monotonic() + GRACE_SECS), signal.SIGKILL
-        elif time.monotonic() > end:
-            is_late = is_late or last_order == signal.SIGTERM
-            stop([rank for rank in ranks if rank not in codes], signal.SIGKILL)
-            time.sleep(POLL_SECS)
-        else:
-            time.sleep(POLL_SECS)
-    if len(ranks) == 1:
-        return {"returncode": codes[ranks[0]], "is_late": is_late}
-    return {"returncode": int(any(codes.values())), "is_late": is_late}
-
-
-def stop(ranks: list[int], order: signal.Signals) -> None:
-    for rank in ranks:
-        os.kill(rank, order)
+def wait(pid: int) -> int:
+    """Until the script has ended, which is killed where nobody waits for it any more."""
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        # A job comes after the last one's end: what can be read before that is the end of input.
+        if select.select([sys.stdin], [], [], POLL_SECS)[0]:
+            os.kill(pid, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def become(job: dict[str, Any]) -> None:

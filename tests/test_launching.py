@@ -1,16 +1,20 @@
-"""Scripts forked from a prepared process end, fail and are stopped as those that start fresh."""
+"""Scripts forked from prepared processes end, fail and are stopped as those that start fresh."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests import launching, tiny
 
 SCRIPT = """
-import atexit, json, os, signal, sys, time
+import atexit, json, os, signal, subprocess, sys, time
 
 atexit.register(print, "the end")
 rank = int(os.environ.get("RANK", 0))
@@ -20,19 +24,30 @@ if what == "tell":
     print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ.get("TOLD"), __name__]))
 if what == "ours":
     print([name for name in sys.modules if name.startswith(("nemo_aligner", "megatron"))])
+if what == "hash":
+    here = hash("a")
+    below = subprocess.run([sys.executable, "-c", "print(hash('a'))"], stdout=subprocess.PIPE)
+    print(f"{rank} {here} {int(below.stdout)} {os.environ.get('PYTHONHASHSEED')}\\n", end="")
 if what == "exit":
     sys.exit("no more")
 if what == "raise":
     raise KeyError("lost")
 there = os.path.join(sys.path[0], "there")
-if what == "kill" and rank == 0:
-    open(there, "w").close()
-if what == "kill" and rank == 1:
-    while not os.path.exists(there):
-        time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
-if what in ("kill", "sleep"):
-    time.sleep(60)
+if what == "refuse":
+    signal.signal(signal.SIGTERM, lambda *_: print("not now", flush=True))
+if what in ("kill", "fail", "refuse"):
+    if rank == 0:
+        open(there, "w").close()
+    else:
+        while not os.path.exists(there):
+            time.sleep(0.1)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(3)
+if what == "pid":
+    with open(there, "w") as file:
+        file.write(str(os.getpid()))
+time.sleep(60 if what in ("kill", "fail", "refuse", "sleep", "pid") else 0)
 """
 
 
@@ -72,11 +87,49 @@ class TestBoth:
 @pytest.mark.parametrize(
     "fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["prepared", "fresh"]
 )
-def test_the_others_end_with_a_rank_that_is_killed(script: str, fresh: bool) -> None:
-    done = tiny.run_script(script, "kill", processes=2, check=False, timeout=50, fresh=fresh)
+@pytest.mark.parametrize("how", ["kill", "fail"])
+def test_the_others_end_with_a_rank_that_fails(script: str, how: str, fresh: bool) -> None:
+    done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
     assert done.returncode == 1
     assert "rank 0 of 2" in done.stderr
     assert "rank 1 of 2" in done.stderr
+
+
+def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "GRACE_SECS", 1)
+    done = tiny.run_script(script, "refuse", processes=2, check=False, timeout=50)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["the end", "not now"]
+
+
+def test_each_rank_hashes_strings_in_its_own_way(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so do the processes that it starts: no seed is passed on."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    output = tiny.run_script(script, "hash", processes=2).stdout
+    lines = sorted(line.split() for line in output.splitlines() if line != "the end")
+    assert [(rank, seed) for rank, _, _, seed in lines] == [("0", "None"), ("1", "None")]
+    assert len({number for line in lines for number in line[1:3]}) == 4
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_leaves_nothing_behind(script: str) -> None:
+    there = Path(script).parent / "there"
+
+    def interrupt() -> None:
+        while not (there.exists() and there.read_text()):
+            time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run_script(script, "pid", timeout=50)
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(there.read_text()), 0)
+    assert "the end" in tiny.run_script(script, "tell").stdout
 
 
 def test_nothing_of_ours_is_imported_before_a_script_is(script: str) -> None:
