@@ -27,7 +27,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 class PreparedRank:
-    """A process that has imported the libraries and forks into a script at a time."""
+    """A process that has imported the libraries and forks into scripts, one at a time."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class PreparedRank:
         """Wait until the script has ended."""
         return self._read()["returncode"]
 
-    def signal(self, order: signal.Signals) -> None:
+    def stop(self, order: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             os.kill(self._script, order)
 
@@ -193,11 +193,11 @@ def _wait(ranks: list[PreparedRank], timeout: float) -> tuple[list[int], bool]:
         codes += ended
     is_late = bool(running) and not any(codes)
     if not is_late:
-        _signal(running, signal.SIGTERM)
+        _stop(running, signal.SIGTERM)
         end = min(end, time.monotonic() + GRACE_SECS)
         while running and (ended := _ended(running, end)):
             codes += ended
-    _signal(running, signal.SIGKILL)
+    _stop(running, signal.SIGKILL)
     while running:
         codes += _ended(running)
     return codes, is_late
@@ -211,9 +211,9 @@ def _ended(running: list[PreparedRank], end: float | None = None) -> list[int]:
     return [rank.returncode() for rank in ready]
 
 
-def _signal(ranks: list[PreparedRank], order: signal.Signals) -> None:
+def _stop(ranks: list[PreparedRank], order: signal.Signals) -> None:
     for rank in ranks:
-        rank.signal(order)
+        rank.stop(order)
 
 
 def _environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
