@@ -50,7 +50,7 @@ def _settings(arguments: argparse.Namespace, nemo: Path, folder: Path) -> list[s
         f"trainer.rm.max_steps={arguments.steps}",
         f"trainer.rm.save_interval={arguments.save_interval}",
         "trainer.rm.val_check_interval=null",
-        # Constants in the place of products are not to end the run.
+        # Constants instead of products are not to end the run.
         "model.optim.lr=1e-7",
         "trainer.precision=fp32",
     ]

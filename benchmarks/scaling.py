@@ -6,7 +6,7 @@
 Every point is a synthetic model with random weights, on pairs of random tokens, in processes of its
 own: torchrun starts several. Seconds are means over ``--steps`` after one that is not timed, of the
 slowest rank, by part: ``data`` waits for packs, ``reduce`` sums gradients over ranks, ``other``
-gathers rewards and waits for the neighbours in a pipeline. A checkpoint holds training up for
+gathers rewards and waits for the adjacent pipeline stages. A checkpoint holds training up for
 ``save`` and is ``written`` that long after it began. Memory is that of the fullest rank beside what
 nemo_aligner/planning/cost.py says: all tensors that live at once on the CPU, what the allocator
 handed out on a GPU; ``resident`` is by how much the CPU's process grew, libraries that it loads

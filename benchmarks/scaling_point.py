@@ -307,7 +307,7 @@ def _now() -> float:
 def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
     """Seconds of a step and of its parts, means over ``steps``; ``other`` is what is left.
 
-    Of the other ranks' time, ``other`` has the wait for the neighbours in a pipeline, and
+    Of the other ranks' time, ``other`` has the wait for the adjacent pipeline stages, and
     ``reduce`` the wait for the slowest.
     """
     watch = _Stopwatch()

@@ -7,7 +7,7 @@ they come; and a group of 16 replies of about 200 tokens to one prompt of 1,024,
 it. transformers gets padded batches of ``--batch`` texts, sorted by length or as they come. Both
 run in fp32 on the CPU, in bf16 on a GPU. Real tokens are those of the texts, each time they are
 asked for. transformers has a process of its own: where it dies, as on a machine whose memory is too
-small for its batch, a dash stands in place of its figures.
+small for its batch, a dash stands instead of its figures.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Both train all weights in fp32 on the CPU, in bf16 on a GPU. TRL gets the very t
 of ``--trl-batch`` it is run as many times as ours, in turn, and the speed-up is the median of the
 ratios. The first step of a run is not timed: it waits for memory, and for kernels to be chosen.
 ``--trl-python`` is another environment's, with a TRL of its own. A TRL that dies, as on a machine
-whose memory is too small for its batch, leaves a dash in place of its figures.
+whose memory is too small for its batch, leaves a dash instead of its figures.
 Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts ``6 * parameters`` per
 real token, against the rate of a large matrix product measured here.
 """

@@ -84,7 +84,7 @@ class LabelColumns:
 class Records:
     """R records, and which of S rewards each owns.
 
-    A record owns any number of neighbouring scored tokens, and so of rewards: 2 for a comparison
+    A record owns any number of adjacent scored tokens, and so of rewards: 2 for a comparison
     (chosen, then rejected), 1 for a rated reply or a text to score.
 
     Attributes:
@@ -161,7 +161,7 @@ class Records:
 
 @dataclass(frozen=True)
 class Group:
-    """``size`` neighbouring sequences that begin with the same ``prefix`` tokens."""
+    """``size`` adjacent sequences that begin with the same ``prefix`` tokens."""
 
     size: int
     prefix: int
@@ -201,9 +201,10 @@ class PackedBatch:
 
     T counts tokens, S scored tokens and so rewards, R records, C label columns.
 
-    The pack is made of G segments. A sequence is one segment, or two: a prefix that its neighbours
-    begin with, too, and the rest of its own. In attention a segment sees itself, causally, and the
-    whole of its prefix; so every token has the hidden state that it has in its sequence.
+    The pack is made of G segments. A sequence is one segment, or two: a prefix that adjacent
+    sequences begin with, too, and the rest of its own. In attention a segment sees itself,
+    causally, and the whole of its prefix; so every token has the hidden state that it has in its
+    sequence.
 
     Attributes:
         tokens: ``[T]`` int64 token ids.
@@ -236,7 +237,7 @@ class PackedBatch:
         """Lay ``sequences`` (S of them, in record order, none empty) end to end.
 
         The last token of each is scored. Without ``records`` every sequence is one; without
-        ``rows`` the rewards belong where the sequences stand. ``groups`` says which neighbours have
+        ``rows`` the rewards belong where the sequences stand. ``groups`` says which of them have
         a common prefix; without it none do.
 
         Raises:

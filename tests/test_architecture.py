@@ -41,7 +41,7 @@ FLOORS = {
     "cli": 8,
 }
 # Who may import one on its own floor: settings need their error.
-NEIGHBOURS = {("config", "errors")}
+SAME_FLOOR = {("config", "errors")}
 # The only files, or folders, that import a large dependency.
 IMPORTERS = {
     "megatron": ["parallel/", "models/", "checkpoint/", "training/optimizer/"],
@@ -104,7 +104,7 @@ def part_of(path: Path) -> str:
 
 
 def may_import(part: str, other: str) -> bool:
-    return part == other or (part, other) in NEIGHBOURS or FLOORS[other] < FLOORS[part]
+    return part == other or (part, other) in SAME_FLOOR or FLOORS[other] < FLOORS[part]
 
 
 def test_every_part_has_a_floor() -> None:
@@ -138,11 +138,13 @@ def test_large_dependencies_are_imported_in_few_files(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=name_of)
 def test_what_stands_outside_is_wiring(path: Path) -> None:
-    """Scripts and examples reach them through the package; a benchmark may run a rival."""
-    rivals = {"transformers"} if name_of(path).startswith("benchmarks/") else set()
+    """Scripts and examples reach them through the package; a benchmark may run another library."""
+    compared = {"transformers"} if name_of(path).startswith("benchmarks/") else set()
     for line, name in imports(path):
         first = name.split(".")[0]
-        assert first not in IMPORTERS or first in rivals, f"{name_of(path)}:{line}: imports {name}"
+        assert first not in IMPORTERS or first in compared, (
+            f"{name_of(path)}:{line}: imports {name}"
+        )
 
 
 def test_what_imports_megatron_stands_where_it_is_made_ready() -> None:
@@ -156,7 +158,7 @@ def test_what_imports_megatron_stands_where_it_is_made_ready() -> None:
 
 
 def module_of(path: Path) -> str:
-    """``nemo_aligner.room.file``; a folder's for its ``__init__``."""
+    """``nemo_aligner.folder.file``; a folder's for its ``__init__``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -149,8 +149,8 @@ def write_ratings(path: Path, count: int, attributes: tuple[str, ...], seed: int
     with path.open("w") as lines:
         for index in range(count):
             labels = {
-                name: None if (index + place) % 5 == 0 else rng.randint(0, 4)
-                for place, name in enumerate(attributes)
+                name: None if (index + column) % 5 == 0 else rng.randint(0, 4)
+                for column, name in enumerate(attributes)
             }
             row = {"prompt": f"{sentence(rng)} {index}", "response": sentence(rng), **labels}
             lines.write(json.dumps(row) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nemo_aligner.models.shape import ModelShape
 
 EMBEDDING = "embedding.word_embeddings.weight"
-# A reward model has its head in the place of this one.
+# A reward model has its head instead of this one.
 OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
 LAYERS = "decoder.layers."

@@ -37,7 +37,7 @@ def errors_name_flags(options: argparse.Namespace) -> Iterator[None]:
     """An error about the setting ``key`` is one about the flag ``--key`` where that is an option.
 
     Raises:
-        ConfigError, CheckpointError: in place of the one that it is raised from.
+        ConfigError, CheckpointError: instead of the one that it is raised from.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What several sections of the settings share: enumerations, and the checks of values."""
+"""What several sections of the settings have in common: enumerations, and the checks of values."""
 
 from __future__ import annotations
 

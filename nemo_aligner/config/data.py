@@ -17,7 +17,7 @@ class DataPrefixConfig:
 
 @dataclass
 class DataConfig:
-    """``format`` is ``auto`` or a name from ``data/formats.py``; the rest shapes the contract.
+    """``format`` is ``auto`` or a name from ``data/formats/``; the rest shapes the contract.
 
     ``template`` is ``tokenizer`` (the tokenizer's own), a name from ``text/templates.py``, or a
     file. Where it, ``add_bos`` or ``add_eos`` is null, the reward model that training starts from

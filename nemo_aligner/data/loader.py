@@ -104,37 +104,37 @@ class TrainLoader:
         ranks, packs = [], []
         for step in steps:
             batch = self.global_batch(step)
-            shares = self._rank_shares(batch)
-            work = [sum(self._cost(batch[index]) for index in share) for share in shares]
+            rank_shares = self._rank_shares(batch)
+            work = [sum(self._cost(batch[index]) for index in indices) for indices in rank_shares]
             ranks.append(_largest_to_mean(work))
-            for share in shares:
-                of_rank = self._pack(batch, share)
+            for indices in rank_shares:
+                of_rank = self._pack(batch, indices)
                 work = [sum(map(self._cost, pack.records.ids.tolist())) for pack in of_rank]
                 packs.append(_largest_to_mean(work))
         return Imbalance(fmean(ranks), fmean(packs))
 
     def _plan(self, step: int) -> StepPlan:
         batch = self.global_batch(step)
-        shares = self._rank_shares(batch)
-        owner_of = {index: rank for rank, share in enumerate(shares) for index in share}
+        rank_shares = self._rank_shares(batch)
+        owner_of = {index: rank for rank, indices in enumerate(rank_shares) for index in indices}
         return StepPlan(
             record_ids=batch,
             owners=[owner_of[index] for index in range(len(batch))],
-            packs=self._pack(batch, shares[self._dp_rank]),
+            packs=self._pack(batch, rank_shares[self._dp_rank]),
         )
 
     def _rank_shares(self, batch: Sequence[int]) -> list[list[int]]:
         """Of every rank the indices into ``batch`` of what it computes."""
         return share_out([self._cost(record) for record in batch], self._dp_size)
 
-    def _pack(self, batch: Sequence[int], share: Sequence[int]) -> list[PackedBatch]:
+    def _pack(self, batch: Sequence[int], indices: Sequence[int]) -> list[PackedBatch]:
         bounds = self._dataset.records.select(batch).bounds.tolist()
         return pack_records(
             self._dataset,
-            [batch[index] for index in share],
+            [batch[index] for index in indices],
             self._micro_batch_tokens,
             self._query_key_cost,
-            [bounds[index] for index in share],
+            [bounds[index] for index in indices],
         )
 
     def _cost(self, record: int) -> float:
@@ -143,7 +143,7 @@ class TrainLoader:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """The largest share of a step over the mean one, on average over steps; 1 is even.
+    """The largest part of a step over the mean one, on average over steps; 1 is even.
 
     Attributes:
         ranks: of a step's work over the data parallel ranks.

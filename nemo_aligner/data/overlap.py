@@ -26,12 +26,12 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
     known: dict[int, Origin] = {}
     for report in training:
         known |= report.prompts
-    shared = [key for key in validation.prompts if key in known]
-    if shared and not allowed:
+    common = [key for key in validation.prompts if key in known]
+    if common and not allowed:
         raise DataError(
-            f"{validation.path}: {len(shared)} of its {len(validation.prompts)} prompts stand in "
-            f"the training files, too, the first at {validation.prompts[shared[0]]} and "
-            f"{known[shared[0]]}: metrics on them say little about new prompts. Split by prompt "
+            f"{validation.path}: {len(common)} of its {len(validation.prompts)} prompts stand in "
+            f"the training files, too, the first at {validation.prompts[common[0]]} and "
+            f"{known[common[0]]}: metrics on them say little about new prompts. Split by prompt "
             "(scripts/prepare_data.py split), or set model.data.allow_prompt_overlap=true"
         )
-    return len(shared)
+    return len(common)

@@ -1,6 +1,6 @@
 """Records into PackedBatches under a token budget; a record is never split.
 
-As few packs as best fit makes (longest record first: of the packs with room enough, the one with
+As few packs as best fit makes (longest record first: of the packs with space enough, the one with
 the least), then filled anew so that each is the same work. The result depends on nothing but the
 arguments.
 
@@ -38,19 +38,19 @@ def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -
     """
     lengths = [len(sequence) for sequence in dataset.record(record)]
     prefix = int(dataset.prefixes[record])
-    # Every token sees itself and all before it; the prefix looks but once.
-    looks = sum(length * (length + 1) for length in lengths) / 2
-    looks -= (len(lengths) - 1) * prefix * (prefix + 1) / 2
-    return packed_size(dataset, record) + query_key_cost * looks
+    # Every token sees itself and all before it; the prefix attends once.
+    query_keys = sum(length * (length + 1) for length in lengths) / 2
+    query_keys -= (len(lengths) - 1) * prefix * (prefix + 1) / 2
+    return packed_size(dataset, record) + query_key_cost * query_keys
 
 
-def share_out(costs: Sequence[float], shares: int) -> list[list[int]]:
-    """Indices into ``costs``, split so that the shares' sums are near each other.
+def share_out(costs: Sequence[float], count: int) -> list[list[int]]:
+    """Indices into ``costs``, split into ``count`` parts of about the same sum.
 
-    Largest first, each to the share that has least (Graham 1969); none is empty where there are
+    Largest first, each to the part that has least (Graham 1969); none is empty where there are
     costs enough.
     """
-    return _fill([0] * len(costs), costs, 0, shares) or []
+    return _fill([0] * len(costs), costs, 0, count) or []
 
 
 def pack_records(
@@ -138,10 +138,10 @@ class _PrefixGroup:
 def _find_prefix_groups(
     sequences: Sequence[Sequence[int] | Tensor], budget: int
 ) -> list[_PrefixGroup]:
-    """All sequences, those with much in common together; no group is larger than ``budget``.
+    """All sequences, those with a long common prefix together, in groups of at most ``budget``.
 
-    In the order of their tokens, neighbours have the most in common. One joins the group before it
-    if that saves tokens.
+    In the order of their tokens, adjacent ones have the longest prefix in common. One joins the
+    group before it if that saves tokens.
     """
     # Big-endian, so that bytes are in the order of the tokens.
     keys = [np.asarray(sequence).astype(">i4").tobytes() for sequence in sequences]
@@ -180,23 +180,23 @@ def _assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[l
 
 def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, pack), sorted
+    space: list[tuple[int, int]] = []  # (free tokens, pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        fitting = bisect_left(room, (sizes[index], -1))
-        if fitting == len(room):
+        fitting = bisect_left(space, (sizes[index], -1))
+        if fitting == len(space):
             packs.append([])
             free, pack = budget, len(packs) - 1
         else:
-            free, pack = room.pop(fitting)
+            free, pack = space.pop(fitting)
         packs[pack].append(index)
-        insort(room, (free - sizes[index], pack))
+        insort(space, (free - sizes[index], pack))
     return [sorted(members) for members in packs]
 
 
 def _fill(
     sizes: Sequence[int], costs: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """``count`` groups, each index where cost is least and room is left; None if there is none."""
+    """``count`` groups, each index where cost is least and space is left; None if there is none."""
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     spent = [(0.0, group) for group in range(count)]  # a heap

@@ -72,9 +72,9 @@ class FileReport:
             yield "prompts also in training", self.prompts_in_training
         yield self.unit, int(self.lengths.sum())
         if is_pairs and self.prefixes is not None and self.lengths.numel():
-            share = float(self.prefixes.sum() / self.lengths.sum())
+            fraction = float(self.prefixes.sum() / self.lengths.sum())
             alone = int((self.prefixes == 0).sum())
-            yield "computed once for both", f"{share:.1%}; nothing in {alone} pairs"
+            yield "computed once for both", f"{fraction:.1%}; nothing in {alone} pairs"
         yield f"{self.unit} of a sequence", _quantiles(self.lengths)
         yield f"{self.unit} of a reply", _quantiles(self.reply_lengths)
         if is_pairs and counts["kept"]:

@@ -106,7 +106,8 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
-        # By this Megatron knows to sum these norms' gradients over the ranks, which share heads.
+        # By this Megatron knows to sum these norms' gradients over the ranks, each of which has
+        # some of the heads.
         "qk_layernorm": shape.qk_layernorm,
     }
 

@@ -24,7 +24,7 @@ from nemo_aligner.parallel.layout import ParallelLayout
 
 
 class GPTRewardModel(GPTModel):
-    """megatron-core's GPTModel with a reward head in the place of the output layer.
+    """megatron-core's GPTModel with a reward head instead of the output layer.
 
     ``reads_every_token`` makes it a critic: the head gives a value for each token of a pack.
     """

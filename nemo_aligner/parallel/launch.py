@@ -125,7 +125,7 @@ def _process_from_torchrun(env: Mapping[str, str]) -> Process:
 
 def _process_from_slurm(env: Mapping[str, str]) -> Process:
     world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
-    # One port per job, so that jobs that share a node do not meet.
+    # One port per job, so that jobs on one node do not meet.
     port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
     return Process(
         rank=_read_int(env, "SLURM_PROCID"),

@@ -257,11 +257,11 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
             again = 0.5 * 2 if plan.sequence_parallel else 0
             reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + again
     trained = parameters(shape, plan, stage, trainable=True)
-    neighbours = (stage > 0) + (stage < plan.pp - 1)
+    adjacent_stages = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1
     return Traffic(
         tensor=plan.packs.count * reductions * 2 * ring,
-        pipeline=plan.packs.count * neighbours * states / split,
+        pipeline=plan.packs.count * adjacent_stages * states / split,
         data=(plan.dp - 1) / plan.dp * trained * (FP32_BYTES + size),
     )
 
@@ -284,7 +284,7 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
         return machine.intra_node if ranks <= inside else machine.inter_node
 
     tensor = max(each.tensor for each in sent) / bandwidth(plan.tp)
-    # Tensor parallel ranks are neighbours, then data parallel ones; stages are the furthest apart.
+    # Tensor parallel ranks are next to each other, then data parallel ones; stages are far apart.
     data = max(each.data for each in sent) / bandwidth(plan.tp * plan.dp)
     pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
     idle = (plan.pp - 1) / plan.packs.count

@@ -27,7 +27,7 @@ class RewardScorer:
     """Scores N texts as ``[N, A]`` float32, one column per attribute of the contract.
 
     The ``score`` methods are collective: every rank calls them with the same arguments and gets all
-    rewards. Data parallel ranks share the packs.
+    rewards. The packs are shared out over the data parallel ranks.
     """
 
     def __init__(

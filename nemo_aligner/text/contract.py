@@ -171,7 +171,7 @@ class ScoringContract:
         return contract
 
     def check_template_ends(self, tokenizer: Tokenizer) -> None:
-        """Try the template where it may not end: a stranger may have written it.
+        """Try the template in a process of its own: an untrusted one may not end.
 
         Raises:
             DataError: it cannot write a question and its answer, or takes much too long for it.
@@ -355,7 +355,7 @@ def _parting(first: Any, second: Any) -> tuple[str, str]:
     shown = (repr(first), repr(second))
     if max(map(len, shown)) <= _SHOWN_CHARACTERS:
         return shown
-    same = next(place for place, (a, b) in enumerate(zip(*shown, strict=False)) if a != b)
+    same = next(index for index, (a, b) in enumerate(zip(*shown, strict=False)) if a != b)
     start = max(0, same - _SHOWN_CHARACTERS // 2)
     cut = [text[start : start + _SHOWN_CHARACTERS] for text in shown]
     return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."

@@ -1,4 +1,4 @@
-"""What the fields of a scoring contract may be: a stranger may have written one, too."""
+"""What the fields of a scoring contract may be: an archive is untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stranger's chat template, a program that may not end, is first run in a process of its own.
+"""An untrusted chat template, which may not end, is first run in a process of its own.
 
 Jinja's sandbox keeps it from files and code, but not from loops, nor from asking for all memory.
 """

@@ -195,7 +195,7 @@ class Tokenizer:
 def load_tokenizer(folder: str | Path, where: str | None = None) -> Tokenizer:
     """Read a tokenizer folder into memory; the folder is not needed afterwards.
 
-    ``where`` names the folder in complaints, if it is a copy.
+    ``where`` names the folder in errors, if it is a copy.
 
     Raises:
         DataError: there is no ``tokenizer.json``, or it is damaged.

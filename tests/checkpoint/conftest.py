@@ -1,4 +1,4 @@
-"""What several tests of checkpoints share."""
+"""What several tests of checkpoints have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests import tiny
 from tests.checkpoint import foreign
-from tests.checkpoint.fuzzing import Door, Files, Mutation, check_all
+from tests.checkpoint.fuzzing import EntryPoint, Files, Mutation, check_all
 
 QUICK, AT_A_TIME = 100, 1000
 
@@ -22,14 +22,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Mutations' ``seeds``: as many as --mutations says, all but the first ones in slow tests."""
     if "seeds" in metafunc.fixturenames:
         count = metafunc.config.getoption("mutations")
-        # No share is so small that all of it may load, or none.
+        # No part is so small that all of it may load, or none.
         bounds = [*range(QUICK, count - QUICK, AT_A_TIME), count]
         slow = [
             pytest.param(range(*pair), marks=pytest.mark.slow(seconds=0.05 * (pair[1] - pair[0])))
             for pair in pairwise(bounds)
         ]
-        shares = [pytest.param(range(bounds[0])), *slow]
-        metafunc.parametrize("seeds", shares, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+        parts = [pytest.param(range(bounds[0])), *slow]
+        metafunc.parametrize("seeds", parts, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def fuzz(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., None]:
-    """Every seed's mutation of a checkpoint's files is met by the door that ``convert`` is."""
+    """Every seed's mutation of a checkpoint's files is met by the entry point ``convert``."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
     def fuzz(
@@ -49,8 +49,9 @@ def fuzz(
         convert: Callable[[Path, Path], Any],
         source: str = ".",
     ) -> None:
-        door = Door(files, convert, layout, tmp_path_factory.mktemp("doors"), scratch, source)
-        check_all(door, mutations, seeds)
+        folder = tmp_path_factory.mktemp("fuzz")
+        entry_point = EntryPoint(files, convert, layout, folder, scratch, source)
+        check_all(entry_point, mutations, seeds)
 
     return fuzz
 

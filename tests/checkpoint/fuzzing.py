@@ -28,7 +28,7 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-BOMB = "executed"  # a file that a stranger's code would make
+BOMB = "executed"  # a file that untrusted code would make
 DEEP: Any = []
 for _ in range(200):
     DEEP = [DEEP]
@@ -37,7 +37,7 @@ NASTY = [
     2**63, 10**400, "", "text", "3", "x" * 100_000, "\x00", "\ud800", "../../etc", "/etc/hostname",
     [], [1, 2], [None], {}, {"a": "b"}, DEEP,
 ]  # fmt: skip
-# Into code that a stranger's template may not reach.
+# Into code that an untrusted template may not reach.
 ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 LOOP = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 TEMPLATES = [
@@ -111,27 +111,27 @@ def some_bytes(data: bytes, rng: random.Random) -> bytes:
 def with_nasty_value(content: Any, rng: random.Random) -> Any:
     """JSON or YAML data with one value, key or item, somewhere in it, changed or lost."""
     changed = copy.deepcopy(content)
-    place = changed
+    part = changed
     while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        keys = list(part) if isinstance(part, dict) else list(range(len(part)))
         if not keys:
             return rng.choice(NASTY)
         key = rng.choice(keys)
-        if not isinstance(place[key], dict | list) or rng.random() < 0.3:
+        if not isinstance(part[key], dict | list) or rng.random() < 0.3:
             break
-        if not place[key]:
+        if not part[key]:
             break
-        place = place[key]
+        part = part[key]
     how = rng.randrange(8)
     if how == 0:
-        del place[key]
-    elif how == 1 and isinstance(place, dict):
-        place[rng.choice(["", "x", "\ud800", "__class__", "0"])] = place.pop(key)
+        del part[key]
+    elif how == 1 and isinstance(part, dict):
+        part[rng.choice(["", "x", "\ud800", "__class__", "0"])] = part.pop(key)
     elif how == 2:
         other = rng.choice(keys)
-        place[key], place[other] = place[other], place[key]
+        part[key], part[other] = part[other], part[key]
     else:
-        place[key] = rng.choice(NASTY)
+        part[key] = rng.choice(NASTY)
     return changed
 
 
@@ -156,13 +156,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def convert_hf(source: Path, output: Path) -> str:
-    """By the door for Hugging Face and GGUF."""
+    """By the entry point for Hugging Face and GGUF."""
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     return str(convert_hf_to_nemo(source, output))
 
 
-class Door:
+class EntryPoint:
     """A way in: ``files`` lie in a folder, of which ``source`` is the part that is converted."""
 
     def __init__(
@@ -226,9 +226,9 @@ class Door:
         return load(output, self._layout)
 
 
-def check_all(door: Door, mutations: Sequence[Mutation], seeds: range) -> None:
-    """Every seed's mutation is met by ``door``; some are loaded, and some refused."""
-    loaded = sum(door.check(mutations[seed % len(mutations)], seed) for seed in seeds)
+def check_all(entry_point: EntryPoint, mutations: Sequence[Mutation], seeds: range) -> None:
+    """Every seed's mutation is met by ``entry_point``; some are loaded, and some refused."""
+    loaded = sum(entry_point.check(mutations[seed % len(mutations)], seed) for seed in seeds)
     assert len(seeds) // 50 < loaded < len(seeds) * 49 // 50, f"{loaded} of {len(seeds)} loaded"
 
 

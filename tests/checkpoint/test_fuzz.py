@@ -1,7 +1,7 @@
 """Damaged and hostile archives: each loads as it was, or is refused by an error of ours.
 
 Nothing else may happen: no other exception, no hang, no file outside, nothing left behind. An
-archive of ours knows its content by checksums. Without them (a stranger's) settings, tokenizer and
+archive of ours knows its content by checksums. In those of others settings, tokenizer and
 index may be changed into others that are just as good, but a damaged weight is found.
 """
 
@@ -54,21 +54,21 @@ def pack(members: Members, kind: int = tarfile.GNU_FORMAT) -> bytes:
 def edited(
     members: Members,
     change: Callable[[bytes], bytes] | None = None,
-    place: int | None = None,
+    index: int | None = None,
     rng: random.Random | None = None,
     **attributes: Any,
 ) -> Members:
-    """With the content, or the header, of the member at ``place`` changed; default: of any file."""
-    if place is None:
+    """With the content, or the header, of the member at ``index`` changed; default: of any file."""
+    if index is None:
         assert rng is not None
-        place = rng.choice([i for i, (member, _) in enumerate(members) if member.isreg()])
-    member, data = copy.copy(members[place][0]), members[place][1]
+        index = rng.choice([i for i, (member, _) in enumerate(members) if member.isreg()])
+    member, data = copy.copy(members[index][0]), members[index][1]
     for key, value in attributes.items():
         setattr(member, key, value)
-    return [*members[:place], (member, change(data) if change else data), *members[place + 1 :]]
+    return [*members[:index], (member, change(data) if change else data), *members[index + 1 :]]
 
 
-def place_of(members: Members, name: str) -> int:
+def index_of(members: Members, name: str) -> int:
     return next(i for i, (member, _) in enumerate(members) if member.name.endswith("/" + name))
 
 
@@ -98,8 +98,8 @@ def flip_member(members: Members, rng: random.Random) -> bytes:
 def flip_index(members: Members, rng: random.Random) -> bytes:
     """The pickle that says where the weights are, or what lies beside it."""
     name = rng.choice([".metadata", ".metadata", "common.pt", "metadata.json"])
-    place = place_of(members, name)
-    return pack(edited(members, lambda data: some_bytes(data, rng), place))
+    index = index_of(members, name)
+    return pack(edited(members, lambda data: some_bytes(data, rng), index))
 
 
 def rename(members: Members, rng: random.Random) -> bytes:
@@ -145,28 +145,28 @@ def edit_config(members: Members, rng: random.Random) -> bytes:
 
     def change(data: bytes) -> bytes:
         lines = data.decode().splitlines()
-        place = rng.randrange(len(lines))
-        key, _, _ = lines[place].partition(":")
+        index = rng.randrange(len(lines))
+        key, _, _ = lines[index].partition(":")
         how = rng.randrange(4)
         if how == 0:
-            del lines[place]
+            del lines[index]
         elif how == 1:
-            lines.insert(place, lines[rng.randrange(len(lines))])
+            lines.insert(index, lines[rng.randrange(len(lines))])
         else:
-            lines[place] = f"{key}: {rng.choice(NASTY)}"
+            lines[index] = f"{key}: {rng.choice(NASTY)}"
         return "\n".join(lines).encode()
 
-    return pack(edited(members, change, place_of(members, "model_config.yaml")))
+    return pack(edited(members, change, index_of(members, "model_config.yaml")))
 
 
 MUTATIONS = [
     flip_archive, flip_header, flip_member, flip_index, rename, retype, rearrange, edit_config,
 ]  # fmt: skip
-# Of a stranger's archive, these change what is as good as it was.
+# Of others' archives, these change what is as good as it was.
 HARMLESS = (flip_member, flip_index, rename, rearrange, edit_config)
 
 
-@pytest.mark.parametrize("has_checksums", [True, False], ids=["ours", "strangers"])
+@pytest.mark.parametrize("has_checksums", [True, False], ids=["ours", "others"])
 def test_an_archive_loads_as_it_was_or_is_refused(
     seeds: range, has_checksums: bool, members: Members, layout: Any, scratch: Path, tmp_path: Path
 ) -> None:

@@ -62,20 +62,20 @@ class Parts:
         self.numbers: list[tuple[int, int]] = []
         self.tensors_from = 0
         for name, field in reader.fields.items():
-            places = [(part.ctypes.data - start, part.nbytes) for part in field.parts]
-            end = places[-1][0] + places[-1][1]
+            bounds = [(part.ctypes.data - start, part.nbytes) for part in field.parts]
+            end = bounds[-1][0] + bounds[-1][1]
             if not name.startswith("GGUF."):
                 self.fields[name] = (field.offset, end)
             self.tensors_from = max(self.tensors_from, end)
-            self._note(places[:6])
+            self._note(bounds[:6])
         for tensor in reader.tensors:
-            places = [(part.ctypes.data - start, part.nbytes) for part in tensor.field.parts]
-            self._note(places)
-            self.tensors_to = places[-1][0] + places[-1][1]
+            bounds = [(part.ctypes.data - start, part.nbytes) for part in tensor.field.parts]
+            self._note(bounds)
+            self.tensors_to = bounds[-1][0] + bounds[-1][1]
         self.data_from = reader.data_offset
 
-    def _note(self, places: list[tuple[int, int]]) -> None:
-        for offset, size in places:
+    def _note(self, bounds: list[tuple[int, int]]) -> None:
+        for offset, size in bounds:
             if size in (4, 8):
                 self.numbers.append((offset, size))
             elif size in (16, 24):
@@ -86,7 +86,7 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
     parts = Parts(data, folder)
 
     def number(files: Files, rng: random.Random) -> Files:
-        """A count, length, type, size or place in the header, or a field's value."""
+        """A count, length, type, size or offset in the header, or a field's value."""
 
         def change(data: bytes) -> bytes:
             offset, size = rng.choice(parts.numbers)
@@ -167,7 +167,7 @@ def quantised(folder: Path) -> tuple[Files, list[Mutation], str]:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_list(tokens)
-        writer.add_token_scores([-float(place) for place in range(len(tokens))])
+        writer.add_token_scores([-float(index) for index in range(len(tokens))])
         writer.add_token_types([kinds.get(token, 6 if "<0x" in token else 1) for token in tokens])
         writer.add_bos_token_id(vocabulary["<bos>"])
         writer.add_eos_token_id(vocabulary["<eos>"])

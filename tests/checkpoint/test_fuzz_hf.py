@@ -111,7 +111,7 @@ def weight_header(files: Files, rng: random.Random) -> Files:
 
 
 def other_entry(header: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A tensor with another dtype, shape or place, as if it were meant."""
+    """A tensor with another dtype, shape or offset, as if it were meant."""
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
     how = rng.randrange(4)
     if how == 0:

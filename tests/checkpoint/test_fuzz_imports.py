@@ -79,17 +79,17 @@ def change_yaml(name: str) -> list[Mutation]:
 
         def change(data: bytes) -> bytes:
             lines = data.decode().splitlines()
-            place = rng.randrange(len(lines))
+            index = rng.randrange(len(lines))
             how = rng.randrange(4)
             if how == 0:
                 return some_bytes(data, rng)
             if how == 1:
                 return rng.choice([data.decode().encode("utf-16"), b"\xff" + data, b"", data * 2])
             if how == 2:
-                key, _, _ = lines[place].partition(":")
-                lines[place] = f"{key}: {rng.choice(LINES).partition(': ')[2]}"
+                key, _, _ = lines[index].partition(":")
+                lines[index] = f"{key}: {rng.choice(LINES).partition(': ')[2]}"
             else:
-                lines.insert(place, rng.choice(LINES))
+                lines.insert(index, rng.choice(LINES))
             return "\n".join(lines).encode()
 
         return edited(files, name, change)

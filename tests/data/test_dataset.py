@@ -188,7 +188,7 @@ def test_a_prompt_in_training_and_validation_is_an_error_unless_allowed(
     assert rows_of(data.validation[0].table())["prompts also in training"] == "1"
 
 
-def test_raw_text_shares_a_prompt_up_to_a_lines_end(
+def test_raw_text_has_a_common_prompt_up_to_a_lines_end(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     config = contracts.config()

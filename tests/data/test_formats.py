@@ -156,7 +156,7 @@ def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> Non
         ([""], r"the file has no records"),
     ],
 )  # fmt: skip
-def test_bad_comparisons_are_errors_with_a_place(
+def test_bad_comparisons_are_errors_with_file_and_line(
     tmp_path: Path, lines: list[object], message: str
 ) -> None:
     path = tmp_path / "data.jsonl"

@@ -46,9 +46,9 @@ def test_a_step_needs_no_history() -> None:
 
 def test_ranks_compute_a_step_without_overlap() -> None:
     for step in range(6):
-        shares = [list(chain(*ids_of(loader(rank, 3).plan(step).packs))) for rank in range(3)]
-        assert all(shares)
-        assert Counter(chain(*shares)) == Counter(loader().global_batch(step))
+        rank_shares = [list(chain(*ids_of(loader(rank, 3).plan(step).packs))) for rank in range(3)]
+        assert all(rank_shares)
+        assert Counter(chain(*rank_shares)) == Counter(loader().global_batch(step))
 
 
 def test_the_work_of_a_step_is_even() -> None:

@@ -156,12 +156,12 @@ def test_a_records_cost_counts_what_is_computed(prefix: int) -> None:
     assert record_cost(data, 0, 0.5) == pytest.approx(wanted)
 
 
-def test_shares_are_even_and_hold_everything_once() -> None:
+def test_parts_are_even_and_hold_everything_once() -> None:
     rng = random.Random(0)
     costs = [rng.lognormvariate(0, 1) for _ in range(200)]
-    shares = share_out(costs, 7)
-    assert sorted(index for share in shares for index in share) == list(range(200))
-    work = [sum(costs[index] for index in share) for share in shares]
+    parts = share_out(costs, 7)
+    assert sorted(index for part in parts for index in part) == list(range(200))
+    work = [sum(costs[index] for index in part) for part in parts]
     assert max(work) / min(work) < 1.02
     assert all(share_out([1.0] * 7, 7))
     assert share_out([], 2) == [[], []]

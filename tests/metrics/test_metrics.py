@@ -70,7 +70,7 @@ def test_correlations_equal_numpys_over_the_labels_that_are_there() -> None:
     assert metrics["pearson_mean"] == pytest.approx((expected + expected_brief) / 2)
 
 
-def test_spearman_is_pearson_of_ranks_with_shared_ranks_for_equal_values() -> None:
+def test_spearman_is_pearson_of_ranks_with_mean_ranks_for_equal_values() -> None:
     rewards = torch.tensor([[10.0], [20.0], [20.0], [1000.0]])
     labels = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     metrics = of_ratings(rewards, labels, ["a"])

@@ -30,7 +30,7 @@ def test_numbers_near_each_other_correlate_as_those_far_apart() -> None:
     assert math.isnan(correlation(one, torch.ones(3, dtype=torch.float64)))
 
 
-def test_ranks_are_counted_from_zero_and_shared_by_equals() -> None:
+def test_ranks_are_counted_from_zero_and_equal_for_equal_values() -> None:
     assert ranks(doubles(30, 10, 20)).tolist() == [2, 0, 1]
     assert ranks(doubles(7, 1, 7, 9, 7)).tolist() == [2, 0, 2, 4, 2]
     assert ranks(doubles(5, 5)).tolist() == [0.5, 0.5]

@@ -35,10 +35,10 @@ def main(archive: str, names: str, result: str) -> None:
             layout = initialize_layout(**LAYOUTS[name])
             model = load_reward_model(archive, layout).model
             rewards = infer(model, [PackedBatch.pack(beginnings)], layout)
-            shared = infer(model, batches[1:], layout)
+            with_prefix = infer(model, batches[1:], layout)
             values = infer_values(load_critic(archive, layout).model, batches, layout)
             if layout.is_last_stage and layout.tp_rank == 0:
-                found[name] = {"rewards": rewards, "shared": shared, "values": values}
+                found[name] = {"rewards": rewards, "with_prefix": with_prefix, "values": values}
             destroy_layout()
         torch.save(found, f"{result}.{torch.distributed.get_rank()}")
 

@@ -40,4 +40,4 @@ def test_a_value_is_the_reward_of_the_prefix(
         torch.testing.assert_close(first, rewards, rtol=0, atol=1e-5)
         # 20 tokens that both replies begin with are there once; the ends are the rewards.
         assert second.shape == (20 + 1 + 2, 2)
-        torch.testing.assert_close(second[[20, 22]], got["shared"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(second[[20, 22]], got["with_prefix"], rtol=0, atol=1e-5)

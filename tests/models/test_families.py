@@ -94,7 +94,7 @@ def assert_close(found: Tensor, wanted: Tensor, relative: float) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("how", ["alone", "together", "shared prefixes"])
+@pytest.mark.parametrize("how", ["alone", "together", "common prefixes"])
 def test_rewards_are_those_of_transformers(
     case: str, how: str, build: Any, layout: ParallelLayout
 ) -> None:
@@ -107,7 +107,7 @@ def test_rewards_are_those_of_transformers(
 
 @every_case
 def test_gradients_are_those_of_transformers(case: str, build: Any) -> None:
-    """Of every weight, with shared prefixes, in the buffer of Megatron's wrapper."""
+    """Of every weight, with common prefixes, in the buffer of Megatron's wrapper."""
     from nemo_aligner.models.trainable import wrap_for_training
 
     made = build(case)

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @pytest.mark.parametrize("window", [None, 1, 30])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("with_prefix", [False, True])
 @pytest.mark.parametrize("groups", [2, 8])
 def test_varlen_kernel_equals_sdpa_forward_and_backward(
-    groups: int, shared: bool, window: int | None
+    groups: int, with_prefix: bool, window: int | None
 ) -> None:
     from nemo_aligner.batch import Group, PackedBatch
     from nemo_aligner.models.attention.packed import _attend_one_by_one
@@ -28,8 +28,8 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
     if kernel is None:
         pytest.skip("this torch has no such varlen attention (2.10 has it, 2.11 with windows)")
     sequences = [[1] * length for length in (3, 200, 77, 90)]
-    shares = [Group(2, 0), Group(2, 40)] if shared else None
-    batch = PackedBatch.pack(sequences, groups=shares)
+    prefixes = [Group(2, 0), Group(2, 40)] if with_prefix else None
+    batch = PackedBatch.pack(sequences, groups=prefixes)
     unused = torch.zeros(0, device="cuda")
     segments = PackedSegments.of(batch, cos=unused, sin=unused, last_token=unused)
     torch.manual_seed(0)

@@ -112,10 +112,14 @@ def _running(folder: Path, script: str, *arguments: str, ranks: int) -> Iterator
     ]
     with log.open("wb") as output:
         for rank in range(ranks):
-            place = {} if ranks == 1 else rank_environment(rank, ranks, port)
+            variables = {} if ranks == 1 else rank_environment(rank, ranks, port)
             server.ranks.append(
                 subprocess.Popen(
-                    command, stdout=output, stderr=output, env={**environment, **place}, cwd=ROOT
+                    command,
+                    stdout=output,
+                    stderr=output,
+                    env={**environment, **variables},
+                    cwd=ROOT,
                 )
             )
     try:

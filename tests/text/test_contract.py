@@ -337,7 +337,7 @@ def test_what_fits_exactly_is_left_alone(rule: Overlong) -> None:
     contract = dataclasses.replace(FIXED, overlong=rule.value, seq_length=3)
     assert contract.fit([1, 2, 3]) == EncodedText([1, 2, 3], False)
     if rule is Overlong.truncate_left:
-        # BOS is 1: it stays, unless there is no room beside it.
+        # BOS is 1: it stays, unless there is no space beside it.
         assert contract.fit([1, 2, 3, 4]) == EncodedText([1, 3, 4], True)
         assert contract.fit([5, 1, 2, 3, 4]) == EncodedText([2, 3, 4], True)
         none = dataclasses.replace(contract, bos_id=None)

@@ -99,7 +99,7 @@ def test_two_ranks_say_the_same(sizes: tuple[str, ...], on: tuple[str, str]) -> 
     done = tiny.run_script("tests/training/poisoned.py", *sizes, processes=2)
     first, second = json.loads(done.stdout.strip().splitlines()[-1])
     assert first == second
-    one, two = (poisoned.lines(poisoned.dataset(places)) for places in ((5,), (3, 4)))
+    one, two = (poisoned.lines(poisoned.dataset(indices)) for indices in ((5,), (3, 4)))
     assert f"step 1: got a gradient norm of nan, on {on[0]}, from {one[0]}; " in first["gradient"]
     assert f"a reward that is not finite, on {on[1]}, from " in first["reward"]
     named = first["reward"].partition("from ")[2].partition(";")[0]

@@ -39,7 +39,7 @@ def model_rules(
 
 
 def megatron_key(rule: Rule, layer: int | None) -> str:
-    """The key of a rule's tensor in a distributed checkpoint; all layers share one."""
+    """The key of a rule's tensor in a distributed checkpoint; all layers have the same one."""
     return PREFIX + ("" if layer is None else LAYERS) + rule.megatron
 
 

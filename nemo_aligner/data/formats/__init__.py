@@ -3,7 +3,7 @@
 =================  ==========  ==================================================================
 name               kind        one record
 =================  ==========  ==================================================================
-comparison_text    comparison  two neighbouring lines, ``{"text": prompt + chosen}`` and then
+comparison_text    comparison  two adjacent lines, ``{"text": prompt + chosen}`` and then
                                ``{"text": prompt + rejected}``: raw text, as NeMo-Aligner has it
 hh                 comparison  ``{"chosen", "rejected"}`` in HH-RLHF's writing, ``"\\n\\nHuman:
                                ... \\n\\nAssistant: ..."``; a ``"prompt"`` goes in front of both

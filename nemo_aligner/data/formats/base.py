@@ -32,8 +32,8 @@ class Format:
         kind: what its records are.
         matches: whether an object of a file is a record of it, or a line of one.
         wanted: the keys by which it is known, for errors.
-        parse: a record of the objects that it is made of; raises DataError without a place, which
-            the caller knows.
+        parse: a record of the objects that it is made of; raises DataError without file and
+            line, which the caller knows.
         sample: the objects of one record.
         lines_per_record: objects that make a record.
     """

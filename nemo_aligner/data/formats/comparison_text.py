@@ -1,4 +1,4 @@
-"""Two neighbouring lines of raw text, as NeMo-Aligner has them."""
+"""Two adjacent lines of raw text, as NeMo-Aligner has them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _LITERALS = {
 
 
 def install() -> None:
-    """Arm the finder; imports nothing heavy, and does nothing where a GPU is found later.
+    """Install the finder; imports nothing heavy, and does nothing where a GPU is found later.
 
     Raises:
         RuntimeError: megatron.core was imported before, on a machine without a GPU.

@@ -31,13 +31,13 @@ class FreedMemory:
     """Bounds what gaps between live blocks take where malloc keeps what is freed.
 
     Packs have ever other sizes, so a freed block seldom fits what comes next. What is resident may
-    pass what the first steps after all gaps were given back needed by ``share``; then the gaps are
-    given back again. The step that follows waits for new pages, so this is at most once in
+    pass what the first steps after all gaps were given back needed by ``fraction``; then the gaps
+    are given back again. The step that follows waits for new pages, so this is at most once in
     ``steps + 1`` steps. Nothing happens where malloc is not glibc's.
     """
 
-    def __init__(self, share: float = 0.125, steps: int = 10) -> None:
-        self._share = share
+    def __init__(self, fraction: float = 0.125, steps: int = 10) -> None:
+        self._fraction = fraction
         self._steps = steps
         self._seen = 0
         self._needed = 0
@@ -49,7 +49,7 @@ class FreedMemory:
             self._seen += 1
             self._needed = max(self._needed, resident)
             return False
-        if resident <= self._needed * (1 + self._share):
+        if resident <= self._needed * (1 + self._fraction):
             return False
         self._seen = self._needed = 0
         return give_back_gaps()

@@ -20,7 +20,7 @@ def load_step_counts(optimizer: Any) -> None:
     """Have a load keep torch's AdamW's count of steps, a tensor for each parameter.
 
     Megatron's loader has one count for a group, as Apex and TransformerEngine do. It would forget
-    this one, or share it between parameters, each of which then advances it.
+    this one, or use one for several parameters, each of which then advances it.
     """
     copy = optimizer._set_main_param_and_optimizer_states
     optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)

@@ -105,7 +105,7 @@ def test_what_is_no_file_is_named(name: str, tmp_path: Path, scratch: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "complaint"),
+    ("name", "message"),
     [
         ("/etc/x", "member '/etc/x' has a path out of the archive"),
         ("a/../x", "member 'a/../x' has a path out of the archive"),
@@ -113,11 +113,11 @@ def test_what_is_no_file_is_named(name: str, tmp_path: Path, scratch: Path) -> N
         ("a\x07x", r"member 'a\x07x' has a name of odd characters"),
     ],
 )
-def test_names_that_are_refused(name: str, complaint: str, tmp_path: Path, scratch: Path) -> None:
+def test_names_that_are_refused(name: str, message: str, tmp_path: Path, scratch: Path) -> None:
     path = pack(tmp_path / "a.nemo", ("fine", b"x"), (name, b"x"))
     # Also of a member that nobody wants.
     for wanted in (everything, lambda member: member.name == "fine"):
-        assert refuse(path, scratch, wanted) == f"{path}: {complaint}"
+        assert refuse(path, scratch, wanted) == f"{path}: {message}"
 
 
 def test_a_file_may_be_there_once_and_a_folder_often(tmp_path: Path, scratch: Path) -> None:

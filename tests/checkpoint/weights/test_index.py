@@ -65,7 +65,7 @@ def test_getattr_gives_members_of_enums_and_nothing_else(saved: Path) -> None:
 
 @pytest.mark.parametrize("key", ["model._extra_state/shard_0_1", "model.embedding"])
 def test_opaque_bytes_are_not_executed(key: str, saved: Path, tmp_path: Path) -> None:
-    """As an opaque object beside the tensors, and in the place of a tensor."""
+    """As an opaque object beside the tensors, and instead of a tensor."""
     metadata = read_metadata(saved)
     bomb = saved / "__9_9.distcp"
     torch.save(Bomb(tmp_path / "executed"), bomb)

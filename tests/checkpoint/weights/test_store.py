@@ -48,9 +48,9 @@ def test_weights_take_the_models_dtype(saved: Path) -> None:
 def test_a_padded_vocabulary_may_differ_in_rows(rows: int, saved: Path) -> None:
     embedding = sharded("model.embedding", torch.full((rows, 4), 7.0), allow_shape_mismatch=True)
     loaded = load(saved, {"model.embedding": embedding})["model.embedding"]
-    shared = min(rows, 6)
-    torch.testing.assert_close(loaded[:shared], request()["model.embedding"].data[:shared])
-    assert not loaded[shared:].any()
+    common = min(rows, 6)
+    torch.testing.assert_close(loaded[:common], request()["model.embedding"].data[:common])
+    assert not loaded[common:].any()
 
 
 def test_missing_tensors_are_listed(saved: Path) -> None:

@@ -35,9 +35,9 @@ def plain(
         scores = torch.einsum("qhc,khc->hqk", query[tokens], key[before + tokens]) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        places = torch.arange(len(before) + len(tokens))
-        behind = places[len(before) :, None] - places
-        hidden = (behind < 0) | (behind >= (window or len(places)))
+        indices = torch.arange(len(before) + len(tokens))
+        behind = indices[len(before) :, None] - indices
+        hidden = (behind < 0) | (behind >= (window or len(indices)))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         outputs.append(torch.einsum("hqk,khc->qhc", weights, value[before + tokens]))
     return torch.cat(outputs)

@@ -95,11 +95,11 @@ def test_gaps_are_given_back_where_more_is_resident_than_the_first_steps_needed(
     resident: list[int],
 ) -> None:
     resident += [100, 160, 120, 200, 199, 201]
-    assert given_back(FreedMemory(share=0.25, steps=3), resident) == [False] * 5 + [True]
+    assert given_back(FreedMemory(fraction=0.25, steps=3), resident) == [False] * 5 + [True]
 
 
 def test_after_gaps_were_given_back_the_need_is_learnt_anew(resident: list[int]) -> None:
-    freed = FreedMemory(share=0.25, steps=2)
+    freed = FreedMemory(fraction=0.25, steps=2)
     resident += [100, 100, 130, 400, 90, 490, 510]
     assert given_back(freed, resident) == [False, False, True, False, False, False, True]
 

@@ -49,7 +49,7 @@ class TestClient:
                 ServingError, match=f"got the scoring .*{CONTRACT.hash}, wanted 000"
             ):
                 asyncio.run(other.score_async(["a"]))
-            # Another server in the place of the one that was asked for its contract.
+            # Another server instead of the one that was asked for its contract.
             other._max_batch_size = 32
             with pytest.raises(
                 ServingError, match=f"got the scoring .*{CONTRACT.hash}, wanted 000"
