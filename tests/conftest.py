@@ -100,8 +100,8 @@ def few_threads() -> Iterator[None]:
 def release_process_groups() -> None:
     """Let go of groups that nothing can use any more, where there are no others.
 
-    Megatron's data parallel wrapper hangs its hooks on nodes of autograd, and these hold it: a cycle
-    that Python cannot see. So what the wrapper holds is taken from it.
+    Megatron's data parallel wrapper hangs its hooks on nodes of autograd, and these hold it: a
+    cycle that Python cannot see. So what the wrapper holds is taken from it.
     """
     import torch.distributed as dist
 
