@@ -140,3 +140,11 @@ def test_what_the_libraries_may_read_is_set_before_they_are_imported(script: str
     """By a fresh start, where a test wants another environment than others had."""
     done = tiny.run_script(script, "tell", env={"TOLD": "so"})
     assert '"so"' in done.stdout
+
+
+def test_a_launch_in_this_process_leaves_the_prepared_one_of_use() -> None:
+    environment, prepared = dict(os.environ), launching.Prepared()
+    assert prepared.fits(environment) is prepared.is_used
+    launched = {**environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_PORT": "1"}
+    assert prepared.fits(launched) is prepared.is_used
+    assert not prepared.fits({**environment, "OMP_NUM_THREADS": "7"})
