@@ -22,11 +22,6 @@ from tests.once import TURNS
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
-# No library reads these as it is imported.
-PASSING = {
-    "PYTEST_CURRENT_TEST", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME", "MASTER_ADDR",
-    "MASTER_PORT",
-}  # fmt: skip
 GRACE_SECS = 30  # as torchrun gives the other ranks of one that failed
 Done = subprocess.CompletedProcess[str]
 
@@ -229,5 +224,5 @@ def _environments(environment: dict[str, str], processes: int) -> list[dict[str,
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what changes with every test, and what ``launch`` sets for itself."""
-    return {key: value for key, value in environment.items() if key not in PASSING}
+    """Without what changes with every test."""
+    return {key: value for key, value in environment.items() if key != "PYTEST_CURRENT_TEST"}

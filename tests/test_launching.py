@@ -142,9 +142,19 @@ def test_what_the_libraries_may_read_is_set_before_they_are_imported(script: str
     assert '"so"' in done.stdout
 
 
-def test_a_launch_in_this_process_leaves_the_prepared_one_of_use() -> None:
-    environment, prepared = dict(os.environ), launching.Prepared()
-    assert prepared.fits(environment) is prepared.is_used
-    launched = {**environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_PORT": "1"}
-    assert prepared.fits(launched) is prepared.is_used
-    assert not prepared.fits({**environment, "OMP_NUM_THREADS": "7"})
+def test_what_a_launch_puts_into_this_process_reaches_no_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    seen: list[dict[str, str]] = []
+
+    def launch(
+        command: list[str], environment: dict[str, str], *unused: object
+    ) -> subprocess.CompletedProcess[str]:
+        seen.append(environment)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(tiny, "launch_script", launch)
+    tiny.run_script("scripts/plan_layout.py")
+    added = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
+    assert seen[0].keys() <= tiny.GIVEN.keys() | added

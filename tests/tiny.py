@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests.launching import ROOT, launch_script
 
+# The environment of the test run: libraries and launches in this process put more into it.
+GIVEN = dict(os.environ)
 TEXT = (
     "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps "
     "sings eats what is where who why how good bad yes no please thank you sorry one two "
@@ -171,7 +173,7 @@ def run_script(
     ``fresh``: by plain python, or by torchrun for several ranks, as a user would (see launching).
     """
     environment = {
-        **os.environ,
+        **GIVEN,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
