@@ -124,8 +124,13 @@ def test_a_run_that_is_interrupted_leaves_nothing_behind(script: str) -> None:
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        tiny.run_script(script, "pid", timeout=50)
+    # A worker of xdist ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tiny.run_script(script, "pid", timeout=50)
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int(there.read_text()), 0)
