@@ -67,7 +67,7 @@ def build_training_data(
     if objective.record_kind is not RecordKind.rating:
         return TrainingData(train, validation, contract, objective)
     if measure_label_means:
-        contract = contract.with_label_means(_measured_means(train))
+        contract = contract.with_label_means(_measured_means(train, contract.attributes))
     means = dict(zip(contract.attributes, contract.label_means, strict=True))
     centred = [dataset.centred_on(means) for dataset in validation]
     return TrainingData(train.centred_on(means), centred, contract, objective)
@@ -83,10 +83,12 @@ def _mark_overlap(
     return replace(dataset, reports=reports)
 
 
-def _measured_means(train: TokenizedDataset) -> tuple[float, ...]:
+def _measured_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:
+    # An objective may read more columns than there are attributes.
     labels = train.records.labels
-    means = labels.measured_means()
-    for name, mean in zip(labels.names, means, strict=True):
+    by_name = dict(zip(labels.names, labels.measured_means(), strict=True))
+    means = tuple(by_name[name] for name in attributes)
+    for name, mean in zip(attributes, means, strict=True):
         if math.isnan(mean):
             files = [report.path for report in train.reports]
             raise DataError(f"{files}: no record has a label of {name}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_aligner.data.formats.base import WantedLabels
 from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import Conversation, Text, check_text
+from nemo_aligner.text.messages import Conversation, check_text
 
 
 def read_string(value: dict[str, Any], key: str) -> str:
@@ -26,11 +26,6 @@ def checked(text: Any, key: str) -> Any:
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
     return text
-
-
-def checked_text(text: Any, key: str) -> Text:
-    """``checked`` of either."""
-    return checked(text, key)
 
 
 def read_conversation(prompt: object, reply: object, key: str) -> Conversation:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.formats.base import Format, WantedLabels, has
-from nemo_aligner.data.formats.fields import checked_text, read_label
+from nemo_aligner.data.formats.fields import checked, read_label
 from nemo_aligner.data.records import Origin, Rating
 from nemo_aligner.errors import DataError
 
@@ -21,7 +21,7 @@ def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -
         )
     named = zip([f"label of {name}" for name in wanted.names], given, strict=False)
     labels = tuple(read_label(value, name, wanted) for name, value in named)
-    return Rating(checked_text(values[0]["text"], "text"), labels, origin)
+    return Rating(checked(values[0]["text"], "text"), labels, origin)
 
 
 FORMAT = Format(
