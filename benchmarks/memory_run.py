@@ -23,9 +23,9 @@ def main() -> None:
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
     from nemo_aligner.training.build import build_data, build_learner
-    from nemo_aligner.training.clock import StopRequest
     from nemo_aligner.training.resume import resume
     from nemo_aligner.training.run import open_checkpoints
+    from nemo_aligner.training.stop import StopRequest
     from nemo_aligner.training.trainer import SupervisedTrainer
 
     job = json.loads(sys.stdin.read())
@@ -37,7 +37,7 @@ def main() -> None:
         data = build_data(config)
         learner, pretrained, total_steps = build_learner(config, data, layout)
         memory.note("model and optimizer")
-        checkpoints = open_checkpoints(config.exp_manager, learner)
+        checkpoints = open_checkpoints(config.exp_manager, data)
         start = resume(checkpoints, config, pretrained.config, learner)
         memory.note("the save's copy")
         if job["skip_products"]:

@@ -119,9 +119,11 @@ def _works(
     arguments: argparse.Namespace, encode: Callable[[Any], list[int]], vocabulary: int
 ) -> list[Work]:
     from nemo_aligner.config.common import RecordKind
-    from nemo_aligner.data.reading import read_records
+    from nemo_aligner.data.reading import Reading, read_records
 
-    records = read_records(arguments.data, RecordKind.comparison).records[: arguments.pairs]
+    records = read_records(arguments.data, Reading(RecordKind.comparison)).records[
+        : arguments.pairs
+    ]
     pairs = [encode(text) for record in records for text in record.texts]
     rng = np.random.RandomState(0)
     prompt = rng.randint(100, vocabulary, 1024).tolist()

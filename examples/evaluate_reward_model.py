@@ -1,18 +1,18 @@
-"""Evaluate a reward model on held-out pairs or ratings.
+"""Evaluate a reward model on held-out pairs or ratings: the same as ``nemo-aligner evaluate``.
 
-    python examples/evaluate_reward_model.py rm_model_file=megatron_gpt.nemo \\
-        data.path=held_out.jsonl
+    python examples/evaluate_reward_model.py rm_model_file=megatron_gpt.nemo data.path=heldout.jsonl
 
-On several ranks: ``torchrun --nproc-per-node 2 examples/evaluate_reward_model.py
-model.tensor_model_parallel_size=2 ...``; the numbers are the same.
+``nemo_aligner/evaluation/run.py`` is what runs.
 """
 
 from __future__ import annotations
 
 import sys
 
-from nemo_aligner.cli.common import run_verb
-from nemo_aligner.cli.evaluate import main
+try:
+    from nemo_aligner.cli.main import main
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main))
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

@@ -1,16 +1,18 @@
-"""Ask a reward model server: ``python examples/score.py "some text" "another text"``.
+"""Ask a reward model server: the same as ``nemo-aligner score``.
 
-``--conversation '[{"role": "user", "content": "Hi"}, ...]'`` gets the model's chat template;
-``--file`` reads a JSONL of ``{"text": ...}``, ``{"messages": [...]}`` or pairs
-(``prompt``/``chosen``/``rejected``), one reward per reply.
+    python examples/score.py "some text" "another text"
+
+``nemo_aligner/serving/client/reward.py`` is what asks.
 """
 
 from __future__ import annotations
 
 import sys
 
-from nemo_aligner.cli.common import run_verb
-from nemo_aligner.cli.score import main
+try:
+    from nemo_aligner.cli.main import main
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main))
+    sys.exit(main(["score", *sys.argv[1:]]))

@@ -1,16 +1,18 @@
-"""Serve a reward model: ``python examples/serve_reward_model.py rm_model_file=megatron_gpt.nemo``.
+"""Serve a reward model over HTTP: the same as ``nemo-aligner serve``.
 
-With several ranks: ``torchrun --nproc-per-node 2 examples/serve_reward_model.py
-rm_model_file=megatron_gpt.nemo model.tensor_model_parallel_size=2``. SIGTERM to the process whose
-pid it prints drains and stops all ranks.
+    python examples/serve_reward_model.py rm_model_file=megatron_gpt.nemo server.port=5555
+
+``nemo_aligner/serving/run.py`` is what runs.
 """
 
 from __future__ import annotations
 
 import sys
 
-from nemo_aligner.cli.common import run_verb
-from nemo_aligner.cli.serve import main
+try:
+    from nemo_aligner.cli.main import main
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main))
+    sys.exit(main(["serve", *sys.argv[1:]]))

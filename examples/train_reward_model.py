@@ -1,10 +1,8 @@
-"""Train a reward model: from a base ``.nemo`` and preference data to ``megatron_gpt.nemo``.
+"""Train a reward model: the same as ``nemo-aligner train``.
 
     python examples/train_reward_model.py pretrained_checkpoint.restore_from_path=base.nemo \\
-        'model.data.data_prefix.train=[pairs.jsonl]' exp_manager.explicit_log_dir=results/first
+        model.data.data_prefix.train=pairs.jsonl exp_manager.explicit_log_dir=results/first
 
-On several ranks: ``torchrun --nproc-per-node 2 examples/train_reward_model.py
-model.tensor_model_parallel_size=2 ...``. The same command again goes on where a run stopped.
 ``nemo_aligner/training/run.py`` is what runs.
 """
 
@@ -12,8 +10,10 @@ from __future__ import annotations
 
 import sys
 
-from nemo_aligner.cli.common import run_verb
-from nemo_aligner.cli.train import main
+try:
+    from nemo_aligner.cli.main import main
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main))
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,5 +1,7 @@
 """The errors a user can meet; each message says where, what was got and what was wanted."""
 
+from collections.abc import Sequence
+
 _MOST_SHOWN = 300
 
 
@@ -9,6 +11,16 @@ class AlignerError(Exception):
 
 class ConfigError(AlignerError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
+
+
+class SettingsError(ConfigError):
+    """Everything that is wrong with the settings of a run; ``problems`` has a line for each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        several = len(self.problems) > 1
+        heading = ["these settings cannot be used:"] * several
+        super().__init__("\n  ".join([*heading, *self.problems]))
 
 
 class DataError(AlignerError, ValueError):
@@ -25,6 +37,14 @@ class ServingError(AlignerError, RuntimeError):
 
 class TrainingError(AlignerError, RuntimeError):
     """A step whose numbers are no longer finite; the message names step, rank and records."""
+
+
+class PeerError(AlignerError, RuntimeError):
+    """Another process failed, and says why: this one ends without a word."""
+
+
+class LostRankError(AlignerError, RuntimeError):
+    """Another rank is gone, and nobody has said why."""
 
 
 def shown(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +20,10 @@ from tests.contracts import Contracts
 from tests.environments import make_environment
 from tests.launching import PREPARED
 from tests.once import TURNS, Once, once_per_run, run_folder
+
+# Workers of xdist, and what a shell puts into the background, ignore SIGINT, and what they start
+# does, too: Ctrl-C could not be tested there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_THREADS = 150  # a layout has 60
 FEWEST_MUTATIONS = 100  # of which some load and some do not

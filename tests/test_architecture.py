@@ -22,11 +22,15 @@ MAX_CLASS_DEPTH = 2
 # A part imports parts of lower floors, and itself.
 FLOORS = {
     "errors": 0,
+    "processes": 0,
+    "temporary": 0,
     "config": 0,
     "parallel": 1,
     "batch": 1,
     "metrics": 1,
     "precision": 1,
+    "subcommand": 1,
+    "console": 2,
     "text": 2,
     "objectives": 2,
     "data": 3,
@@ -38,10 +42,12 @@ FLOORS = {
     "serving": 6,
     "evaluation": 6,
     "diagnostics": 7,
+    "quickstart": 7,
     "cli": 8,
+    "__main__": 9,
 }
-# Who may import one on its own floor: settings need their error.
-SAME_FLOOR = {("config", "errors")}
+# Who may import one on its own floor: settings and launchers need theirs.
+SAME_FLOOR = {("config", "errors"), ("processes", "errors")}
 # The only files, or folders, that import a large dependency.
 IMPORTERS = {
     "megatron": ["parallel/", "models/", "checkpoint/", "training/optimizer/"],

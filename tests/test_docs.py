@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.cli.main import load
+from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from tests.tiny import ROOT
 
 PAGES = sorted(
@@ -23,38 +28,84 @@ PAGES = sorted(
     if path.is_file()
 )
 SCHEMAS = {
-    "examples/train_reward_model.py": TrainConfig,
-    "examples/evaluate_reward_model.py": EvaluateConfig,
-    "examples/serve_reward_model.py": ServeConfig,
-    "scripts/slurm/train_reward_model.sbatch": TrainConfig,
+    "train": TrainConfig,
+    "probe": TrainConfig,
+    "quickstart": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "serve": ServeConfig,
 }
 SCRIPT = re.compile(r"(?:examples|scripts|conf|tests|docs)/[\w./-]+\.(?:py|sh|sbatch|yaml)")
+# What a command begins with, and the verb that the rest is for.
+STARTS = {
+    "nemo-aligner": [],
+    "scripts/slurm/train_reward_model.sbatch": ["train"],
+    "scripts/quickstart.sh": ["quickstart"],
+    "examples/train_reward_model.py": ["train"],
+    "examples/evaluate_reward_model.py": ["evaluate"],
+    "examples/serve_reward_model.py": ["serve"],
+    "examples/score.py": ["score"],
+}
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of every command in a page's code blocks that starts one of SCHEMAS."""
+    """The verb and arguments of every command in a page's code blocks."""
     found = []
-    # Every other piece between fences is code; the first line of one may name its language.
-    for block in re.split(r"^```", page.read_text(), flags=re.MULTILINE)[1::2]:
+    for block in _pieces(page)[1::2]:
         for line in block.replace("\\\n", " ").splitlines():
-            if any(script in line for script in SCHEMAS):
-                found.append(shlex.split(line, comments=True))
+            if any(start in line for start in STARTS) and not line.startswith("usage:"):
+                words = shlex.split(line.partition("|")[0].strip(), comments=True)
+                for index, word in enumerate(words):
+                    if word in STARTS:
+                        found.append([*STARTS[word], *words[index + 1 :]])
     return found
 
 
+def mentions(page: Path) -> list[list[str]]:
+    """The words of every ``nemo-aligner ...`` within a page's lines; some are a beginning."""
+    texts = [
+        code.replace("\n", " ")
+        for text in _pieces(page)[::2]
+        for code in re.findall(r"`nemo-aligner ([^`]+)`", text)
+    ]
+    return [text.split() for text in texts if not text.startswith("VERB")]
+
+
+def _pieces(page: Path) -> list[str]:
+    """Every other piece between fences is code; the first line of one may name its language."""
+    return re.split(r"^```", page.read_text(), flags=re.MULTILINE)
+
+
+def split_verb(words: list[str]) -> tuple[str, list[str]]:
+    count = 2 if words[0] == "data" else 1
+    return " ".join(words[:count]), words[count:]
+
+
 def test_there_are_pages_with_commands() -> None:
-    assert len(commands(ROOT / "README.md")) >= 4
+    assert len(commands(ROOT / "README.md")) >= 9
 
 
 @every_page
-def test_commands_have_settings_that_load(page: Path) -> None:
+def test_commands_are_what_the_verbs_take(page: Path) -> None:
     for words in commands(page):
-        index = next(index for index, word in enumerate(words) if word in SCHEMAS)
-        arguments = words[index + 1 :]
-        if "--help" in arguments:
+        if words[:1] in ([], ["VERB"]) or {"--help", "..."} & {*words} or "...]" in words[-1]:
             continue
-        load_config(SCHEMAS[words[index]], [str(argument) for argument in arguments])
+        verb, arguments = split_verb(words)
+        options = load(verb).new_parser().parse(arguments)
+        if verb in SCHEMAS:
+            load_config(SCHEMAS[verb], options.settings, getattr(options, "config", None))
+
+
+@every_page
+def test_mentioned_verbs_have_the_flags(page: Path) -> None:
+    for words in mentions(page):
+        if words[0].startswith("--"):
+            continue
+        verb, rest = split_verb(words)
+        if verb == "data":
+            continue
+        shown = load(verb).new_parser().format_help()
+        assert [flag for flag in rest if flag.startswith("--") and flag not in shown] == [], words
 
 
 @every_page
@@ -70,11 +121,10 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-HELPFUL = sorted(
+BENCHMARKS = sorted(
     path
-    for folder in ("examples", "scripts", "benchmarks")
-    for path in (ROOT / folder).glob("*.py")
-    if "argparse.ArgumentParser(" in path.read_text() or "run_verb(main" in path.read_text()
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if "argparse.ArgumentParser(" in path.read_text()
 )
 HELP = """
 import runpy, sys
@@ -87,8 +137,8 @@ print("torch" in sys.modules, file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("path", HELPFUL, ids=lambda path: path.name)
-def test_help_waits_for_no_torch(path: Path) -> None:
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
+def test_help_of_a_benchmark_waits_for_no_torch(path: Path) -> None:
     environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{path.parent}", "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [sys.executable, "-c", HELP, str(path)],
@@ -111,6 +161,19 @@ def test_the_architecture_page_names_every_file() -> None:
         if path.name != "__init__.py" and path.name not in text
     ]
     assert not missing
+
+
+def test_the_page_of_data_shows_every_format() -> None:
+    text = (ROOT / "docs" / "data.md").read_text()
+    for each in FORMATS.values():
+        sample = "\n".join(json.dumps(line) for line in each.sample)
+        assert f"`{each.name}`: " in text
+        assert f"```\n{sample}\n```" in text
+
+
+def test_the_setting_of_templates_names_every_one() -> None:
+    (template,) = [key for key in list_keys(TrainConfig) if key.name == "model.data.template"]
+    assert all(name in template.about for name in BUILT_IN_TEMPLATES)
 
 
 def test_the_readme_is_short() -> None:

@@ -18,7 +18,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.data import DataConfig, DataPrefixConfig
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.data.reading import read_records
+from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.training_data import build_training_data
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics import table
@@ -93,11 +93,11 @@ def test_a_format_is_found_by_its_keys(
     monkeypatch.setitem(FORMATS, example.name, example)
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(example.sample[0]))
-    file = read_records(path, RecordKind.comparison)
+    file = read_records(path, Reading(RecordKind.comparison))
     assert (file.format, file.records[0].chosen[-1]["content"]) == ("a_or_b", "4")
     path.write_text(json.dumps({**example.sample[0], "better": "c"}))
     with pytest.raises(DataError, match=r"pairs.jsonl:1: better: got 'c', wanted 'a' or 'b'"):
-        read_records(path, RecordKind.comparison)
+        read_records(path, Reading(RecordKind.comparison))
 
 
 def test_a_metric_is_measured_with_the_others(

@@ -124,13 +124,8 @@ def test_a_run_that_is_interrupted_leaves_nothing_behind(script: str) -> None:
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    # A worker of xdist ignores the signal.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            tiny.run_script(script, "pid", timeout=50)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run_script(script, "pid", timeout=50)
     thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int(there.read_text()), 0)
@@ -160,6 +155,6 @@ def test_what_a_launch_puts_into_this_process_reaches_no_script(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(tiny, "launch_script", launch)
-    tiny.run_script("scripts/plan_layout.py")
+    tiny.run_verb("plan")
     added = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
     assert seen[0].keys() <= tiny.GIVEN.keys() | added

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tests.launching import ROOT, launch_script
 
@@ -159,6 +160,12 @@ def write_ratings(path: Path, count: int, attributes: tuple[str, ...], seed: int
     return path
 
 
+def environment(**more: str) -> dict[str, str]:
+    """That of a script, on a machine without a GPU."""
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return {**GIVEN, **ours, **more}
+
+
 def run_script(
     script: str,
     *arguments: str,
@@ -172,16 +179,15 @@ def run_script(
 
     ``fresh``: by plain python, or by torchrun for several ranks, as a user would (see launching).
     """
-    environment = {
-        **GIVEN,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        **(env or {}),
-    }
-    done = launch_script([str(ROOT / script), *arguments], environment, processes, timeout, fresh)
+    command = [str(ROOT / script), *arguments]
+    done = launch_script(command, environment(**(env or {})), processes, timeout, fresh)
     if check and done.returncode != 0:
         raise AssertionError(
             f"{script} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
         )
     return done
+
+
+def run_verb(verb: str, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """``nemo-aligner VERB ...`` by ``run_script``, which has the options."""
+    return run_script("nemo_aligner/__main__.py", *verb.split(), *arguments, **how)

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.write import sync_to_disk
+from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
 from nemo_aligner.checkpoint.weights.background import in_background
 from nemo_aligner.checkpoint.weights.save import PendingSave, copy_tensors, start_saving
 from nemo_aligner.checkpoint.weights.store import load_weights
@@ -38,10 +39,7 @@ _PREFIX = "model."
 # Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state,
 # and a stack with holes cannot be saved.
 _PER_LAYER = {"non_homogeneous_layers": True}
-_NAME = re.compile(r"step_(\d{8,})")
-_UNFINISHED = re.compile(rf"{_NAME.pattern}\.(partial|removed)")
-_STATE = "state"
-_RUN_STATE = "run_state.json"
+_UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
 
 
 class ShardedModel(Protocol):
@@ -76,7 +74,8 @@ class RunState:
 
     ``step`` steps are done, on ``consumed_samples`` records. ``metrics`` are those of a validation
     after that very step, if there was one. ``fingerprint`` names what must not change when the run
-    goes on. ``config`` and ``contract`` are for readers.
+    goes on. ``config`` and ``contract`` are for readers. On the disk NaN and infinity are null, as
+    JSON has none; a metric that was comes back as NaN.
     """
 
     step: int
@@ -98,7 +97,9 @@ class Saved:
 class RunCheckpoints:
     """The checkpoints of one run in ``folder``, which all ranks see; every rank calls every method.
 
-    The newest is always kept, and the ``save_top_k`` best by the metric ``monitor``.
+    The newest is always kept, and the ``save_top_k`` best by the metric ``monitor``. Of equals the
+    one with the lower loss on the same set is better: an accuracy of 1 says nothing of how clear
+    the verdicts are. Of equals in that, too, the earlier is: a later one is not worth another save.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class RunCheckpoints:
     ) -> None:
         self.folder = Path(folder)
         self.monitor = monitor if save_top_k > 0 else None
+        self.tie_break = None if self.monitor is None else f"{self.monitor.partition('/')[0]}/loss"
         self._mode = mode
         self._save_top_k = save_top_k
         self._pending: tuple[Saved, PendingSave] | None = None
+        self._published: list[Saved] = []
         self._deletion: Future[None] | None = None
         self._host: dict[int, Tensor] = {}
 
@@ -146,9 +149,18 @@ class RunCheckpoints:
         return saved[-1] if saved else None
 
     def best(self) -> Saved | None:
-        """The best checkpoint by ``monitor``; of equals the earliest."""
-        ranked = self._ranked(self.list_saved())
+        """The first of ``ranked``."""
+        ranked = self.ranked()
         return ranked[0] if ranked else None
+
+    def ranked(self) -> list[Saved]:
+        """The checkpoints that are there and have a value of ``monitor``, the best first."""
+        return self._ranked(self.list_saved())
+
+    def candidates(self) -> list[Saved]:
+        """``ranked``, and among them those of this process that gave way to better ones."""
+        known = {item.path: item for item in (*self._published, *self.list_saved())}
+        return self._ranked(list(known.values()))
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a checkpoint with these metrics would be kept for them, beside a pending one."""
@@ -173,7 +185,7 @@ class RunCheckpoints:
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
             on_main(lambda: _make_empty(_unnamed(path)))
-        pending = start_saving(self._copy(model, optimizer), _unnamed(path) / _STATE)
+        pending = start_saving(self._copy(model, optimizer), _unnamed(path) / STATE_NAME)
         self._pending = Saved(path, state), pending
 
     @property
@@ -196,6 +208,7 @@ class RunCheckpoints:
         with _as_checkpoint_error(saved.path):
             on_main(lambda: _publish(saved))
             on_main(self._prune)
+        self._published.append(saved)
         return saved
 
     def _prune(self) -> None:
@@ -221,7 +234,7 @@ class RunCheckpoints:
             "model": weights,
             "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
         }
-        state = load_weights(request, saved.path / _STATE)
+        state = load_weights(request, saved.path / STATE_NAME)
         _load_model(model, state["model"], saved.path)
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
@@ -232,19 +245,21 @@ class RunCheckpoints:
             CheckpointError: the weights do not fit the model, or are not safe to read.
         """
         request = {"model": _sharded(model)}
-        _load_model(model, load_weights(request, saved.path / _STATE)["model"], saved.path)
+        _load_model(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
         scored = [(self._sort_key(item.state.metrics), item) for item in saved]
         ranked = [(key, item.state.step, item) for key, item in scored if key is not None]
         return [item for *_, item in sorted(ranked, key=lambda entry: entry[:2])]
 
-    def _sort_key(self, metrics: Mapping[str, float]) -> float | None:
+    def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
         """Smaller is better; None for what cannot be ranked."""
-        value = metrics.get(self.monitor) if self.monitor is not None else None
-        if value is None or math.isnan(value):
+        value = metrics.get(str(self.monitor), math.nan)
+        if math.isnan(value):
             return None
-        return -value if self._mode is MonitorMode.max else value
+        loss = metrics.get(str(self.tie_break), math.nan)
+        signed = -value if self._mode is MonitorMode.max else value
+        return signed, math.inf if math.isnan(loss) else loss
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
@@ -257,7 +272,7 @@ def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
     differences = [
         f"{key}: the checkpoint has {before.get(key)!r}, this run {fingerprint.get(key)!r}"
         for key in dict.fromkeys([*before, *fingerprint])
-        if before.get(key) != fingerprint.get(key)
+        if _as_json(before.get(key)) != _as_json(fingerprint.get(key))
     ]
     if differences:
         raise CheckpointError(
@@ -297,21 +312,35 @@ def _delete_unfinished(folder: Path) -> None:
 def _list_saved(folder: Path) -> list[Saved]:
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    paths = [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted((_read_saved(path) for path in paths), key=lambda saved: saved.state.step)
 
 
 def _read_saved(path: Path) -> Saved:
-    file = path / _RUN_STATE
+    file = path / RUN_STATE_NAME
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         version = content.pop("version")
         if version != _VERSION:
             raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
         known = {item.name for item in fields(RunState)}
-        return Saved(path, RunState(**{key: content[key] for key in known}))
+        state = RunState(**{key: content[key] for key in known})
+        return Saved(path, replace(state, metrics=_as_numbers(state.metrics)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
+
+
+def _as_json(value: Any) -> Any:
+    """The value with null for every number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 def _make_empty(folder: Path) -> None:
@@ -327,8 +356,9 @@ def _unnamed(path: Path) -> Path:
 def _publish(saved: Saved) -> None:
     """Give a finished folder its name, once all of it is on the disk."""
     path, unnamed = saved.path, _unnamed(saved.path)
-    content = {"version": _VERSION, **asdict(saved.state)}
-    (unnamed / _RUN_STATE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    content = _as_json({"version": _VERSION, **asdict(saved.state)})
+    text = json.dumps(content, indent=2, allow_nan=False)
+    (unnamed / RUN_STATE_NAME).write_text(text, encoding="utf-8")
     # The ranks have synced the tensors, so this is a matter of the small files.
     for folder, _, names in os.walk(unnamed):
         for name in names:

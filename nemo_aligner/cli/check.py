@@ -1,6 +1,6 @@
 """Is a reward the same at every layout and in every batch? A table for your own checkpoint.
 
-check_invariance.py --checkpoint megatron_gpt.nemo [--data pairs.jsonl] [--processes 2]
+  nemo-aligner check --checkpoint megatron_gpt.nemo --data pairs.jsonl
 
 The texts of some pairs (of the demo set without --data) are scored at one process and at every
 layout of 2, 4, ... processes that the model fits: each alone, all together, in other orders, in
@@ -15,18 +15,39 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from nemo_aligner.cli.common import new_parser
+from nemo_aligner.cli.parser import Parser, positive
+from nemo_aligner.processes import is_first_rank
 
 
-def main(argv: Sequence[str]) -> int:
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner check``."""
+    parser = Parser("check", __doc__)
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="FILE", help="a reward model's .nemo"
+    )
+    parser.add_argument("--data", metavar="FILE", help="pairs, in any format that training takes")
+    parser.add_argument(
+        "--pairs", type=positive, default=32, metavar="N", help="how many (default: 32)"
+    )
+    parser.add_argument(
+        "--processes", type=positive, metavar="N", help="at most (default: all GPUs, or 2)"
+    )
+    parser.add_argument(
+        "--min-model-parallel", type=positive, default=1, metavar="N",
+        help="under torchrun or srun: no layout that splits the model less (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: its own")
+    parser.add_argument("--no-server", dest="server", action="store_false", help="leave HTTP out")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="the table for programs")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
     """0 where the bar holds; rank 0 prints."""
-    options = _parse(argv)
     from nemo_aligner.diagnostics.check import Check, run_check
 
     check = Check(
@@ -36,24 +57,8 @@ def main(argv: Sequence[str]) -> int:
         processes=options.processes,
         min_model_parallel=options.min_model_parallel,
         precision=options.precision,
-        serve=(sys.executable, "-m", "nemo_aligner.cli.serve") if options.server else (),
+        serve=options.server,
     )
-    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    is_first = is_first_rank()
     with redirect_stdout(sys.stdout if is_first else io.StringIO()):
         return 0 if run_check(check, options.output if is_first else None) else 1
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = new_parser(__doc__)
-    parser.add_argument("--checkpoint", required=True, help="a reward model's .nemo")
-    parser.add_argument("--data", metavar="FILE", help="pairs, in any format that training takes")
-    parser.add_argument("--pairs", type=int, default=32, help="how many (default 32)")
-    parser.add_argument("--processes", type=int, help="at most (default: all GPUs, or 2)")
-    parser.add_argument(
-        "--min-model-parallel", type=int, default=1, metavar="N",
-        help="under torchrun or srun: no layout that splits the model less (default 1)",
-    )  # fmt: skip
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: its own")
-    parser.add_argument("--no-server", dest="server", action="store_false")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="the table for programs")
-    return parser.parse_args(argv)

@@ -1,16 +1,27 @@
-"""Evaluate a reward model on held-out pairs or ratings."""
+"""Measure a reward model on held-out pairs or ratings.
+
+nemo-aligner evaluate rm_model_file=megatron_gpt.nemo data.path=heldout.jsonl
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 
+from nemo_aligner.cli.parser import Parser
+from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.load import load_config
 
 
-def main(argv: Sequence[str]) -> int:
-    """``[--config FILE] [section.key=value ...]``, see ``EvaluateConfig``."""
-    config = load_config(EvaluateConfig, argv)
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner evaluate``."""
+    return settings_parser("evaluate", __doc__, EvaluateConfig)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the metrics, and write what ``output`` and ``output_rewards`` ask for."""
+    config = read_settings(EvaluateConfig, options, ["rm_model_file", "data.path"])
+    if starts_ranks(options):
+        return start_ranks("evaluate", options)
     from nemo_aligner.evaluation.run import evaluate
 
     evaluate(config)

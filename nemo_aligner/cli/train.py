@@ -1,16 +1,46 @@
-"""Train a reward model: from a base checkpoint and preference data to ``megatron_gpt.nemo``."""
+"""Train a reward model: from a base checkpoint and preference data to megatron_gpt.nemo.
+
+  nemo-aligner train pretrained_checkpoint.restore_from_path=base.nemo \\
+      model.data.data_prefix.train=pairs.jsonl \\
+      exp_manager.explicit_log_dir=results/first
+
+The same command again goes on where a run stopped. Ctrl-C and SIGTERM save before they stop it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import os
 
-from nemo_aligner.config.load import load_config
+from nemo_aligner.cli.parser import Parser
+from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.processes import find_process
+
+_NEEDED = ("pretrained_checkpoint.restore_from_path", "model.data.data_prefix.train")
 
 
-def main(argv: Sequence[str]) -> int:
-    """``[--config FILE] [section.key=value ...]``, see ``TrainConfig``."""
-    config = load_config(TrainConfig, argv)
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner train``."""
+    parser = settings_parser("train", __doc__, TrainConfig)
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="check settings, data, memory and layout, and begin nothing",
+    )  # fmt: skip
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, on as many ranks as were started."""
+    config = read_settings(TrainConfig, options, _NEEDED)
+    if options.dry_run:
+        from nemo_aligner.console import say
+        from nemo_aligner.training.dry_run import check_run
+
+        say(check_run(config, options.processes or find_process(os.environ).world_size))
+        return 0
+    if starts_ranks(options):
+        return start_ranks("train", options)
     from nemo_aligner.training.run import train
 
     train(config)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import field
 from enum import Enum
+from typing import TypeVar
 
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import SettingsError
+
+T = TypeVar("T")
+# Under this key a field's metadata has what it is for.
+ABOUT = "about"
 
 
 class RecordKind(Enum):
@@ -32,18 +39,70 @@ class Overlong(Enum):
     error = "error"
 
 
+class Malformed(Enum):
+    error = "error"
+    drop = "drop"
+
+
 class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
 
 
-def require(condition: bool, key: str, got: object, wanted: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}: got {got!r}, wanted {wanted}")
+def setting(default: T, about: str) -> T:
+    """A field of a section: its default, and the one line that ``--help`` says of it.
+
+    A list or a mapping is copied for every section.
+    """
+    metadata = {ABOUT: about}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def require_positive(section: str, owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        require(value is None or value > 0, f"{section}.{name}", value, "a number above 0")
+class Checks:
+    """What is wrong with the values of one section, whose keys begin with ``prefix``.
+
+    As a context manager it raises what was found at its end:
+
+    Raises:
+        SettingsError: any check failed; it has a line for each.
+    """
+
+    def __init__(self, prefix: str, section: object) -> None:
+        self._prefix = f"{prefix}." if prefix else ""
+        self._section = section
+        self._problems: list[str] = []
+
+    def __enter__(self) -> Checks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        if kind is None and self._problems:
+            raise SettingsError(self._problems)
+
+    def require(self, condition: bool, name: str, wanted: str) -> None:
+        """The setting ``name`` (below the section where it has dots) is fit if ``condition``."""
+        if not condition:
+            got = self._section
+            for part in name.split("."):
+                got = getattr(got, part)
+            shown = got.value if isinstance(got, Enum) else got
+            self._problems.append(f"{self._prefix}{name}: got {shown!r}, wanted {wanted}")
+
+    def positive(self, *names: str) -> None:
+        """Each of these is null, or above 0."""
+        for name in names:
+            value = getattr(self._section, name)
+            self.require(value is None or value > 0, name, "a number above 0")
+
+    def not_negative(self, *names: str) -> None:
+        """Each of these is 0 or more."""
+        for name in names:
+            self.require(getattr(self._section, name) >= 0, name, "0 or more")
+
+    def fraction(self, *names: str) -> None:
+        """Each of these is a part of a whole."""
+        for name in names:
+            self.require(0 <= getattr(self._section, name) <= 1, name, "a number from 0 to 1")

@@ -4,43 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nemo_aligner.config.common import Overlong, require_positive
+from nemo_aligner.config.common import Checks, Malformed, Overlong, setting
 
 
 @dataclass
 class DataPrefixConfig:
-    """Files per split; several validation files are several validation sets."""
+    """Files of every part."""
 
-    train: list[str] = field(default_factory=list)
-    validation: list[str] = field(default_factory=list)
+    train: list[str] = setting([], "files to train on")
+    validation: list[str] = setting([], "files to validate on, each a set of its own")
 
 
 @dataclass
 class DataConfig:
-    """``format`` is ``auto`` or a name from ``data/formats/``; the rest shapes the contract.
+    """What is read, and how a text becomes token ids: the rules of the scoring contract.
 
-    ``template`` is ``tokenizer`` (the tokenizer's own), a name from ``text/templates.py``, or a
-    file. Where it, ``add_bos`` or ``add_eos`` is null, the reward model that training starts from
-    decides, and for a base model its tokenizer. ``allow_prompt_overlap`` lets a prompt stand in
-    training and validation files both.
+    Where ``template``, ``add_bos`` or ``add_eos`` is null, the reward model that training starts
+    from decides, and for a base model its tokenizer.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
-    format: str = "auto"
-    seq_length: int = 1024
-    overlong: Overlong = Overlong.drop
-    template: str | None = None
-    add_bos: bool | None = None
-    add_eos: bool | None = None
-    allow_prompt_overlap: bool = False
+    format: str = setting("auto", "auto, or a format's name (docs/data.md)")
+    seq_length: int = setting(1024, "the most tokens of a text")
+    overlong: Overlong = setting(Overlong.drop, "what becomes of a longer text")
+    template: str | None = setting(
+        None, "tokenizer (its own), chatml, llama3, plain, zephyr, or a file"
+    )
+    add_bos: bool | None = setting(None, "a BOS token before every text")
+    add_eos: bool | None = setting(None, "an EOS token behind every text")
+    allow_prompt_overlap: bool = setting(False, "let prompts be in training and validation both")
+    malformed: Malformed = setting(
+        Malformed.error, "what becomes of records that cannot be read: drop leaves them out"
+    )
+    max_malformed: float = setting(0.01, "the most of a file that may be left out so, 0 to 1")
 
     def __post_init__(self) -> None:
-        require_positive("model.data", self, "seq_length")
+        with Checks("model.data", self) as checks:
+            checks.positive("seq_length")
+            checks.fraction("max_malformed")
 
 
 @dataclass
 class RegressionConfig:
-    """``attributes`` names the label columns, in the order of ``label`` lists."""
+    """The labels of rated replies."""
 
-    attributes: list[str] = field(default_factory=list)
-    loss_mask_val: float = -100.0
+    attributes: list[str] = setting([], "label columns, in the order of label lists")
+    loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")

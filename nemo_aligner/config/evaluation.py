@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nemo_aligner.config.common import Precision
+from nemo_aligner.config.common import Checks, Malformed, Precision, setting
+from nemo_aligner.config.data import DataConfig
 from nemo_aligner.config.scoring import ScorerModelConfig
 
 
 @dataclass
 class EvaluateDataConfig:
-    """``path``: one file of pairs or ratings; the rest comes from the model's scoring contract."""
+    """What is scored; the rest comes from the model's scoring contract."""
 
-    path: str | None = None
-    format: str = "auto"
-    loss_mask_val: float = -100.0
+    path: str | None = setting(None, "a file of pairs or ratings")
+    format: str = setting("auto", "auto, or a format's name (docs/data.md)")
+    loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")
+    malformed: Malformed = setting(DataConfig.malformed, "as training's model.data.malformed")
+    max_malformed: float = setting(
+        DataConfig.max_malformed, "as training's model.data.max_malformed"
+    )
+
+    def __post_init__(self) -> None:
+        with Checks("data", self) as checks:
+            checks.fraction("max_malformed")
 
 
 @dataclass
 class EvaluateConfig:
-    """The whole of ``examples/evaluate_reward_model.py``.
+    """The whole of ``nemo-aligner evaluate``."""
 
-    ``output`` is a JSON file for metrics and counts, ``output_rewards`` a JSONL file with one line
-    per record. ``precision: null`` is the one the scoring contract names. A model whose contract
-    does not have the hash ``expect_contract`` is refused.
-    """
-
-    rm_model_file: str | None = None
-    expect_contract: str | None = None
-    precision: Precision | None = None
+    rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
+    expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
+    precision: Precision | None = setting(None, "null: the one that the scoring contract names")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
-    output: str | None = None
-    output_rewards: str | None = None
+    output: str | None = setting(None, "JSON file to write: metrics and counts")
+    output_rewards: str | None = setting(None, "JSONL file to write: a line for each record")

@@ -1,42 +1,39 @@
-"""Dataclass defaults < ``--config`` YAML < ``key=value`` on the command line."""
+"""Dataclass defaults < YAML file < ``key=value``; every problem of all of them in one error."""
 
 from __future__ import annotations
 
-import difflib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.config.describe import list_keys
+from nemo_aligner.config.suggest import suggestion
+from nemo_aligner.errors import ConfigError, SettingsError, shown
 
 T = TypeVar("T")
 
 
-def load_config(schema: type[T], argv: Sequence[str]) -> T:
-    """The settings of one run, checked; ``--help`` prints every key with its default and exits.
+def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path | None = None) -> T:
+    """The settings of one run, checked: ``settings`` (``key=value``) over those of ``file``.
 
     Raises:
-        ConfigError: an unreadable file, an unknown key, or a value that does not fit.
+        ConfigError: the file cannot be read.
+        SettingsError: an unknown key, or a value that does not fit; it has all of them.
     """
-    if "--help" in argv or "-h" in argv:
-        print(_usage(schema))
-        sys.exit(0)
-    path, overrides = _split(argv)
-    merged = OmegaConf.structured(schema)
-    if path is not None:
-        merged = _merge(merged, _read(path), schema, str(path))
-    for text in overrides:
-        merged = _merge(merged, _parse(text), schema, text)
-    try:
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+    merging = _Merging(schema)
+    if file is not None:
+        merging.add(_read(Path(file)), str(file))
+    for text in settings:
+        merging.add_setting(text)
+    config = merging.build()
+    problems = merging.render_problems()
+    if problems:
+        raise SettingsError(problems)
+    return config
 
 
 def save_config(config: object, path: Path) -> None:
@@ -50,25 +47,6 @@ def config_to_dict(config: object) -> dict[str, Any]:
     return plain  # type: ignore[return-value]
 
 
-def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    path, overrides = None, []
-    rest = iter(argv)
-    for argument in rest:
-        if argument == "--config":
-            value = next(rest, None)
-            if value is None:
-                raise ConfigError("--config: got nothing, wanted a YAML file")
-            path = Path(value)
-        elif argument.startswith("--config="):
-            path = Path(argument.removeprefix("--config="))
-        elif "=" in argument and not argument.startswith("-"):
-            # NeMo-Aligner's commands mark new keys with + or ++.
-            overrides.append(argument.lstrip("+"))
-        else:
-            raise ConfigError(f"got {argument!r}, wanted --config FILE or section.key=value")
-    return path, overrides
-
-
 def _read(path: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
@@ -79,91 +57,111 @@ def _read(path: Path) -> DictConfig:
     return loaded
 
 
-def _parse(text: str) -> DictConfig:
-    try:
-        return OmegaConf.from_dotlist([text])
-    except Exception as error:
-        raise ConfigError(f"{text}: {error}") from error
+class _Merging:
+    """Settings on their way into ``schema``, and what was wrong with them."""
+
+    def __init__(self, schema: type) -> None:
+        self._schema = schema
+        self._merged = OmegaConf.structured(schema)
+        self._known = {key.name: key.kind for key in list_keys(schema)}
+        # Of each file, and under "" of what stands in none.
+        self._problems: dict[str, list[str]] = {}
+        self._unknown: dict[tuple[str, str], list[str]] = {}
+
+    def add_setting(self, text: str) -> None:
+        """One ``key=value``; NeMo-Aligner's commands mark new keys with + or ++."""
+        key, is_setting, _ = text.partition("=")
+        if not is_setting or not key:
+            self._complain("", f"got {text!r}, wanted section.key=value")
+            return
+        try:
+            update = OmegaConf.from_dotlist([text.lstrip("+")])
+        except Exception as error:  # as of a YAML file
+            self._complain("", f"{text}: {_first_line(error)}")
+            return
+        self.add(update, "")
+
+    def add(self, update: DictConfig, where: str) -> None:
+        """A file's sections, or one setting; ``where`` names the file in errors."""
+        self._add_section(update, self._schema, where, "")
+
+    def _add_section(self, update: DictConfig, schema: Any, where: str, prefix: str) -> None:
+        hints = get_type_hints(schema)
+        for name, value in update.items_ex(resolve=False):
+            key, kind = f"{prefix}{name!s}", hints.get(str(name))
+            is_empty = value is None or (OmegaConf.is_config(value) and value._is_none())
+            if kind is None:
+                self._add_unknown(key, where)
+            elif not is_dataclass(kind):
+                self._add_value(key, kind, value, where)
+            elif isinstance(value, DictConfig) and not is_empty:
+                self._add_section(value, kind, where, f"{key}.")
+            elif not is_empty:
+                self._complain(where, f"{key}: got {shown(value)}, wanted keys under it")
+
+    def _add_value(self, key: str, kind: Any, value: Any, where: str) -> None:
+        # One string where a list is wanted is a list of one; ${model.seed} is a reference.
+        if get_origin(kind) is list and isinstance(value, str) and "${" not in value:
+            value = [value]
+        try:
+            OmegaConf.update(self._merged, key, value, merge=get_origin(kind) is dict)
+        except OmegaConfBaseException:
+            self._complain(where, f"{key}: got {value!r}, wanted {self._known[key]}")
+
+    def _add_unknown(self, key: str, where: str) -> None:
+        near = suggestion(key, self._known)
+        if near is not None:
+            self._complain(where, f"unknown key {key}; did you mean {near}?")
+            return
+        section, _, name = key.rpartition(".")
+        self._unknown.setdefault((where, section), []).append(name)
+
+    def _complain(self, where: str, problem: str) -> None:
+        self._problems.setdefault(where, []).append(problem)
+
+    def build(self) -> Any:
+        """The settings as ``schema``; a section that cannot be built stands at its defaults."""
+        return self._build(self._schema, self._merged, "")
+
+    def _build(self, schema: Any, node: DictConfig, prefix: str) -> Any:
+        hints = get_type_hints(schema)
+        values: dict[str, Any] = {}
+        for item in fields(schema):
+            kind = hints[item.name]
+            try:
+                value = node[item.name]
+            except OmegaConfBaseException as error:
+                self._complain("", f"{prefix}{item.name}: {_first_line(error)}")
+                continue
+            if is_dataclass(kind):
+                value = self._build(kind, value, f"{prefix}{item.name}.")
+            elif OmegaConf.is_config(value):
+                value = OmegaConf.to_object(value)
+            values[item.name] = tuple(value) if get_origin(kind) is tuple else value
+        try:
+            return schema(**values)
+        except SettingsError as error:
+            for problem in error.problems:
+                self._complain("", problem)
+            return schema()
+
+    def render_problems(self) -> list[str]:
+        """What was wrong; several keys of a section that nobody knows are one of it."""
+        for (where, section), names in self._unknown.items():
+            keys = ", ".join(names)
+            if len(names) == 1:
+                self._complain(where, f"unknown key {section}{'.' * bool(section)}{keys}")
+            else:
+                self._complain(where, f"unknown keys{f' of {section}' * bool(section)}: {keys}")
+        self._unknown.clear()
+        # What no file is to blame for comes last, as it may follow from the rest.
+        ordered = sorted(self._problems.items(), key=lambda item: not item[0])
+        return [
+            f"{where}: {problem}" if where else problem
+            for where, problems in ordered
+            for problem in problems
+        ]
 
 
-def _merge(base: Any, update: DictConfig, schema: type, where: str) -> Any:
-    known = set(_keys(schema))
-    _check_sections(update, schema, where)
-    for key in _leaves(update):
-        if not _is_known(key, known):
-            raise ConfigError(f"{where}: unknown key {key}{_suggestion(key, known)}")
-    try:
-        return OmegaConf.merge(base, update)
-    except ConfigError:
-        raise
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or ""
-        raise ConfigError(f"{where}: {key}: {str(error).splitlines()[0]}") from error
-
-
-def _check_sections(update: DictConfig, schema: type, where: str, prefix: str = "") -> None:
-    """Drop empty sections of a YAML file; refuse a value where a section belongs."""
-    hints = get_type_hints(schema)
-    for name in list(update):
-        kind, value = hints.get(str(name)), update._get_node(name)
-        if not is_dataclass(kind):
-            continue
-        if isinstance(value, DictConfig) and not value._is_none():
-            _check_sections(value, kind, where, f"{prefix}{name}.")  # type: ignore[arg-type]
-        elif OmegaConf.is_missing(update, name) or update[name] is None:
-            update.pop(name)
-        else:
-            raise ConfigError(f"{where}: {prefix}{name}: got {update[name]}, wanted keys under it")
-
-
-def _keys(schema: type, prefix: str = "") -> Iterator[str]:
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        key, kind = prefix + item.name, hints[item.name]
-        yield key
-        if is_dataclass(kind):
-            yield from _keys(kind, key + ".")  # type: ignore[arg-type]
-
-
-def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name, value in config.items_ex(resolve=False):
-        key = prefix + str(name)
-        if isinstance(value, DictConfig) and len(value) > 0:
-            yield from _leaves(value, key + ".")
-        else:
-            yield key
-
-
-def _is_known(key: str, known: set[str]) -> bool:
-    if key in known:
-        return True
-    parent = key.rpartition(".")[0]
-    return parent.endswith("_kwargs") and parent in known
-
-
-def _suggestion(key: str, known: set[str]) -> str:
-    name = key.rpartition(".")[2]
-    same_name = sorted(item for item in known if item.rpartition(".")[2] == name)
-    close = same_name or difflib.get_close_matches(key, sorted(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _usage(schema: type) -> str:
-    lines = ["usage: [--config FILE] [section.key=value ...]", "", "keys and defaults:"]
-    lines += [f"  {key}={_shown(value)}" for key, value in _defaults(schema())]
-    return "\n".join(lines)
-
-
-def _defaults(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for item in fields(section):
-        value = getattr(section, item.name)
-        if is_dataclass(value):
-            yield from _defaults(value, f"{prefix}{item.name}.")
-        else:
-            yield prefix + item.name, value
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Enum):
-        return f"{value.name}   ({' | '.join(type(value).__members__)})"
-    return "null" if value is None else str(value).replace("'", "")
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

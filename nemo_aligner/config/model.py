@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from nemo_aligner.config.common import RewardModelType, require, require_positive
+from nemo_aligner.config.common import Checks, RewardModelType, setting
 from nemo_aligner.config.data import DataConfig, RegressionConfig
 
 
@@ -26,108 +26,99 @@ class Schedule(Enum):
 class SchedulerConfig:
     """Learning rate over optimizer steps; it decays until the last step of the run."""
 
-    name: Schedule = Schedule.cosine
-    warmup_steps: int = 10
-    min_lr: float = 0.0
+    name: Schedule = setting(Schedule.cosine, "how the learning rate goes down")
+    warmup_steps: int = setting(10, "steps in which it goes up from 0")
+    min_lr: float = setting(0.0, "where it ends")
 
     def __post_init__(self) -> None:
-        require(
-            self.warmup_steps >= 0, "model.optim.sched.warmup_steps", self.warmup_steps, "0 or more"
-        )
-        require(self.min_lr >= 0, "model.optim.sched.min_lr", self.min_lr, "0 or more")
+        with Checks("model.optim.sched", self) as checks:
+            checks.not_negative("warmup_steps", "min_lr")
 
 
 @dataclass
 class OptimConfig:
-    """AdamW through megatron-core's distributed optimizer.
+    """AdamW through megatron-core's distributed optimizer."""
 
-    ``cpu_offload`` keeps Adam's moments (8 bytes of 16 to 18 for every parameter) in host memory.
-    """
-
-    lr: float = 2e-5
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-8
-    cpu_offload: bool = False
+    lr: float = setting(2e-5, "the learning rate after warm-up")
+    weight_decay: float = setting(0.01, "of matrices; norms have none")
+    betas: tuple[float, float] = setting((0.9, 0.98), "Adam's")
+    eps: float = setting(1e-8, "Adam's")
+    cpu_offload: bool = setting(False, "Adam's moments (8 bytes a parameter) in host memory")
     sched: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        require_positive("model.optim", self, "lr", "eps")
-        require(self.weight_decay >= 0, "model.optim.weight_decay", self.weight_decay, "0 or more")
-        require(
-            self.sched.min_lr <= self.lr,
-            "model.optim.sched.min_lr",
-            self.sched.min_lr,
-            f"at most model.optim.lr ({self.lr})",
-        )
+        with Checks("model.optim", self) as checks:
+            checks.positive("lr", "eps")
+            checks.not_negative("weight_decay")
+            wanted = f"at most model.optim.lr ({self.lr})"
+            checks.require(self.sched.min_lr <= self.lr, "sched.min_lr", wanted)
 
 
 @dataclass
 class ModelConfig:
-    """What is trained, how it is laid out over ranks, and on which data.
+    """What is trained, how it is laid out over ranks, and on which data."""
 
-    ``objective`` is a name from ``nemo_aligner/objectives/`` or ``package.module:Name``, and
-    ``objective_kwargs`` its settings; null is what ``reward_model_type`` is usually trained by.
-    ``activations_checkpoint_num_layers``: how many layers of every pipeline stage, the first ones,
-    ``activations_checkpoint_granularity: full`` recomputes; null is all of them.
-    """
-
-    reward_model_type: RewardModelType = RewardModelType.binary_ranking
-    objective: str | None = None
-    objective_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_model_type: RewardModelType = setting(
+        RewardModelType.binary_ranking, "pairs, or labels of single replies"
+    )
+    objective: str | None = setting(
+        None, "a name of objectives/, or module:Name; null: the usual one of the type"
+    )
+    objective_kwargs: dict[str, Any] = setting({}, "the objective's own settings, key by key")
     regression: RegressionConfig = field(default_factory=RegressionConfig)
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    sequence_parallel: bool = False
-    activations_checkpoint_granularity: Recompute = Recompute.none
-    activations_checkpoint_num_layers: int | None = None
-    freeze_layers: int = 0
-    global_batch_size: int = 64
-    micro_batch_tokens: int = 4096
-    seed: int = 1234
+    tensor_model_parallel_size: int = setting(1, "processes that share every layer")
+    pipeline_model_parallel_size: int = setting(1, "stages that the layers are dealt out to")
+    context_parallel_size: int = setting(1, "not supported: 1")
+    sequence_parallel: bool = setting(False, "share norms, too, along the tokens; needs tensor > 1")
+    activations_checkpoint_granularity: Recompute = setting(
+        Recompute.none, "what the backward computes again, to save memory"
+    )
+    activations_checkpoint_num_layers: int | None = setting(
+        None, "with full: how many layers, the first ones of a stage; null: all"
+    )
+    freeze_layers: int = setting(0, "lowest layers that stay as they are, and the embeddings")
+    global_batch_size: int = setting(64, "records (pairs or rated replies) of a step")
+    micro_batch_tokens: int = setting(4096, "tokens in one forward and backward pass")
+    seed: int = setting(1234, "of the head, and of the order of the data")
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self) -> None:
-        require_positive(
-            "model",
-            self,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
+        with Checks("model", self) as checks:
+            checks.positive(
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "context_parallel_size",
+                "activations_checkpoint_num_layers",
+                "global_batch_size",
+                "micro_batch_tokens",
+            )
+            checks.not_negative("freeze_layers")
+            self._check_layout(checks)
+            if self.reward_model_type is RewardModelType.regression:
+                names = self.regression.attributes
+                fits = bool(names) and len(set(names)) == len(names)
+                checks.require(
+                    fits, "regression.attributes", "at least one attribute name, each once"
+                )
+
+    def _check_layout(self, checks: Checks) -> None:
+        checks.require(
+            self.context_parallel_size <= 1,
             "context_parallel_size",
-            "activations_checkpoint_num_layers",
-            "global_batch_size",
-            "micro_batch_tokens",
-        )
-        require(
-            self.context_parallel_size == 1,
-            "model.context_parallel_size",
-            self.context_parallel_size,
             "1 (context parallelism is not supported)",
         )
-        require(
+        checks.require(
             self.activations_checkpoint_num_layers is None
             or self.activations_checkpoint_granularity is Recompute.full,
-            "model.activations_checkpoint_num_layers",
-            self.activations_checkpoint_num_layers,
+            "activations_checkpoint_num_layers",
             "null, or model.activations_checkpoint_granularity=full",
         )
-        require(self.freeze_layers >= 0, "model.freeze_layers", self.freeze_layers, "0 or more")
-        require(
+        checks.require(
             not self.sequence_parallel or self.tensor_model_parallel_size > 1,
-            "model.sequence_parallel",
-            self.sequence_parallel,
+            "sequence_parallel",
             "false, or model.tensor_model_parallel_size above 1",
         )
-        if self.reward_model_type is RewardModelType.regression:
-            names = self.regression.attributes
-            require(
-                bool(names) and len(set(names)) == len(names),
-                "model.regression.attributes",
-                names,
-                "at least one attribute name, each once",
-            )
 
     @property
     def num_attributes(self) -> int:

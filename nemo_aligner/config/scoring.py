@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_aligner.config.common import require_positive
+from nemo_aligner.config.common import Checks, setting
 
 
 @dataclass
 class ScorerModelConfig:
     """How a finished reward model is laid out to score."""
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    sequence_parallel: bool = False
-    micro_batch_tokens: int = 8192
+    tensor_model_parallel_size: int = setting(1, "processes that share every layer")
+    pipeline_model_parallel_size: int = setting(1, "stages that the layers are dealt out to")
+    sequence_parallel: bool = setting(False, "share norms, too, along the tokens; needs tensor > 1")
+    micro_batch_tokens: int = setting(8192, "tokens in one forward pass")
 
     def __post_init__(self) -> None:
-        require_positive(
-            "model",
-            self,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "micro_batch_tokens",
-        )
+        with Checks("model", self) as checks:
+            checks.positive(
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "micro_batch_tokens",
+            )

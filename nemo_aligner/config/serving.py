@@ -4,50 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nemo_aligner.config.common import Precision, require, require_positive
+from nemo_aligner.config.common import Checks, Precision, setting
 from nemo_aligner.config.scoring import ScorerModelConfig
 
 
 @dataclass
 class ServerConfig:
-    """The PyTriton endpoint; delays are in microseconds, timeouts in seconds.
+    """The PyTriton endpoint."""
 
-    While the server answers, ``ready_file`` holds its URL.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 5555
-    max_batch_size: int = 1024
-    max_queue_delay_microseconds: int = 2000
-    max_queue_size: int = 4096
-    exit_timeout_secs: int = 20
-    heartbeat_secs: float = 3.0
-    worker_timeout_secs: float = 30.0
-    ready_file: str | None = None
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
+    port: int = setting(5555, "0: any free port")
+    max_batch_size: int = setting(1024, "rows of a request, and of requests scored together")
+    max_queue_delay_microseconds: int = setting(2000, "how long to wait for more requests")
+    max_queue_size: int = setting(4096, "requests that may wait; more are refused")
+    exit_timeout_secs: int = setting(20, "seconds to answer what is in flight after SIGTERM")
+    heartbeat_secs: float = setting(3.0, "how often rank 0 makes itself heard by the others")
+    worker_timeout_secs: float = setting(30.0, "silence after which a rank counts as gone")
+    ready_file: str | None = setting(None, "file that holds the URL while the server answers")
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, "server.port", self.port, "0 (any free port) to 65535")
-        require_positive(
-            "server",
-            self,
-            "max_batch_size",
-            "exit_timeout_secs",
-            "heartbeat_secs",
-            "worker_timeout_secs",
-        )
+        with Checks("server", self) as checks:
+            checks.require(0 <= self.port < 65536, "port", "0 (any free port) to 65535")
+            checks.positive(
+                "max_batch_size",
+                "exit_timeout_secs",
+                "heartbeat_secs",
+                "worker_timeout_secs",
+            )
 
 
 @dataclass
 class ServeConfig:
-    """The whole of ``examples/serve_reward_model.py``.
+    """The whole of ``nemo-aligner serve``."""
 
-    ``rm_model_file`` is a ``.nemo`` or the folder it unpacks to. ``precision: null`` is
-    the one the scoring contract names. A model whose contract does not have the hash
-    ``expect_contract`` is refused.
-    """
-
-    rm_model_file: str | None = None
-    expect_contract: str | None = None
-    precision: Precision | None = None
+    rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
+    expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
+    precision: Precision | None = setting(None, "null: the one that the scoring contract names")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from nemo_aligner.config.common import Precision, require, require_positive
+from nemo_aligner.config.common import Checks, Precision, setting
 from nemo_aligner.config.model import ModelConfig
 
 
@@ -17,81 +17,78 @@ class MonitorMode(Enum):
 
 @dataclass
 class PretrainedCheckpointConfig:
-    """``restore_from_path``: a ``.nemo`` file, or the folder it unpacks to.
+    """What training starts from; a reward model's scoring contract holds unless told otherwise.
 
-    If it is a reward model, its scoring contract holds, unless ``allow_contract_change``.
+    With ``new_head`` only a reward model's body is taken: the head, its attributes and their label
+    means begin anew.
     """
 
-    restore_from_path: str | None = None
-    allow_contract_change: bool = False
+    restore_from_path: str | None = setting(None, "a .nemo file, or the folder it unpacks to")
+    allow_contract_change: bool = setting(False, "let a reward model's text rules change")
+    new_head: bool = setting(False, "take a reward model's body alone, with a new head on it")
 
 
 @dataclass
 class RmLoopConfig:
     """How long to train, and how often to look and to save; intervals are in steps."""
 
-    max_epochs: int = 1
-    max_steps: int | None = None
-    val_check_interval: int | None = 100
-    val_before_training: bool = False
-    save_interval: int | None = 100
-    gradient_clip_val: float = 1.0
+    max_epochs: int = setting(1, "times that the data is gone through")
+    max_steps: int | None = setting(None, "end after so many steps, if the epochs do not before")
+    val_check_interval: int | None = setting(100, "steps between validations; null: at the end")
+    val_before_training: bool = setting(False, "validate before the first step, too")
+    save_interval: int | None = setting(100, "steps between checkpoints; null: at the end")
+    gradient_clip_val: float = setting(1.0, "the largest norm of a gradient; 0: no clipping")
 
     def __post_init__(self) -> None:
-        require_positive(
-            "trainer.rm", self, "max_epochs", "max_steps", "val_check_interval", "save_interval"
-        )
-        require(
-            self.gradient_clip_val >= 0,
-            "trainer.rm.gradient_clip_val",
-            self.gradient_clip_val,
-            "0 (no clipping) or more",
-        )
+        with Checks("trainer.rm", self) as checks:
+            checks.positive("max_epochs", "max_steps", "val_check_interval", "save_interval")
+            checks.require(
+                self.gradient_clip_val >= 0, "gradient_clip_val", "0 (no clipping) or more"
+            )
 
 
 @dataclass
 class TrainerConfig:
-    """``max_time`` is DD:HH:MM:SS, the wall clock after which every rank saves and stops."""
+    """Precision and wall clock."""
 
-    precision: Precision = Precision.fp32
-    max_time: str | None = None
+    precision: Precision = setting(Precision.fp32, "of the forward and backward pass")
+    max_time: str | None = setting(
+        None, "DD:HH:MM:SS of wall clock, after which all is saved and the run stops"
+    )
     rm: RmLoopConfig = field(default_factory=RmLoopConfig)
 
 
 @dataclass
 class CheckpointCallbackConfig:
-    """Keep the ``save_top_k`` best checkpoints by ``monitor``, and always the newest.
+    """Keep the best checkpoints, and always the newest.
 
     A validation among the best is saved at once, whatever ``trainer.rm.save_interval`` says.
-    ``monitor: null`` is the first validation set's accuracy, or ``pearson_mean`` for regression;
-    ``mode: null`` is what suits the metric.
+    Of equals the one with the lower loss on the same set is better, then the earlier.
     """
 
-    monitor: str | None = None
-    mode: MonitorMode | None = None
-    save_top_k: int = 1
+    monitor: str | None = setting(
+        None, "metric of the best; null: the first set's accuracy, or pearson_mean"
+    )
+    mode: MonitorMode | None = setting(None, "null: what is better of that metric")
+    save_top_k: int = setting(1, "how many of the best are kept")
 
     def __post_init__(self) -> None:
-        require(
-            self.save_top_k >= 0,
-            "exp_manager.checkpoint_callback_params.save_top_k",
-            self.save_top_k,
-            "0 or more",
-        )
+        with Checks("exp_manager.checkpoint_callback_params", self) as checks:
+            checks.not_negative("save_top_k")
 
 
 @dataclass
 class ExpManagerConfig:
     """Where a run lives, and who is told about it; the run's name is the folder's."""
 
-    explicit_log_dir: str = "results"
-    resume_if_exists: bool = True
-    create_tensorboard_logger: bool = True
-    create_csv_logger: bool = True
-    create_wandb_logger: bool = False
-    wandb_logger_kwargs: dict[str, Any] = field(default_factory=dict)
-    create_mlflow_logger: bool = False
-    mlflow_logger_kwargs: dict[str, Any] = field(default_factory=dict)
+    explicit_log_dir: str = setting("results", "the run's folder")
+    resume_if_exists: bool = setting(True, "go on from the newest checkpoint in it")
+    create_tensorboard_logger: bool = setting(True, "log to TensorBoard")
+    create_csv_logger: bool = setting(True, "log to a CSV file")
+    create_wandb_logger: bool = setting(False, "log to Weights & Biases")
+    wandb_logger_kwargs: dict[str, Any] = setting({}, "settings of that logger, key by key")
+    create_mlflow_logger: bool = setting(False, "log to MLflow")
+    mlflow_logger_kwargs: dict[str, Any] = setting({}, "settings of that logger, key by key")
     checkpoint_callback_params: CheckpointCallbackConfig = field(
         default_factory=CheckpointCallbackConfig
     )
@@ -99,7 +96,7 @@ class ExpManagerConfig:
 
 @dataclass
 class TrainConfig:
-    """The whole of ``examples/train_reward_model.py``."""
+    """The whole of ``nemo-aligner train``."""
 
     pretrained_checkpoint: PretrainedCheckpointConfig = field(
         default_factory=PretrainedCheckpointConfig

@@ -1,6 +1,7 @@
 """Tokenized records, ready to be packed; whatever is dropped or altered on the way is counted.
 
-To the reasons of ``reading.py`` tokens add three:
+To the reasons of ``reading.py`` tokens add three, and a record whose text the contract refuses is
+malformed:
 
 ================  ===============================================================================
 ``overlong``      dropped: a sequence is longer than ``seq_length`` and the rule is ``drop`` (a
@@ -16,23 +17,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.batch import LabelColumns, Records, common_prefix
 from nemo_aligner.config.common import Overlong, RecordKind
-from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.data.labels import far_labels
+from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.overlap import first_prompts
-from nemo_aligner.data.reading import RecordFile, read_records
-from nemo_aligner.data.records import Origin, Record
+from nemo_aligner.data.reading import RecordFile
+from nemo_aligner.data.records import MalformedRecord, Origin, Record
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.errors import DataError
-from nemo_aligner.objectives.base import Objective
-from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
+from nemo_aligner.text.contract import (
+    EncodedText,
+    NoTemplateError,
+    OverlongError,
+    ScoringContract,
+)
 from nemo_aligner.text.tokenizer import Tokenizer
 
 _RECORDS_AT_ONCE = 1024
+# The token ids of a record's texts, unless the contract refuses one of them.
+_Tokenized: TypeAlias = list[list[int]] | MalformedRecord
 
 
 @dataclass(frozen=True)
@@ -104,47 +113,22 @@ class TokenizedDataset:
         return "\n".join(report.table() for report in self.reports)
 
 
-def build_dataset(
-    paths: Sequence[str],
-    contract: ScoringContract,
-    tokenizer: Tokenizer,
-    config: ModelConfig,
-    objective: Objective,
-    name: str = "train",
-) -> TokenizedDataset:
-    """Read and tokenize, by the contract, what ``objective`` learns from in ``paths``, in order.
-
-    Raises:
-        DataError: a record is malformed, or none is left; see ``reading.py`` and above.
-    """
-    is_rating = objective.record_kind is RecordKind.rating
-    files = [
-        read_records(
-            path,
-            objective.record_kind,
-            config.data.format,
-            objective.columns if is_rating else (),
-            config.regression.loss_mask_val,
-            () if is_rating else objective.columns,
-        )
-        for path in paths
-    ]
-    return tokenize_files(files, contract, tokenizer, name)
-
-
 def tokenize_files(
     files: Sequence[RecordFile],
     contract: ScoringContract,
     tokenizer: Tokenizer,
     name: str,
+    rule: MalformedRule,
 ) -> TokenizedDataset:
     """The dataset of files of one kind, and with the same label columns, that were read before.
 
     Raises:
-        DataError: a record is too long and the rule is ``error``, or none is left.
+        DataError: a record is too long and the contract's rule is ``error``, more are malformed
+            than ``rule`` allows, or none is left.
     """
     seen: set[tuple[object, ...]] = set()
-    parts = [_tokenize_file(file, contract, tokenizer, name, seen) for file in files]
+    parts = [tokenize_file(file, contract, tokenizer, name, seen) for file in files]
+    check_malformed([part.report for part in parts], rule)
     kept = [item for part in parts for item in part.kept]
     if not kept:
         counts = [dict(part.report.counts) for part in parts]
@@ -185,22 +169,43 @@ def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelCol
 
 
 @dataclass(frozen=True)
-class _FilePart:
+class TokenizedFile:
+    """The records that are left of one file, and what became of all.
+
+    Attributes:
+        kept: the records, with their texts encoded.
+        prefixes: as in ``TokenizedDataset``.
+    """
+
     kept: list[tuple[Record, list[EncodedText]]]
     report: FileReport
     prefixes: Tensor
 
 
-def _tokenize_file(
+def tokenize_file(
     file: RecordFile,
     contract: ScoringContract,
     tokenizer: Tokenizer,
     name: str,
     seen: set[tuple[object, ...]],
-) -> _FilePart:
+) -> TokenizedFile:
+    """Tokenize one file, whatever number of its records is malformed, or left to use.
+
+    ``seen`` are the records of the files before it, and then of this one, too.
+
+    Raises:
+        DataError: a record is too long and the contract's rule is ``error``, or there is no chat
+            template.
+    """
     counts: Counter[str] = Counter(file.counts)
     kept: list[tuple[Record, list[EncodedText]]] = []
-    for record, encoded in _encode(file.records, contract, tokenizer):
+    malformed = list(file.malformed)
+    for record, ids in _tokenize_all(file.records, contract, tokenizer):
+        if isinstance(ids, MalformedRecord):
+            malformed.append(ids)
+            counts["malformed"] += 1
+            continue
+        encoded = [_fit(sequence, contract, record.origin) for sequence in ids]
         reason = _why_drop(encoded)
         if reason is not None:
             counts[reason] += 1
@@ -212,6 +217,7 @@ def _tokenize_file(
     records = [record for record, _ in kept]
     lengths = [len(text.token_ids) for _, encoded in kept for text in encoded]
     prefixes = prefixes_of([[text.token_ids for text in encoded] for _, encoded in kept])
+    labels = label_columns(records, file.columns)
     report = FileReport(
         name=name,
         path=file.path,
@@ -221,11 +227,13 @@ def _tokenize_file(
         lengths=torch.tensor(lengths, dtype=torch.int64),
         reply_lengths=_reply_lengths(records, contract, tokenizer),
         sources=Counter(record.source for record in records),
-        labels=label_columns(records, file.columns),
+        labels=labels,
         prefixes=prefixes,
         prompts=first_prompts(records),
+        malformed=sorted(malformed, key=lambda record: record.origin.line),
+        far_labels=far_labels(labels, [record.origin for record in records]),
     )
-    return _FilePart(kept, report, prefixes)
+    return TokenizedFile(kept, report, prefixes)
 
 
 def _reply_lengths(
@@ -239,32 +247,34 @@ def _reply_lengths(
     return torch.tensor(lengths, dtype=torch.int64)
 
 
-def _encode(
+def _tokenize_all(
     records: list[Record], contract: ScoringContract, tokenizer: Tokenizer
-) -> Iterator[tuple[Record, list[EncodedText | None]]]:
-    """Every record with its texts encoded; None for a text that the rule ``drop`` refuses."""
+) -> Iterator[tuple[Record, _Tokenized]]:
     for start in range(0, len(records), _RECORDS_AT_ONCE):
         block = records[start : start + _RECORDS_AT_ONCE]
-        for record, ids in zip(block, _tokenize(block, contract, tokenizer), strict=True):
-            yield record, [_fit(sequence, contract, record.origin) for sequence in ids]
+        yield from zip(block, _tokenize(block, contract, tokenizer), strict=True)
 
 
 def _tokenize(
     block: list[Record], contract: ScoringContract, tokenizer: Tokenizer
-) -> Iterator[list[list[int]]]:
+) -> list[_Tokenized]:
     try:
         ids = contract.tokenize(tokenizer, [text for record in block for text in record.texts])
     except DataError:
-        # Once more, one by one, to say which record it is.
-        for record in block:
-            try:
-                contract.tokenize(tokenizer, record.texts)
-            except DataError as error:
-                raise DataError(f"{record.origin}: {error}") from error
-        raise
+        # Once more, one by one, to see which records it is.
+        return [_tokenize_alone(record, contract, tokenizer) for record in block]
     rest = iter(ids)
-    for record in block:
-        yield [next(rest) for _ in record.texts]
+    return [[next(rest) for _ in record.texts] for record in block]
+
+
+def _tokenize_alone(record: Record, contract: ScoringContract, tokenizer: Tokenizer) -> _Tokenized:
+    try:
+        return contract.tokenize(tokenizer, record.texts)
+    except NoTemplateError as error:
+        # It is no fault of this record.
+        raise DataError(f"{record.origin}: {error}") from error
+    except DataError as error:
+        return MalformedRecord(record.origin, str(error))
 
 
 def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> EncodedText | None:

@@ -27,13 +27,15 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
     """
     train, held = build_demo_pairs(pairs, heldout, seed)
     sides = {"train": train, "heldout": held}
-    for name, side in sides.items():
-        write_lines(folder / f"{name}.jsonl", demo_lines(side))
+    written = [
+        write_lines(folder / f"{name}.jsonl", demo_lines(side)) for name, side in sides.items()
+    ]
     kinds = {name: Counter(pair.kind for pair in side) for name, side in sides.items()}
     rows = [f"{'kind':<12}{'train':>7}{'heldout':>9}  the better reply is better because"]
     for kind, reason in REASONS.items():
         rows.append(f"{kind:<12}{kinds['train'][kind]:>7}{kinds['heldout'][kind]:>9}  {reason}")
     wins = longer_wins([(len(pair.chosen), len(pair.rejected)) for pair in held])
+    rows.append(f"written: {', '.join(written)}")
     rows.append(f"always taking the longer reply is right in {wins:.1%} of heldout")
     return "\n".join(rows)
 

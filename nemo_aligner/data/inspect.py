@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.dataset import label_columns, tokenize_files
+from nemo_aligner.data.dataset import label_columns, tokenize_file
+from nemo_aligner.data.labels import far_labels
+from nemo_aligner.data.malformed import MOST_LISTED
 from nemo_aligner.data.overlap import check_overlap, first_prompts
-from nemo_aligner.data.reading import RecordFile, read_records
+from nemo_aligner.data.reading import Reading, RecordFile, parse_file
 from nemo_aligner.data.records import Comparison, Record
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.split import check_names
@@ -29,8 +31,8 @@ class Inspection:
     """How files are looked at; without ``rules`` lengths are characters.
 
     ``show`` is how many records of a file are printed in full, their special tokens between
-    ``marks``. The others are as ``read_records`` takes them; the contract of a regression model
-    names the attributes itself.
+    ``marks``. The others are as in ``Reading``; the contract of a regression model names the
+    attributes itself.
     """
 
     rules: TextRules | None = None
@@ -41,56 +43,95 @@ class Inspection:
     marks: tuple[str, str] = ("[", "]")
 
 
-def inspect_files(files: Sequence[str], train: Sequence[str], how: Inspection) -> Iterator[str]:
+@dataclass(frozen=True)
+class Inspected:
+    """A part of what is shown; ``is_good`` unless a file or some of its records cannot be used."""
+
+    text: str
+    is_good: bool = True
+
+
+def inspect_files(
+    files: Sequence[str], train: Sequence[str], how: Inspection
+) -> Iterator[Inspected]:
     """A table of each file, those of ``train`` first; ``files`` are compared with them.
 
     Raises:
-        ConfigError: an attribute has no name.
-        DataError: a file cannot be read.
+        ConfigError: an attribute has no name, or there is no format of that name.
     """
     check_names(how.attributes)
-    training = [_report_on(path, "train", how)[1] for path in train]
-    for report in training:
-        yield report.table()
+    training: list[FileReport] = []
+    for path in train:
+        looked = _look_at(path, "train", how)
+        training += looked.reports
+        yield looked.finding()
     for path in files:
-        name = "train" if path in train else "file"
-        file, report = _report_on(path, name, how)
+        looked = _look_at(path, "train" if path in train else "file", how)
+        yield looked.finding(training)
+        for record in looked.records[: how.show]:
+            yield Inspected(render_record(record, how))
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A file's records, and its report; or why it has none."""
+
+    records: Sequence[Record] = ()
+    reports: Sequence[FileReport] = ()
+    error: str = ""
+
+    def finding(self, training: Sequence[FileReport] = ()) -> Inspected:
+        """The table, with the prompts that stand in ``training``, too."""
+        if not self.reports:
+            return Inspected(self.error, is_good=False)
+        (report,) = self.reports
         if training:
             overlap = check_overlap(report, training, allowed=True)
             report = replace(report, prompts_in_training=overlap)
-        yield report.table()
-        for record in file.records[: how.show]:
-            yield render_record(record, how)
+        is_good = bool(report.counts["kept"]) and not report.malformed
+        return Inspected(report.table(MOST_LISTED), is_good)
+
+
+def _look_at(path: str, name: str, how: Inspection) -> _Looked:
+    try:
+        file, report = _report_on(path, name, how)
+    except DataError as error:
+        return _Looked(error=f"{name}: {error}")
+    return _Looked(file.records, [report])
 
 
 def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileReport]:
     attributes, rules = how.attributes, how.rules
     if rules is not None and rules[1].record_kind is RecordKind.rating:
         attributes = rules[1].attributes
-    file = read_records(path, None, how.format, attributes, how.loss_mask_val)
+    reading = Reading(format=how.format, attributes=attributes, loss_mask_val=how.loss_mask_val)
+    file = parse_file(path, reading)
     if rules is None:
         return file, report_in_characters(file, name)
     tokenizer, contract = rules
-    return file, tokenize_files([file], contract, tokenizer, name).reports[0]
+    return file, tokenize_file(file, contract, tokenizer, name, set()).report
 
 
 def report_in_characters(file: RecordFile, name: str) -> FileReport:
     """What can be told without a tokenizer."""
     texts = [text for record in file.records for text in record.texts]
-    replies = torch.tensor([len(reply_of(text)) for text in texts])
+    replies = [len(reply_of(text)) for text in texts]
     prompts = [sum(len(turn["content"]) for turn in prompt_of(text)) for text in texts]
+    labels = label_columns(file.records, file.columns)
     return FileReport(
         name=name,
         path=file.path,
         kind=file.kind,
         format=file.format,
         counts=file.counts,
-        lengths=replies + torch.tensor(prompts),
-        reply_lengths=replies,
+        lengths=torch.tensor([*map(sum, zip(replies, prompts, strict=True))], dtype=torch.int64),
+        reply_lengths=torch.tensor(replies, dtype=torch.int64),
         sources=Counter(record.source for record in file.records),
-        labels=label_columns(file.records, file.columns),
+        labels=labels,
         prompts=first_prompts(file.records),
         unit="characters",
+        malformed=file.malformed,
+        far_labels=far_labels(labels, [record.origin for record in file.records]),
     )
 
 

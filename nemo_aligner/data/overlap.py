@@ -32,6 +32,6 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
             f"{validation.path}: {len(common)} of its {len(validation.prompts)} prompts stand in "
             f"the training files, too, the first at {validation.prompts[common[0]]} and "
             f"{known[common[0]]}: metrics on them say little about new prompts. Split by prompt "
-            "(scripts/prepare_data.py split), or set model.data.allow_prompt_overlap=true"
+            "(`nemo-aligner data split`), or set model.data.allow_prompt_overlap=true"
         )
     return len(common)

@@ -1,24 +1,29 @@
 """A data file to records, in any of the formats.
 
-What is an error, and what is a counted drop:
+What is an error, what is malformed, and what is a counted drop:
 
-=============================================================================  =====================
-malformed JSON or text, a missing key, a value of the wrong type, two formats  DataError, file:line
-in one file, an odd number of comparison lines, a label that is not finite
+=============================================================================  ====================
+no file, no UTF-8, no JSON object in it, a broken JSON list, an odd number of  DataError
+comparison lines, no record that fits a format
+malformed JSON on a line, a missing key, a value of the wrong type, a          malformed: DataError,
+conversation that does not end with the reply, a label that is not finite, a   or dropped and
+record of another format than the others                                       counted
 chosen and rejected are the same (``identical``)                               dropped and counted
 the reply is empty or blank (``empty_reply``)                                  dropped and counted
 a rating without any label (``no_label``)                                      dropped and counted
 chosen and rejected answer different prompts (``different_prompts``)           kept and counted
-=============================================================================  =====================
+=============================================================================  ====================
 
-Empty lines are skipped. A dropped record is never replaced by another one. What only tokens can
-show (too long, the same tokens on both sides) is dropped and counted by ``dataset.py``.
+Which of the two a malformed record is, ``malformed.py`` decides; with an error, all files are read
+before it. Empty lines are skipped. A dropped record is never replaced by another one. What only
+tokens can show (too long, refused by the chat template, the same tokens on both sides) is told by
+``dataset.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +31,32 @@ from typing import Any
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.formats import choose_format, parse_lines
 from nemo_aligner.data.formats.base import WantedLabels
-from nemo_aligner.data.records import Comparison, Record
-from nemo_aligner.data.sources import read_lines
+from nemo_aligner.data.malformed import MalformedRule, check_malformed
+from nemo_aligner.data.records import Comparison, MalformedRecord, Record
+from nemo_aligner.data.sources import Line, read_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.messages import prompt_of, reply_of
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read.
+
+    Attributes:
+        kind: what their records are; None takes either.
+        format: ``auto``, or a name of ``formats/``.
+        attributes: the labels of ratings, in order; without them ratings come with no labels.
+        loss_mask_val: the number that, like null, stands for a missing label.
+        pair_columns: the labels of comparisons, in order.
+        rule: what becomes of malformed records.
+    """
+
+    kind: RecordKind | None = None
+    format: str = "auto"
+    attributes: Sequence[str] = ()
+    loss_mask_val: float | None = None
+    pair_columns: Sequence[str] = ()
+    rule: MalformedRule = field(default_factory=MalformedRule)
 
 
 @dataclass(frozen=True)
@@ -45,56 +72,66 @@ class RecordFile:
     records: list[Any]
     columns: tuple[str, ...]
     counts: dict[str, int] = field(default_factory=dict)
+    malformed: list[MalformedRecord] = field(default_factory=list)
 
 
-def read_records(
-    path: str | Path,
-    kind: RecordKind | None,
-    fmt: str = "auto",
-    attributes: Sequence[str] = (),
-    loss_mask_val: float | None = None,
-    pair_columns: Sequence[str] = (),
-) -> RecordFile:
-    """Read one file of comparisons or ratings, whichever ``kind`` says; None takes either.
-
-    ``attributes`` names the labels of ratings, ``pair_columns`` those of comparisons, in order;
-    without them records come with no labels. ``loss_mask_val`` is the number that, like null,
-    stands for a missing label.
+def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
+    """Read files of comparisons or ratings.
 
     Raises:
+        ConfigError: there is no format of that name.
         DataError: see the table above; a file with nothing left to use is one, too.
     """
+    files = [parse_file(path, how) for path in paths]
+    check_malformed(files, how.rule)
+    for file in files:
+        if not file.records:
+            raise DataError(f"{file.path}: no usable record in it: {_describe(file.counts)}")
+    return files
+
+
+def read_records(path: str | Path, how: Reading) -> RecordFile:
+    """``read_files`` for one file."""
+    return read_files([path], how)[0]
+
+
+def parse_file(path: str | Path, how: Reading) -> RecordFile:
+    """Read one file, whatever number of its records is malformed, or left to use.
+
+    Raises:
+        ConfigError: there is no format of that name.
+        DataError: the file as a whole cannot be read; see the table above.
+    """
     lines = read_lines(path)
-    chosen_format = choose_format(fmt, kind, lines, str(path))
+    objects = [line for line in lines if isinstance(line, Line)]
+    chosen_format = choose_format(how.format, how.kind, objects, str(path))
     is_rating = chosen_format.kind is RecordKind.rating
-    wanted = WantedLabels(attributes if is_rating else pair_columns, loss_mask_val)
+    columns = tuple(how.attributes if is_rating else how.pair_columns)
+    file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], columns)
+    wanted = WantedLabels(columns, how.loss_mask_val)
     counts: Counter[str] = Counter()
-    records: list[Record] = []
     for record in parse_lines(chosen_format, lines, str(path), wanted):
         counts["read"] += 1
-        reason = _why_drop(record, bool(attributes))
+        if isinstance(record, MalformedRecord):
+            counts["malformed"] += 1
+            file.malformed.append(record)
+            continue
+        reason = _why_drop(record, bool(columns))
         if reason is not None:
             counts[reason] += 1
             continue
-        if isinstance(record, Comparison) and prompt_of(record.chosen) != prompt_of(
-            record.rejected
-        ):
+        if isinstance(record, Comparison) and _have_different_prompts(record):
             counts["different_prompts"] += 1
-        records.append(record)
-    counts["kept"] = len(records)
-    if not records:
-        raise DataError(f"{path}: no usable record in it: {_describe(counts)}")
-    return RecordFile(
-        path=str(path),
-        kind=chosen_format.kind,
-        format=chosen_format.name,
-        records=records,
-        columns=tuple(wanted.names),
-        counts=dict(counts),
-    )
+        file.records.append(record)
+    file.counts.update(counts, kept=len(file.records))
+    return file
 
 
-def _describe(counts: Counter[str]) -> str:
+def _have_different_prompts(record: Comparison) -> bool:
+    return prompt_of(record.chosen) != prompt_of(record.rejected)
+
+
+def _describe(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "it is empty"
 
 

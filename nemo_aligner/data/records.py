@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from nemo_aligner.errors import short
 from nemo_aligner.text.messages import Text, prompt_of
 
 
@@ -18,6 +19,17 @@ class Origin:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True)
+class MalformedRecord:
+    """What stands where a record should, and cannot be used as one."""
+
+    origin: Origin
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {short(self.reason)}"
 
 
 @dataclass(frozen=True)

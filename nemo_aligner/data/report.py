@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,11 +10,15 @@ from torch import Tensor
 
 from nemo_aligner.batch import LabelColumns
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.records import Origin
+from nemo_aligner.console import fit_row
+from nemo_aligner.data.labels import FarLabel, label_range
+from nemo_aligner.data.malformed import list_first, malformed_fraction
+from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.metrics.by_source import MAX_SOURCES
 
-_DROPPED = ("identical", "same_tokens", "empty_reply", "no_label", "overlong")
+_DROPPED = ("malformed", "identical", "same_tokens", "empty_reply", "no_label", "overlong")
 _TIES = ("identical", "same_tokens")
+_SHOWN = 3
 _PERCENT = (0, 5, 50, 95, 100)
 
 
@@ -35,6 +39,8 @@ class FileReport:
         prompts: prompt -> the first record with it, by the hash of ``records.prompt_key``.
         unit: what lengths count, tokens unless there is no tokenizer.
         prompts_in_training: prompts that stand in the training files, too; None of a training file.
+        malformed: what stands where a record should, in the file's order.
+        far_labels: labels that are far out, the farthest first.
     """
 
     name: str
@@ -50,11 +56,16 @@ class FileReport:
     prompts: Mapping[int, Origin] = field(default_factory=dict)
     unit: str = "tokens"
     prompts_in_training: int | None = None
+    malformed: Sequence[MalformedRecord] = ()
+    far_labels: Sequence[FarLabel] = ()
 
-    def table(self) -> str:
-        """Two columns under the file's name."""
-        heading = f"{self.name}: {self.path} ({self.format})"
-        return "\n".join([heading, *(f"  {name:<26}{value}" for name, value in self._rows())])
+    def table(self, most_malformed: int = _SHOWN) -> str:
+        """Two columns under the file's name, and under them the first malformed and far out."""
+        lines = [f"{self.name}: {self.path} ({self.format})"]
+        lines += [fit_row(f"  {name}", value, 28) for name, value in self._rows()]
+        lines += _listed("malformed", self.malformed, most_malformed)
+        lines += _listed("labels that are far out", self.far_labels, _SHOWN)
+        return "\n".join(lines)
 
     def _rows(self) -> Iterable[tuple[str, object]]:
         counts, is_pairs = self.counts, self.kind is RecordKind.comparison
@@ -62,6 +73,8 @@ class FileReport:
         yield "records", counts["read"]
         yield "kept", counts["kept"]
         yield "dropped", _with_parts(sum(dropped.values()), dropped)
+        if self.malformed:
+            yield "malformed", f"{len(self.malformed)} ({malformed_fraction(self):.2%})"
         yield "truncated", counts.get("truncated", 0)
         if is_pairs:
             yield "exact ties (dropped)", sum(counts.get(name, 0) for name in _TIES)
@@ -85,8 +98,15 @@ class FileReport:
             yield "labels missing", " ".join(map(str, missing))
             means = self.labels.measured_means()
             yield "label means", " ".join(f"{mean:.4g}" for mean in means)
+            lows, highs = label_range(self.labels)
+            yield "labels from", " ".join(f"{low:.4g}" for low in lows)
+            yield "labels to", " ".join(f"{high:.4g}" for high in highs)
         if set(self.sources) != {""}:
             yield "sources", _sources(self.sources)
+
+
+def _listed(what: str, items: Sequence[object], most: int) -> list[str]:
+    return [f"  {what}:", *(f"  {line}" for line in list_first(items, most))] if items else []
 
 
 def _with_parts(total: int, parts: Mapping[str, int]) -> str:

@@ -1,6 +1,7 @@
 """A data file to JSON objects that know their line.
 
-A file is JSON lines or one JSON list, gzipped or not: its content decides, not its name.
+A file is JSON lines or one JSON list, gzipped or not: its content decides, not its name. A line
+that holds no JSON object is malformed, and the others are read; a file without any is refused.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from nemo_aligner.data.other_files import describe_binary, describe_table
 from nemo_aligner.errors import DataError
 
 
@@ -26,19 +28,40 @@ class Line:
     value: dict[str, Any]
 
 
-def read_lines(path: str | Path) -> list[Line]:
+@dataclass(frozen=True)
+class BadLine:
+    """What stands where an object should: the line it begins on, its text, and what is wrong."""
+
+    number: int
+    raw: str
+    reason: str
+
+
+AnyLine: TypeAlias = Line | BadLine
+# The line that a value begins on, its text, and the value.
+_Value: TypeAlias = tuple[int, str, Any]
+
+
+def read_lines(path: str | Path) -> list[AnyLine]:
     """Every object of a file of JSON lines, or of one JSON list; gzipped files are unpacked.
 
     Raises:
-        DataError: the file is missing, not UTF-8, or not JSON objects; the message says file:line.
+        DataError: the file is missing, not UTF-8, a broken list, or holds something else than JSON
+            objects; the message says what.
     """
     text = _read_text(Path(path))
-    objects = _list_items if text.lstrip().startswith("[") else _json_lines
-    lines = []
-    for number, raw, value in objects(text, str(path)):
-        if not isinstance(value, dict):
-            raise DataError(f"{path}:{number}: got {raw[:60]!r}, wanted a JSON object")
-        lines.append(Line(number, raw, value))
+    if text.lstrip().startswith("["):
+        lines = [_checked(item) for item in _list_items(text, str(path))]
+    else:
+        lines = list(_json_lines(text))
+    first = lines[0] if lines else None
+    if isinstance(first, BadLine) and not any(isinstance(line, Line) for line in lines):
+        table = describe_table(text, str(path))
+        if table is not None:
+            raise DataError(f"{path}: {table}")
+        raise DataError(
+            f"{path}:{first.number}: {first.reason}; no line of the file is a JSON object"
+        )
     return lines
 
 
@@ -49,6 +72,9 @@ def _read_text(path: Path) -> str:
             content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+    other = describe_binary(content, str(path))
+    if other is not None:
+        raise DataError(f"{path}: {other}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -63,20 +89,35 @@ def _refuse_constant(name: str) -> None:
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _json_lines(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
+def _checked(item: _Value) -> AnyLine:
+    number, raw, value = item
+    if isinstance(value, dict):
+        return Line(number, raw, value)
+    return BadLine(number, raw, f"got {raw[:60]!r}, wanted a JSON object")
+
+
+def _json_lines(text: str) -> Iterator[AnyLine]:
     # Not splitlines(): JSON strings may hold U+2028 and its like.
     for number, raw in enumerate(text.split("\n"), start=1):
         if raw.strip():
             try:
-                yield number, raw.rstrip("\r"), _decoder.decode(raw)
+                yield _checked((number, raw.rstrip("\r"), _decoder.decode(raw)))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
+                yield BadLine(number, raw, f"malformed JSON: {_what_is_wrong(raw, error)}")
+
+
+def _what_is_wrong(raw: str, error: Exception) -> str:
+    """The decoder's own words, without the number of a line that it has seen nothing but."""
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    near = raw[max(0, error.pos - 20) : error.pos + 20]
+    return f"{error.msg} at character {error.pos + 1}, near {near!r}"
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def _list_items(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
+def _list_items(text: str, path: str) -> Iterator[_Value]:
     """The items of a JSON list, one after the other, so that each knows its line."""
     position = _after_space(text, text.index("[") + 1)
     number, counted = 1, 0

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.data.reading import read_records
-from nemo_aligner.data.sources import read_lines
+from nemo_aligner.data.formats.fields import checked
+from nemo_aligner.data.malformed import MOST_LISTED, list_first
+from nemo_aligner.data.reading import Reading, read_records
+from nemo_aligner.data.records import MalformedRecord, Origin
+from nemo_aligner.data.sources import AnyLine, BadLine, read_lines
+from nemo_aligner.errors import DataError
 from nemo_aligner.text.messages import prompt_of, reply_of
 
 _MOST_SHOWN = 80
@@ -21,10 +25,20 @@ def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
     ``rejected``), whose replies give a conversation each.
 
     Raises:
-        DataError: the file cannot be read; see ``read_lines``.
+        DataError: the file cannot be read, or has lines without anything to score; it lists them.
     """
-    for line in read_lines(path):
-        yield from _texts_of(line.value)
+    found: list[tuple[str, Any]] = []
+    malformed: list[MalformedRecord] = []
+    lines = read_lines(path)
+    for line in lines:
+        try:
+            found += _texts_of(line)
+        except DataError as error:
+            malformed.append(MalformedRecord(Origin(str(path), line.number), str(error)))
+    if malformed:
+        heading = f"{path}: {len(malformed)} of its {len(lines)} lines are malformed"
+        raise DataError("\n".join([heading, *list_first(malformed, MOST_LISTED)]))
+    yield from found
 
 
 def label_of(text: Any) -> str:
@@ -35,14 +49,22 @@ def label_of(text: Any) -> str:
     return line if len(line) <= _MOST_SHOWN else f"{line[:38]} ... {line[-37:]}"
 
 
-def _texts_of(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in ("text", "messages"):
-        if key in record:
-            yield label_of(record[key]), record[key]
-    for key in ("chosen", "rejected"):
-        if key in record:
-            text = _reply_to(record.get("prompt", ""), record[key])
-            yield f"{key:8}  {label_of(text)}", text
+def _texts_of(line: AnyLine) -> list[tuple[str, Any]]:
+    if isinstance(line, BadLine):
+        raise DataError(line.reason)
+    record = line.value
+    plain = [checked(record[key], key) for key in ("text", "messages") if key in record]
+    replies = {
+        key: checked(_reply_to(record.get("prompt", ""), record[key]), key)
+        for key in ("chosen", "rejected")
+        if key in record
+    }
+    if not plain and not replies:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"got keys {keys}; wanted 'text', 'messages', or 'chosen' and 'rejected'")
+    return [(label_of(text), text) for text in plain] + [
+        (f"{key:8}  {label_of(text)}", text) for key, text in replies.items()
+    ]
 
 
 def _reply_to(prompt: Any, reply: Any) -> Any:
@@ -51,8 +73,12 @@ def _reply_to(prompt: Any, reply: Any) -> Any:
     return turns + _turns(reply, "assistant")
 
 
-def _turns(text: Any, role: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
+def _turns(text: Any, role: str) -> list[Any]:
+    if isinstance(text, str):
+        return [{"role": role, "content": text}]
+    if not isinstance(text, list):
+        raise DataError(f"got {text!r:.60}, wanted a string or a list of messages")
+    return list(text)
 
 
 def write_first_replies(source: Path, target: Path) -> str:
@@ -61,7 +87,7 @@ def write_first_replies(source: Path, target: Path) -> str:
     Raises:
         DataError: the file cannot be read.
     """
-    records = read_records(source, None).records
+    records = read_records(source, Reading()).records
     texts = [text for record in records[:2] for text in record.texts][:2]
     rows = [{"text" if isinstance(text, str) else "messages": text} for text in texts]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.data.dataset import TokenizedDataset, build_dataset
+from nemo_aligner.data.dataset import TokenizedDataset, tokenize_files
+from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.overlap import check_overlap
 from nemo_aligner.data.packing import packed_size
+from nemo_aligner.data.reading import Reading, read_files
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.objectives import build_objective
 from nemo_aligner.objectives.base import Objective
@@ -47,20 +49,23 @@ def build_training_data(
     Raises:
         ConfigError: no training file, a record too large for ``model.micro_batch_tokens``, or see
             ``build_objective``.
-        DataError: see ``build_dataset`` and ``check_overlap``.
+        DataError: see ``read_files``, ``tokenize_files`` and ``check_overlap``.
     """
     prefix = config.data.data_prefix
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
     objective = build_objective(config, contract.attributes)
-    train = build_dataset(prefix.train, contract, tokenizer, config, objective)
+    how = _reading(config, objective)
+    files = read_files([*prefix.train, *prefix.validation], how)
+    split = len(prefix.train)
+    train = tokenize_files(files[:split], contract, tokenizer, "train", how.rule)
     validation = [
         _mark_overlap(
-            build_dataset([path], contract, tokenizer, config, objective, name),
+            tokenize_files([file], contract, tokenizer, name, how.rule),
             train,
             config.data.allow_prompt_overlap,
         )
-        for path, name in zip(prefix.validation, _names(prefix.validation), strict=True)
+        for file, name in zip(files[split:], _names(prefix.validation), strict=True)
     ]
     for dataset in (train, *validation):
         _check_fits(dataset, config.micro_batch_tokens)
@@ -71,6 +76,18 @@ def build_training_data(
     means = dict(zip(contract.attributes, contract.label_means, strict=True))
     centred = [dataset.centred_on(means) for dataset in validation]
     return TrainingData(train.centred_on(means), centred, contract, objective)
+
+
+def _reading(config: ModelConfig, objective: Objective) -> Reading:
+    is_rating = objective.record_kind is RecordKind.rating
+    return Reading(
+        kind=objective.record_kind,
+        format=config.data.format,
+        attributes=objective.columns if is_rating else (),
+        loss_mask_val=config.regression.loss_mask_val,
+        pair_columns=() if is_rating else objective.columns,
+        rule=MalformedRule(config.data.malformed, config.data.max_malformed),
+    )
 
 
 def _mark_overlap(

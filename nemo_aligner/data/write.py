@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from nemo_aligner.errors import ConfigError
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write the lines, in UTF-8, into a file whose folder is made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+def write_lines(path: Path, lines: Iterable[str]) -> str:
+    """Write the lines, in UTF-8, into a file whose folder is made if need be.
+
+    What to say of it: its path, and whether another file was there.
+
+    Raises:
+        ConfigError: there is something in the way of the folder, named ``output``.
+    """
+    text = "".join(f"{line}\n" for line in lines).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replaces = path.exists() and path.read_bytes() != text
+        path.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(
+            f"output: got {path.parent}, wanted a folder to write to: {error}"
+        ) from error
+    return f"{path} (in place of another)" if replaces else str(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.data.demo import build_demo_pairs
-from nemo_aligner.data.reading import read_records
+from nemo_aligner.data.reading import Reading, parse_file
 from nemo_aligner.diagnostics.everywhere import score_everywhere
 from nemo_aligner.diagnostics.invariance import (
     Row,
@@ -27,8 +29,8 @@ from nemo_aligner.diagnostics.invariance import (
 from nemo_aligner.diagnostics.worlds import run_world, score_over_http
 from nemo_aligner.errors import CheckpointError, DataError
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.launch import is_launched
-from nemo_aligner.text.contract import OverlongError, ScoringContract
+from nemo_aligner.processes import is_launched
+from nemo_aligner.text.contract import NoTemplateError, OverlongError, ScoringContract
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Check:
     processes: int | None = None
     min_model_parallel: int = 1
     precision: str | None = None
-    serve: Sequence[str] = ()
+    serve: bool = False
 
 
 def run_check(check: Check, output: Path | None) -> bool:
@@ -63,11 +65,18 @@ def run_check(check: Check, output: Path | None) -> bool:
         print(f"does not fit: {reason}")
     rows, summary = _compare_all(scored, shape, contract, precision)
     if output is not None:
-        content = {"precision": precision, "summary": summary, "rows": [asdict(r) for r in rows]}
-        # JSON has no NaN.
-        text = json.dumps(content, indent=2).replace("NaN", "null")
-        output.write_text(text + "\n")
+        content = {
+            "precision": precision,
+            "summary": summary,
+            "rows": [_plain(row) for row in rows],
+        }
+        output.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     return all(row.ok for row in rows)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """The row for JSON, which has no NaN."""
+    return {**asdict(row), "difference": row.difference if isfinite(row.difference) else None}
 
 
 def _read_model(checkpoint: str) -> tuple[ModelShape, ScoringContract]:
@@ -88,27 +97,38 @@ def _choose_texts(check: Check) -> list[Any]:
     tokenizer, contract = read_text_rules(check.checkpoint)
     assert contract is not None, "_read_model has seen to it"
     texts: list[Any] = []
-    too_long = 0
-    for pair in _pairs(check.data):
+    left_out: Counter[str] = Counter()
+    for pair in _pairs(check.data, left_out):
         if len(texts) == 2 * check.pairs:
             break
         try:
             for text in pair:
                 contract.encode(tokenizer, text)
         except OverlongError:
-            too_long += 1
+            left_out["too long"] += 1
+            continue
+        except NoTemplateError:
+            raise
+        except DataError:
+            left_out["malformed"] += 1
             continue
         texts += pair
     if not texts:
-        raise DataError(f"{check.data or 'demo set'}: no pair is short enough")
-    left_out = f", {too_long} left out as too long" if too_long else ""
-    print(f"{len(texts) // 2} pairs{left_out}; scoring contract {contract.hash}")
+        raise DataError(
+            f"{check.data or 'demo set'}: no pair can be scored, left out: {dict(left_out)}"
+        )
+    others = "".join(f", {count} left out as {why}" for why, count in left_out.items())
+    print(f"{len(texts) // 2} pairs{others}; scoring contract {contract.hash}")
     return texts
 
 
-def _pairs(path: str | None) -> Iterator[tuple[Any, ...]]:
+def _pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any, ...]]:
     if path is not None:
-        yield from (record.texts for record in read_records(path, RecordKind.comparison).records)
+        file = parse_file(path, Reading(RecordKind.comparison))
+        # Nothing is learned or measured: any pairs will do.
+        if file.malformed:
+            left_out["malformed"] += len(file.malformed)
+        yield from (record.texts for record in file.records)
         return
     for pair in build_demo_pairs(2400, 0.1, 1)[1]:
         prompt = {"role": "user", "content": pair.prompt}
@@ -125,7 +145,7 @@ def _in_new_worlds(check: Check, texts: list[Any], precision: str) -> Scored:
     worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= most]
     rewards = {layout: found for world in worlds for layout, found in world.rewards.items()}
     if check.serve:
-        rewards["server"] = score_over_http(check.serve, check.checkpoint, precision, texts)
+        rewards["server"] = score_over_http(check.checkpoint, precision, texts)
     reasons = [reason for world in worlds for reason in world.reasons]
     return Scored(rewards, worlds[0].reference, reasons)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.diagnostics.invariance import Scored, fitting_layouts
-from nemo_aligner.errors import AlignerError, ConfigError
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
 from nemo_aligner.models.trainable import wrap_for_training
@@ -40,6 +39,7 @@ from nemo_aligner.parallel.layout import (
     destroy_layout,
     initialize_layout,
 )
+from nemo_aligner.processes import is_first_rank, report
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 
 
@@ -157,10 +157,9 @@ def main(asked: str, result: str) -> int:
     job = json.loads(Path(asked).read_text())
     try:
         scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
-    except AlignerError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if int(os.environ.get("RANK", "0")) == 0:
+    except Exception as error:
+        return report(error)
+    if is_first_rank():
         Path(result).write_text(json.dumps(scored.to_dict()))
     return 0
 

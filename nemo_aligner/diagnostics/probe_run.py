@@ -7,10 +7,10 @@ from pathlib import Path
 
 from nemo_aligner.config.model import Schedule
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.console import say
 from nemo_aligner.data.demo import build_demo_pairs, demo_lines
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.diagnostics.probe import BARS, ProbeResult, few_records, probe
-from nemo_aligner.parallel.collectives import say
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.training.build import build_data, build_learner

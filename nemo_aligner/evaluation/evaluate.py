@@ -1,8 +1,8 @@
 """How good the rewards of held-out records are, by anything that scores texts.
 
 ``score`` may be a scorer in this process or a client's: the metrics are the trainer's own, over
-every record once. ``encode`` is the scorer's, too, where there is one: with it, records that
-training would drop (see ``data/dataset.py``) are dropped and counted here by the same rule.
+every record once. Of a file, records that training would drop (see ``data/dataset.py``) are dropped
+and counted here by the same rules.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from nemo_aligner.batch import Records
-from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.common import Overlong, RecordKind
 from nemo_aligner.data.dataset import label_columns
-from nemo_aligner.data.reading import read_records
-from nemo_aligner.data.records import Comparison, Origin, Rating
+from nemo_aligner.data.malformed import MalformedRule, check_malformed
+from nemo_aligner.data.reading import Reading, RecordFile, read_records
+from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
 from nemo_aligner.errors import DataError
 from nemo_aligner.objectives import default_objective
 from nemo_aligner.objectives.measure import measure_set
-from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
+from nemo_aligner.text.contract import (
+    EncodedText,
+    NoTemplateError,
+    OverlongError,
+    ScoringContract,
+)
 from nemo_aligner.text.messages import Text, reply_of
 
 # N texts -> [N, A] float32.
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
-Encode: TypeAlias = Callable[[Text], EncodedText]
 # N texts -> the lengths of their N replies.
 Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
-RecordT = TypeVar("RecordT", Comparison, Rating)
+_RULE = MalformedRule(section="data.")
 
 
 class EvaluableScorer(Protocol):
@@ -59,6 +64,7 @@ class EvaluationReport:
         rewards: ``[N, columns]`` float32.
         labels: ``[N, columns]`` float32 of ratings, NaN where missing; no column of comparisons.
         origins: file and line of every record.
+        malformed: what stood in the file where a record should.
     """
 
     kind: RecordKind
@@ -68,6 +74,7 @@ class EvaluationReport:
     rewards: np.ndarray
     labels: np.ndarray
     origins: list[Origin] = field(default_factory=list)
+    malformed: list[MalformedRecord] = field(default_factory=list)
 
 
 def evaluate_comparisons(
@@ -75,21 +82,18 @@ def evaluate_comparisons(
     comparisons: Sequence[Comparison],
     *,
     attribute_weights: Sequence[float] = (1.0,),
-    encode: Encode | None = None,
     measure: Measure | None = None,
-    overlong: str = "error",
 ) -> EvaluationReport:
     """How often, and how clearly, ``chosen`` gets the higher reward.
 
     Args:
         attribute_weights: A weights that make one reward of a text's A.
-        overlong: what happens to a record that ``encode`` finds too long: ``drop``, or ``error``.
 
     Raises:
-        DataError: a text cannot be scored, or no comparison is left.
+        DataError: a text cannot be scored, or there is no comparison.
     """
-    kept, counts = _keep(comparisons, encode, overlong)
-    scores = _checked(score([text for record in kept for text in record.texts]), kept, 2)
+    texts = [text for record in comparisons for text in record.texts]
+    scores = _checked(score, texts, comparisons)
     weights = np.asarray(attribute_weights, dtype=np.float64)
     if scores.shape[1] != len(weights):
         raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(weights)}")
@@ -97,12 +101,14 @@ def evaluate_comparisons(
     rewards = np.asarray(merged, dtype=np.float32).reshape(-1, 2)
     return EvaluationReport(
         kind=RecordKind.comparison,
-        metrics=_measure(RecordKind.comparison, ("reward",), rewards.reshape(-1, 1), kept, measure),
-        counts=counts,
+        metrics=_measure(
+            RecordKind.comparison, ("reward",), rewards.reshape(-1, 1), comparisons, measure
+        ),
+        counts={"read": len(comparisons), "kept": len(comparisons)},
         columns=("chosen", "rejected"),
         rewards=rewards,
-        labels=np.zeros((len(kept), 0), dtype=np.float32),
-        origins=[record.origin for record in kept],
+        labels=np.zeros((len(comparisons), 0), dtype=np.float32),
+        origins=[record.origin for record in comparisons],
     )
 
 
@@ -111,17 +117,14 @@ def evaluate_ratings(
     ratings: Sequence[Rating],
     attributes: Sequence[str],
     *,
-    encode: Encode | None = None,
     measure: Measure | None = None,
-    overlong: str = "error",
 ) -> EvaluationReport:
     """How near the rewards are to the labels, and how well they follow them.
 
     Raises:
-        DataError: a text cannot be scored, or no rating is left.
+        DataError: a text cannot be scored, or there is no rating.
     """
-    kept, counts = _keep(ratings, encode, overlong)
-    rewards = _checked(score([record.response for record in kept]), kept, 1)
+    rewards = _checked(score, [record.response for record in ratings], ratings)
     rewards = rewards.astype(np.float32)
     if rewards.shape[1] != len(attributes):
         raise DataError(
@@ -129,12 +132,12 @@ def evaluate_ratings(
         )
     return EvaluationReport(
         kind=RecordKind.rating,
-        metrics=_measure(RecordKind.rating, attributes, rewards, kept, measure),
-        counts=counts,
+        metrics=_measure(RecordKind.rating, attributes, rewards, ratings, measure),
+        counts={"read": len(ratings), "kept": len(ratings)},
         columns=tuple(attributes),
         rewards=rewards,
-        labels=label_columns(kept, attributes).values.numpy(),
-        origins=[record.origin for record in kept],
+        labels=label_columns(ratings, attributes).values.numpy(),
+        origins=[record.origin for record in ratings],
     )
 
 
@@ -160,7 +163,11 @@ def _measure(
 
 
 def evaluate_file(
-    scorer: EvaluableScorer, path: str | Path, fmt: str = "auto", loss_mask_val: float | None = None
+    scorer: EvaluableScorer,
+    path: str | Path,
+    fmt: str = "auto",
+    loss_mask_val: float | None = None,
+    rule: MalformedRule = _RULE,
 ) -> EvaluationReport:
     """Evaluate a reward model on a file, by the rules of its contract.
 
@@ -169,76 +176,95 @@ def evaluate_file(
     null, stands for a missing label.
 
     Raises:
-        DataError: the file is malformed, of the wrong kind, or nothing of it can be used.
+        DataError: the file cannot be read, or is of the wrong kind; more of its records are
+            malformed than ``rule`` allows, or nothing of it can be used.
     """
     contract = scorer.contract
     is_regression = contract.record_kind is RecordKind.rating
-    file = read_records(
-        path,
-        None if is_regression else RecordKind.comparison,
-        fmt,
-        contract.attributes if is_regression else (),
-        loss_mask_val,
+    how = Reading(
+        kind=None if is_regression else RecordKind.comparison,
+        format=fmt,
+        attributes=contract.attributes if is_regression else (),
+        loss_mask_val=loss_mask_val,
+        rule=rule,
     )
-    overlong = "error" if contract.overlong == "error" else "drop"
+    file = keep_scorable(read_records(path, how), scorer, rule)
     if file.kind is RecordKind.rating:
         report = evaluate_ratings(
-            scorer.score,
-            file.records,
-            contract.attributes,
-            encode=scorer.encode,
-            measure=scorer.count_reply_tokens,
-            overlong=overlong,
+            scorer.score, file.records, contract.attributes, measure=scorer.count_reply_tokens
         )
     else:
         report = evaluate_comparisons(
             scorer.score,
             file.records,
             attribute_weights=contract.attribute_weights,
-            encode=scorer.encode,
             measure=scorer.count_reply_tokens,
-            overlong=overlong,
         )
-    return replace(report, counts={**file.counts, **report.counts, "read": file.counts["read"]})
+    return replace(report, counts=file.counts, malformed=file.malformed)
 
 
-def _keep(
-    records: Sequence[RecordT], encode: Encode | None, overlong: str
-) -> tuple[list[RecordT], dict[str, int]]:
-    """The records that can be judged, and what became of the others."""
-    counts: Counter[str] = Counter(read=len(records))
-    kept: list[RecordT] = []
-    for record in records:
-        try:
-            encoded = [] if encode is None else [encode(text) for text in record.texts]
-        except OverlongError as error:
-            if overlong == "error":
-                raise DataError(f"{record.origin}: {error}") from error
+def keep_scorable(file: RecordFile, scorer: EvaluableScorer, rule: MalformedRule) -> RecordFile:
+    """The records that can be judged, and in ``counts`` what became of the others.
+
+    Raises:
+        DataError: see ``evaluate_file``.
+    """
+    counts: Counter[str] = Counter(file.counts)
+    kept: list[Comparison | Rating] = []
+    malformed = list(file.malformed)
+    for record in file.records:
+        encoded = _encode(record, scorer)
+        if isinstance(encoded, MalformedRecord):
+            malformed.append(encoded)
+            counts["malformed"] += 1
+        elif encoded is None:
             counts["overlong"] += 1
-            continue
-        except DataError as error:
-            raise DataError(f"{record.origin}: {error}") from error
-        if len(encoded) == 2 and encoded[0].token_ids == encoded[1].token_ids:
+        elif len(encoded) == 2 and encoded[0].token_ids == encoded[1].token_ids:
             counts["same_tokens"] += 1
-            continue
-        counts["truncated"] += any(text.truncated for text in encoded)
-        kept.append(record)
+        else:
+            counts["truncated"] += any(text.truncated for text in encoded)
+            kept.append(record)
     counts["kept"] = len(kept)
     shown = {name: count for name, count in counts.items() if count or name == "kept"}
+    malformed.sort(key=lambda record: record.origin.line)
+    scorable = replace(file, records=kept, counts=shown, malformed=malformed)
+    check_malformed([scorable], rule)
     if not kept:
-        raise DataError(f"no record to evaluate on: {shown}")
-    return kept, shown
+        raise DataError(f"{file.path}: no record to evaluate on: {shown}")
+    return scorable
+
+
+def _encode(
+    record: Comparison | Rating, scorer: EvaluableScorer
+) -> list[EncodedText] | MalformedRecord | None:
+    """Its texts encoded; None for a record that is too long, where such are dropped."""
+    try:
+        return [scorer.encode(text) for text in record.texts]
+    except OverlongError as error:
+        if scorer.contract.overlong == Overlong.error.value:
+            raise DataError(f"{record.origin}: {error}") from error
+        return None
+    except NoTemplateError as error:
+        # It is no fault of this record.
+        raise DataError(f"{record.origin}: {error}") from error
+    except DataError as error:
+        return MalformedRecord(record.origin, str(error))
 
 
 def _checked(
-    scores: np.ndarray, records: Sequence[Comparison] | Sequence[Rating], texts_per_record: int
+    score: Score, texts: Sequence[Text], records: Sequence[Comparison] | Sequence[Rating]
 ) -> np.ndarray:
-    scores, wanted = np.asarray(scores), len(records) * texts_per_record
-    if scores.ndim != 2 or len(scores) != wanted:
-        raise DataError(f"got scores of shape {scores.shape}, wanted {wanted} rows of attributes")
+    """``[len(texts), A]`` finite rewards."""
+    if not records:
+        raise DataError("no record to evaluate on")
+    scores = np.asarray(score(texts))
+    if scores.ndim != 2 or len(scores) != len(texts):
+        raise DataError(
+            f"got scores of shape {scores.shape}, wanted {len(texts)} rows of attributes"
+        )
     bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
     if bad.size:
-        origin = records[bad[0] // texts_per_record].origin
+        origin = records[bad[0] * len(records) // len(texts)].origin
         raise DataError(f"{origin}: got a reward that is not finite, and {bad.size - 1} more")
     return scores
 

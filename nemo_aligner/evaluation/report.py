@@ -10,21 +10,28 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.console import fit_row
+from nemo_aligner.data.malformed import list_first
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.metrics.by_source import BY_SOURCE
 from nemo_aligner.metrics.table import Shown, all_metrics, find_metric
+
+_MALFORMED_SHOWN = 3
 
 
 def render_report(report: EvaluationReport, about: Mapping[str, str]) -> str:
     """The report as a table; ``about`` says what was evaluated, with what."""
     counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
-    lines = [f"{name:<14}{text}" for name, text in {**about, "records": counts}.items()]
+    lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
+    if report.malformed:
+        lines += ["left out as malformed:", *list_first(report.malformed, _MALFORMED_SHOWN)]
     overall = {k: v for k, v in report.metrics.items() if not k.startswith(BY_SOURCE)}
     width = max(map(len, overall)) + 2
     lines.append("")
     for name, value in overall.items():
         row = find_metric(name)
-        lines.append(f"{name:<{width}}{value:>10.4f}" + (f"   {row.meaning}" if row else ""))
+        number, meaning = f"{name:<{width}}{value:>10.4f}   ", row.meaning if row else ""
+        lines.append(fit_row(number, meaning, len(number)).rstrip())
     return "\n".join([*lines, *_source_lines(report)])
 
 
@@ -49,7 +56,7 @@ def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str,
     """Metrics and counts as one JSON object; a metric without a value is null."""
     metrics = {name: _number(value) for name, value in report.metrics.items()}
     content = {**about, "kind": report.kind.value, "metrics": metrics, "counts": report.counts}
-    _write(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    _write(Path(path), json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_rewards(path: str | Path, report: EvaluationReport) -> None:
@@ -62,7 +69,7 @@ def write_rewards(path: str | Path, report: EvaluationReport) -> None:
         }
         if report.labels.shape[1]:
             row["labels"] = _named(report, report.labels[index])
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     _write(Path(path), "".join(lines))
 
 

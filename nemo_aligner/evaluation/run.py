@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.console import Counter, say
+from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.evaluate import evaluate_file
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
-from nemo_aligner.parallel.collectives import on_main, say
+from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.scoring.scorer import load_scorer
@@ -29,14 +31,19 @@ def evaluate(config: EvaluateConfig) -> None:
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
         )
+        say(f"loading {model_file} ...")
         scorer = load_scorer(
             model_file,
             layout,
             precision=config.precision,
             micro_batch_tokens=config.model.micro_batch_tokens,
+            watch=Counter("scoring", "texts").show,
         )
         check_expected(scorer.contract, config.expect_contract, "expect_contract")
-        report = evaluate_file(scorer, data_file, config.data.format, config.data.loss_mask_val)
+        say(f"reading, tokenizing and scoring {data_file} ...")
+        data = config.data
+        rule = MalformedRule(data.malformed, data.max_malformed, section="data.")
+        report = evaluate_file(scorer, data_file, data.format, data.loss_mask_val, rule)
         about = {
             "checkpoint": model_file,
             "contract": scorer.contract.hash,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_aligner.metrics.statistics import deviation
+
 
 @dataclass(frozen=True)
 class PairRewards:
@@ -69,7 +71,7 @@ def chosen_mean(pairs: PairRewards) -> float:
 
 def chosen_std(pairs: PairRewards) -> float:
     """The deviation of the chosen replies' rewards."""
-    return float(pairs.chosen.std(correction=0))
+    return deviation(pairs.chosen)
 
 
 def rejected_mean(pairs: PairRewards) -> float:
@@ -79,7 +81,7 @@ def rejected_mean(pairs: PairRewards) -> float:
 
 def rejected_std(pairs: PairRewards) -> float:
     """The deviation of the rejected replies' rewards."""
-    return float(pairs.rejected.std(correction=0))
+    return deviation(pairs.rejected)
 
 
 def margin_quantile(percent: int) -> Callable[[PairRewards], float]:

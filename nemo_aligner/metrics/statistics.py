@@ -17,6 +17,12 @@ def correlation(first: Tensor, second: Tensor) -> float:
     return float(first @ second / scale) if scale > 0 else float("nan")
 
 
+def deviation(values: Tensor) -> float:
+    """The deviation of ``[N]`` from their mean; NaN where there are none."""
+    # Of none, torch has the same answer and a warning.
+    return float(values.std(correction=0)) if values.numel() else float("nan")
+
+
 def ranks(values: Tensor) -> Tensor:
     """``[N]`` float64 ranks from 0; equal values get the mean of their ranks."""
     _, inverse, counts = values.unique(sorted=True, return_inverse=True, return_counts=True)

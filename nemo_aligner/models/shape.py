@@ -176,7 +176,7 @@ class ModelShape:
             if count % tp != 0:
                 raise ConfigError(
                     f"{key}: got {tp}, wanted a divisor of the model's {count} {name} "
-                    f"(convert_hf_to_nemo.py --tensor-parallel {tp} adds query groups of zeros)"
+                    f"(a conversion with tensor-parallel {tp} adds query groups of zeros)"
                 )
         if self.num_layers % pp != 0:
             raise ConfigError(

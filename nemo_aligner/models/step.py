@@ -17,6 +17,10 @@ from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.parallel.pipeline import PipelineMessages
 
+_MOST_PARTS = 50
+# Of every part, for each stage after the first: the stages wait for a sixteenth of the time.
+_PACKS_PER_STAGE = 16
+
 RewardLoss = Callable[[Tensor, Records], tuple[Tensor, Tensor]]
 """Rewards ``[S, A]`` and the records that own them -> (sum of losses, how many were summed)."""
 
@@ -51,6 +55,37 @@ def infer(
     """
     model.eval()
     return _run(model, batches, layout, None) if batches else None
+
+
+def infer_in_parts(
+    model: torch.nn.Module,
+    batches: Sequence[PackedBatch],
+    layout: ParallelLayout,
+    parts: int,
+    after_part: Callable[[float], None],
+) -> Tensor | None:
+    """``infer`` in as many ``parts`` on every rank, and ``after_part`` of each what share is done.
+
+    Every rank is then between two parts, so ``after_part`` may agree with the others, and raise.
+    """
+    found = []
+    for part in range(parts):
+        first, end = (len(batches) * number // parts for number in (part, part + 1))
+        rewards = infer(model, batches[first:end], layout)
+        if rewards is not None:
+            found.append(rewards)
+        after_part((part + 1) / parts)
+    return torch.cat(found) if found else None
+
+
+def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout) -> int:
+    """In how many parts to infer so many tokens, the same on every rank.
+
+    A pipeline is empty between two parts, so that parts of few packs would let stages wait.
+    """
+    packs = num_tokens // (micro_batch_tokens * layout.dp)
+    least = max(1, _PACKS_PER_STAGE * (layout.pp - 1))
+    return max(1, min(_MOST_PARTS, packs // least))
 
 
 @torch.no_grad()

@@ -17,15 +17,20 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
     Raises:
         ConfigError: ``count`` leaves no layer to train.
     """
+    check_freezing(count, num_layers)
     if count == 0:
         return
-    if count >= num_layers:
-        raise ConfigError(f"model.freeze_layers: got {count}, wanted less than {num_layers}")
     if model.pre_process:
         model.embedding.requires_grad_(False)
     for layer in model.decoder.layers:
         if layer.layer_number <= count:
             layer.requires_grad_(False)
+
+
+def check_freezing(count: int, num_layers: int) -> None:
+    """Refuse to freeze all of a model; raises as ``freeze_lower_layers``."""
+    if count >= num_layers:
+        raise ConfigError(f"model.freeze_layers: got {count}, wanted less than {num_layers}")
 
 
 def wrap_for_training(

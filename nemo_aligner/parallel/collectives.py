@@ -20,12 +20,6 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def say(text: str) -> None:
-    """Print a line on rank 0."""
-    if is_main():
-        print(text, flush=True)
-
-
 def broadcast_object(value: T) -> T:
     """Rank 0's ``value``, on every rank."""
     box: list[Any] = [value]

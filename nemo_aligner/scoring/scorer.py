@@ -14,9 +14,10 @@ import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
+from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.models.step import gather_rewards, infer
+from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
@@ -37,6 +38,7 @@ class RewardScorer:
         tokenizer: Tokenizer,
         layout: ParallelLayout,
         micro_batch_tokens: int,
+        watch: Watch = unwatched,
     ) -> None:
         """Raises ConfigError when a text of the contract's ``seq_length`` exceeds the budget."""
         if micro_batch_tokens < contract.seq_length:
@@ -48,6 +50,7 @@ class RewardScorer:
         self._tokenizer = tokenizer
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
+        self._watch = watch
         self._label_means = torch.tensor(contract.label_means, dtype=torch.float32)
         self.contract = contract
 
@@ -101,10 +104,18 @@ class RewardScorer:
         """Rewards of token ids that ``check_tokens`` let pass."""
         if not token_lists:
             return np.zeros((0, len(self.attributes)), dtype=np.float32)
-        packs = pack_sequences(token_lists, self._micro_batch_tokens)
-        mine = packs[self._layout.dp_rank :: self._layout.dp]
-        rewards = infer(self._model, mine, self._layout)
-        shape = (len(token_lists), len(self.attributes))
+        count, budget = len(token_lists), self._micro_batch_tokens
+        mine = pack_sequences(token_lists, budget)[self._layout.dp_rank :: self._layout.dp]
+        parts = count_parts(sum(map(len, token_lists)), budget, self._layout)
+        self._watch(0, count)
+        rewards = infer_in_parts(
+            self._model,
+            mine,
+            self._layout,
+            parts,
+            lambda share: self._watch(round(share * count), count),
+        )
+        shape = (count, len(self.attributes))
         everyone = gather_rewards(rewards, mine, shape, self._layout)
         return (everyone + self._label_means).numpy()
 
@@ -121,6 +132,7 @@ def load_scorer(
     *,
     precision: Precision | None = None,
     micro_batch_tokens: int = 8192,
+    watch: Watch = unwatched,
 ) -> RewardScorer:
     """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
 
@@ -131,4 +143,6 @@ def load_scorer(
         ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
     """
     loaded = load_reward_model(path, layout, precision)
-    return RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, micro_batch_tokens)
+    return RewardScorer(
+        loaded.model, loaded.contract, loaded.tokenizer, layout, micro_batch_tokens, watch
+    )

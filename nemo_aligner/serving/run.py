@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.console import say
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
@@ -25,6 +26,7 @@ def run_server(config: ServeConfig) -> int:
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
         )
+        say(f"loading {config.rm_model_file} ...")
         scorer = load_scorer(
             config.rm_model_file,
             layout,

@@ -38,21 +38,14 @@ from nemo_aligner.text.tokenizer import Tokenizer
 VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
-_SETTINGS = {
-    "template": "model.data.template",
-    "add_bos": "model.data.add_bos",
-    "add_eos": "model.data.add_eos",
-    "overlong": "model.data.overlong",
-    "seq_length": "model.data.seq_length",
-    "attributes": "model.regression.attributes",
-    "dtype": "trainer.precision",
-    "reward_model_type": "model.reward_model_type",
-}
-_SHOWN_CHARACTERS = 40
 
 
 class OverlongError(DataError):
     """A text of more tokens than the contract's ``seq_length``."""
+
+
+class NoTemplateError(DataError):
+    """A conversation, where the contract has no chat template to write any with."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +229,7 @@ class ScoringContract:
         if isinstance(text, str):
             return text
         if not self.template:
-            raise DataError(
+            raise NoTemplateError(
                 "this text is a conversation, and there is no chat template to write it with; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
@@ -306,30 +299,6 @@ def build_contract(
     return contract
 
 
-def continue_contract(
-    contract: ScoringContract, start: ScoringContract, allow_change: bool
-) -> ScoringContract:
-    """The contract for training on from a reward model, with that model's label means.
-
-    Raises:
-        ConfigError: the settings ask for another contract, and nobody allowed that.
-    """
-    if start.attributes == contract.attributes:
-        contract = dataclasses.replace(
-            contract,
-            label_means=start.label_means,
-            attribute_weights=start.attribute_weights,
-        )
-    differences = start.differences(contract)
-    if differences and not allow_change:
-        raise ConfigError(
-            f"the reward model to start from has another scoring contract ({start.hash[:12]}) than "
-            f"these settings ({contract.hash[:12]}): {describe_differences(differences)}. Set them "
-            "alike, or set pretrained_checkpoint.allow_contract_change=true to train another model"
-        )
-    return contract
-
-
 def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
     """Refuse a contract that does not have the hash ``expected``; None takes any.
 
@@ -341,24 +310,6 @@ def check_expected(contract: ScoringContract, expected: str | None, key: str) ->
             f"{key}: got a reward model with the scoring contract {contract.hash}, "
             f"wanted {expected}"
         )
-
-
-def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:
-    """``setting: mine -> other`` for people, long texts from where they part."""
-    return "; ".join(
-        f"{_SETTINGS.get(name, name)}: {' -> '.join(_parting(*values))}"
-        for name, values in differences.items()
-    )
-
-
-def _parting(first: Any, second: Any) -> tuple[str, str]:
-    shown = (repr(first), repr(second))
-    if max(map(len, shown)) <= _SHOWN_CHARACTERS:
-        return shown
-    same = next(index for index, (a, b) in enumerate(zip(*shown, strict=False)) if a != b)
-    start = max(0, same - _SHOWN_CHARACTERS // 2)
-    cut = [text[start : start + _SHOWN_CHARACTERS] for text in shown]
-    return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."
 
 
 def _template(setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
     load_pretrained,
     read_text_rules,
 )
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.console import say, show_bytes
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.text.contract import build_contract, continue_contract
+from nemo_aligner.text.contract import build_contract
+from nemo_aligner.text.contract_changes import continue_contract
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
 
@@ -22,15 +26,23 @@ def build_data(config: TrainConfig) -> TrainingData:
     """The run's data, tokenized by the contract that settings and base checkpoint make; every rank.
 
     Raises:
-        ConfigError, DataError: see ``build_contract``, ``continue_contract``, ``build_dataset``.
+        ConfigError, DataError: see ``build_contract``, ``continue_contract`` and
+            ``build_training_data``.
     """
     start_from = config.pretrained_checkpoint
+    prefix = config.model.data.data_prefix
+    say(f"reading and tokenizing {', '.join([*prefix.train, *prefix.validation])} ...")
     tokenizer, start = read_text_rules(str(start_from.restore_from_path))
     contract = build_contract(config.model, tokenizer, config.trainer.precision, start)
     if start is not None:
-        contract = continue_contract(contract, start, start_from.allow_contract_change)
-    has_means = start is not None and start.attributes == contract.attributes
-    return build_training_data(config.model, contract, tokenizer, measure_label_means=not has_means)
+        contract = continue_contract(
+            contract,
+            start,
+            allow_change=start_from.allow_contract_change,
+            new_head=start_from.new_head,
+        )
+    means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
+    return build_training_data(config.model, contract, tokenizer, measure_label_means=means_are_new)
 
 
 def build_learner(
@@ -38,25 +50,21 @@ def build_learner(
 ) -> tuple[RewardLearner, PretrainedModel, int]:
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
+    path = Path(str(config.pretrained_checkpoint.restore_from_path))
+    size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""
+    say(f"loading {path}{size} ...")
     pretrained = load_pretrained(
-        str(config.pretrained_checkpoint.restore_from_path),
+        path,
         layout,
         num_attributes=options.num_attributes,
         precision=config.trainer.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
         seed=options.seed,
+        new_head=config.pretrained_checkpoint.new_head,
     )
     query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
-    loader = TrainLoader(
-        data.train,
-        options.global_batch_size,
-        options.micro_batch_tokens,
-        options.seed,
-        layout.dp_rank,
-        layout.dp,
-        query_key_cost,
-    )
+    loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
     model = wrap_for_training(pretrained.model)
@@ -71,3 +79,23 @@ def build_learner(
         query_key_cost,
     )
     return learner, pretrained, total_steps
+
+
+def build_loader(
+    config: TrainConfig, data: TrainingData, dp: int, dp_rank: int, query_key_cost: float
+) -> TrainLoader:
+    """The steps of one of ``dp`` data parallel ranks.
+
+    Raises:
+        ConfigError: a batch has no record for each of them.
+    """
+    options = config.model
+    return TrainLoader(
+        data.train,
+        options.global_batch_size,
+        options.micro_batch_tokens,
+        options.seed,
+        dp_rank,
+        dp,
+        query_key_cost,
+    )

@@ -1,59 +1,84 @@
-"""Progress of a run for the person at the terminal."""
+"""What a person sees of a run: its steps, and its validations."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
-from typing import Any
 
-from tqdm import tqdm
+from nemo_aligner.console import Progress, join_fields, show_number
+from nemo_aligner.metrics.by_source import BY_SOURCE
+from nemo_aligner.metrics.table import Shown, all_metrics, is_shown
 
-from nemo_aligner.parallel.collectives import is_main
-
-_PLAIN_LINE_SECONDS = 10.0
-
-
-_BAR_FORMAT = "{l_bar}{bar:20}{r_bar}"
+# So few are all shown, however fast they are.
+_FEW_STEPS = 20
 
 
-class Progress:
-    """Progress on rank 0: a bar on a terminal, a plain line every few seconds in a log file."""
+class StepProgress(Progress):
+    """A line for the first step, the last, and one every few seconds; a bar below on a terminal.
 
-    def __init__(self, total: int, start: int) -> None:
-        self._total = total
-        self._last_line = float("-inf")
-        self._bar: Any = None
-        self._is_main = is_main()
-        if self._is_main and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total, initial=start, unit="step", bar_format=_BAR_FORMAT, desc="train"
-            )
+    There is a validation after every ``interval`` of steps, and after the last.
+    """
+
+    def __init__(self, total: int, start: int, interval: int | None) -> None:
+        interval = interval or total
+        self._validations = -(-total // interval) - start // interval
+        self._validated, self._validating_seconds = 0, 0.0
+        super().__init__("train", total, start)
+        self._always = {start + 1, total} if total - start > _FEW_STEPS else range(total + 1)
+
+    def begin(self) -> None:
+        """Count the time of steps from now on; a validation before them is one more."""
+        super().begin()
+        self._since -= self._validating_seconds
+        self._validations += self._validated
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move to ``step``, counted from 1."""
-        shown = {name.partition("/")[2]: f"{value:.4g}" for name, value in metrics.items()}
-        if self._bar is not None:
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif self._is_main and self._line_is_due(step):
-            text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            print(f"step {step}/{self._total}  {text}", flush=True)
+        """Come to ``step``, counted from 1."""
+        if self.line_is_due() or step in self._always:
+            fields = [f"step {step}/{self._total}", self.time_left(step), *_fields(metrics)]
+            self.say(join_fields(field for field in fields if field))
+        self.move(step)
 
-    def _line_is_due(self, step: int) -> bool:
-        now = time.monotonic()
-        if step < self._total and now - self._last_line < _PLAIN_LINE_SECONDS:
-            return False
-        self._last_line = now
-        return True
+    def add_validation(self, seconds: float) -> None:
+        """Say how long a validation took, which is not of the steps."""
+        self._validated += 1
+        self._validating_seconds += seconds
 
-    def say(self, text: str) -> None:
-        """A line of its own, on rank 0."""
-        if self._bar is not None:
-            self._bar.write(text)
-        elif self._is_main:
-            print(text, flush=True)
+    def seconds_left(self, done: int) -> float:
+        """At the pace of the steps, and of the validations as soon as there was one."""
+        steps = self._now() - self._since - self._validating_seconds
+        per_step = steps / (done - self._start)
+        per_validation = self._validating_seconds / max(1, self._validated)
+        left = self._validations - self._validated
+        return per_step * (self._total - done) + per_validation * left
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+
+def _fields(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{name.partition('/')[2]} {show_number(value)}" for name, value in metrics.items()]
+
+
+def render_validation(step: int, metrics: Mapping[str, float]) -> str:
+    """Every set's metrics that are for people, and below them those of its sources."""
+    sets: dict[str, list[str]] = {}
+    sources: dict[str, dict[str, list[str]]] = {}
+    for name, value in metrics.items():
+        prefix, _, rest = name.partition("/")
+        shown = sets.setdefault(prefix, [])
+        if not rest.startswith(BY_SOURCE):
+            if is_shown(rest, Shown.validation):
+                shown.append(f"{rest} {show_number(value)}")
+            continue
+        for metric in _of_sources():
+            if rest.endswith(f"/{metric}"):
+                source = rest.removeprefix(BY_SOURCE).removesuffix(f"/{metric}")
+                of_set = sources.setdefault(prefix, {}).setdefault(metric, [])
+                of_set.append(f"{source} {value:.3f}")
+    lines = []
+    for prefix, shown in sets.items():
+        lines += [f"step {step}: {prefix}", join_fields(shown, first="  ")]
+        for metric, values in sources.get(prefix, {}).items():
+            lines.append(join_fields([f"{metric} by source:", *values], "  ", "    "))
+    return "\n".join(lines)
+
+
+def _of_sources() -> list[str]:
+    return [metric.name for metric in all_metrics() if Shown.source in metric.shown]

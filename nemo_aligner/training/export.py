@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
+from nemo_aligner.checkpoint.run_folder import MODEL_NAME
 from nemo_aligner.checkpoint.runs import RunCheckpoints, Saved
+from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.collectives import say
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.trainer import Outcome
 
-EXPORT_NAME = "megatron_gpt.nemo"
+_MOST_LISTED = 8
 
 
 def finish(
@@ -22,13 +25,16 @@ def finish(
     pretrained: PretrainedModel,
 ) -> None:
     """Export the model of a run that came to its end; tell how to go on with one that did not."""
+    if outcome.step == 0:
+        say(f"stopped by {outcome.stopped_by} before the first step: there is nothing to save")
+        return
     if outcome.stopped_by is None:
-        export(checkpoints.folder / EXPORT_NAME, checkpoints, learner, pretrained)
+        export(checkpoints.folder / MODEL_NAME, checkpoints, learner, pretrained)
         return
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved: the same "
         f"command goes on from there; trainer.rm.max_steps={outcome.step} makes it write "
-        f"{EXPORT_NAME} at once"
+        f"{MODEL_NAME} at once"
     )
 
 
@@ -43,10 +49,12 @@ def export(
     Raises:
         CheckpointError: nothing was saved.
     """
-    best = checkpoints.best()
-    chosen = best or checkpoints.latest()
+    best, latest = checkpoints.best(), checkpoints.latest()
+    chosen = best or latest
     if chosen is None:
         raise CheckpointError(f"{checkpoints.folder}: there is no checkpoint to export")
+    say(render_candidates(checkpoints, checkpoints.candidates(), latest))
+    say(f"writing {path} ...")
     checkpoints.load_model(chosen, learner.model)
     contract = _with_statistics(learner.data.contract, chosen)
     config = {
@@ -57,9 +65,35 @@ def export(
     save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
     why = "the newest"
     if best is not None:
-        why = f"the best {checkpoints.monitor}, {best.state.metrics[str(checkpoints.monitor)]:.4g}"
+        why = f"the best {checkpoints.monitor}, {_value(chosen, checkpoints.monitor)}"
     say(f"wrote {path} with the weights of step {chosen.state.step} ({why})")
     say(f"scoring contract: {contract.hash}")
+
+
+def render_candidates(
+    checkpoints: RunCheckpoints, ranked: Sequence[Saved], latest: Saved | None
+) -> str:
+    """The checkpoints of a run, the best first, and by what they are ranked."""
+    monitor, tie_break = checkpoints.monitor, checkpoints.tie_break
+    names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]
+    heading = "checkpoints"
+    if ranked:
+        heading += f", by {names[0]}" + "".join(f", equals by {name}" for name in names[1:])
+    others = [latest] if latest is not None and latest not in ranked else []
+    lines = [heading + ":"]
+    for saved in (*ranked[:_MOST_LISTED], *others):
+        values = [f"{name.partition('/')[2]} {_value(saved, name)}" for name in names]
+        is_known = any(name in saved.state.metrics for name in names)
+        found = "  ".join(values) if is_known else "not validated"
+        lines.append(f"  step {saved.state.step:<8}{found}")
+    if len(ranked) > _MOST_LISTED:
+        lines.append(f"  and {len(ranked) - _MOST_LISTED} that are not as good")
+    lines[1:2] = [f"{line}  (chosen)" for line in lines[1:2]]
+    return "\n".join(lines)
+
+
+def _value(saved: Saved, name: str | None) -> str:
+    return f"{saved.state.metrics.get(str(name), math.nan):.4g}"
 
 
 def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContract:

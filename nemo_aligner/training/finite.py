@@ -1,9 +1,14 @@
-"""Numbers that stop a run: whose reward, loss or gradient is not finite, and on which rank."""
+"""Numbers that stop a run: whose reward, loss or gradient is not finite, and on which rank.
+
+The record that is most to blame is named first: centring spreads one label of 1e38 over all, so
+that no record's loss is finite, and yet it is that record's which is by far the largest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,6 +17,7 @@ from torch import Tensor
 
 from nemo_aligner.batch import Records
 from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.labels import far_labels
 from nemo_aligner.data.packing import pack_records
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.step import RewardLoss, forward_backward
@@ -60,7 +66,7 @@ class StepRecords:
         """The same on every rank, for what was seen on ``ranks`` in the records at ``indices``."""
         whose = _named(self.dataset, [self.record_ids[index] for index in indices])
         on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        advice = _ADVICE + _FP16_ADVICE * self.is_fp16
+        advice = _far_labels(self.dataset) + _ADVICE + _FP16_ADVICE * self.is_fp16
         return TrainingError(f"step {self.step}: got {what}, on {on}, from {whose}; {advice}")
 
 
@@ -69,6 +75,40 @@ def _named(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
     origins = list(dict.fromkeys(str(dataset.origins[record]) for record in record_ids))
     shown = ", ".join(origins[:_NAMED]) or "no record alone"
     return shown + (f", and {len(origins) - _NAMED} more" if len(origins) > _NAMED else "")
+
+
+def _far_labels(dataset: TokenizedDataset) -> str:
+    """A label outside the batch can spoil it, too: by the mean that is subtracted from all."""
+    far = far_labels(dataset.records.labels, dataset.origins)
+    if not far:
+        return ""
+    more = f", and {len(far) - _NAMED} more" if len(far) > _NAMED else ""
+    return f"labels of {dataset.name} are far out: {', '.join(map(str, far[:_NAMED]))}{more}; "
+
+
+@dataclass(frozen=True, order=True)
+class _Blame:
+    """How much a record has to do with a number that is not finite; the greater, the more.
+
+    ``amount`` is the size of its own part of the number, in float64.
+    """
+
+    is_certain: bool
+    is_nan: bool
+    amount: float
+    index: int = field(compare=False)
+
+    @classmethod
+    def of(cls, index: int, amount: float, is_certain: bool = False) -> _Blame:
+        is_nan = math.isnan(amount)
+        return cls(is_certain, is_nan, 0.0 if is_nan else amount, index)
+
+
+def _by_blame(blames: Iterable[_Blame]) -> list[int]:
+    """The records' indices, each once, the one that is most to blame first."""
+    # Where the blame is the same, in the order of the batch.
+    in_order = sorted(sorted(blames, key=lambda blame: blame.index), reverse=True)
+    return list(dict.fromkeys(blame.index for blame in in_order))
 
 
 def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
@@ -96,14 +136,18 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
     is_bad = not _is_learnable(rewards, records, loss)
     if not agree(is_bad, step.device):
         return
-    mine = [
-        index
+    parts = [
+        (index, rewards[records.rows([index])], records.select([index]))
         for index in step.my_indices()
-        if not _is_learnable(rewards[records.rows([index])], records.select([index]), loss)
+    ]
+    mine = [
+        _loss_blame(index, own, record, loss)
+        for index, own, record in parts
+        if not _is_learnable(own, record, loss)
     ]
     rewards_are_bad = not bool(torch.isfinite(rewards).all())
     seen = gather_objects((is_bad, rewards_are_bad, mine))
-    indices = sorted({index for *_, found in seen for index in found})
+    indices = _by_blame(blame for *_, found in seen for blame in found)
     ranks = [rank for rank, (*_, found) in enumerate(seen) if found]
     # No record's loss, but their sum: then every rank that summed has seen it.
     ranks = ranks or [rank for rank, (bad, *_) in enumerate(seen) if bad]
@@ -114,6 +158,11 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
 def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
     total, _ = loss(rewards, records)
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
+
+
+def _loss_blame(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
+    total, _ = loss(rewards.double(), record)
+    return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
 
 
 def gradient_error(
@@ -129,7 +178,7 @@ def gradient_error(
     is in it afterwards is of no use.
     """
     broken = gather_objects(not _has_finite_gradients(model))
-    indices = []
+    blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):
         # All ranks take the same record: Megatron sums gradients over them within this call.
         model.zero_grad_buffer()
@@ -138,7 +187,8 @@ def gradient_error(
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
         forward_backward(model, packs, step.layout, loss)
         if agree(not _has_finite_gradients(model), step.device):
-            indices.append(index)
+            blames += gather_objects(_Blame.of(index, _gradient_norm(model)))
+    indices = _by_blame(blames)
     owners = {step.owners[index] for index in indices}
     dp_ranks = gather_objects(step.layout.dp_rank)
     ranks = [rank for rank, dp_rank in enumerate(dp_ranks) if dp_rank in owners]
@@ -152,3 +202,13 @@ def _has_finite_gradients(model: Any) -> bool:
         parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad
     ]
     return not norms or bool(torch.isfinite(torch.stack(norms).square().sum()))
+
+
+def _gradient_norm(model: Any) -> float:
+    """The norm of all gradients on this rank, in float64, which the square of no float32 leaves."""
+    norms = [
+        torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float64)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    return float(torch.stack(norms).norm()) if norms else 0.0

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.batch import LabelColumns, PackedBatch, Records
+from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance, TrainLoader, validation_batches
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.models.step import (
+    count_parts,
+    forward_backward,
+    gather_rewards,
+    infer_in_parts,
+)
 from nemo_aligner.objectives.base import Objective
 from nemo_aligner.objectives.measure import measure_set, measure_step
 from nemo_aligner.parallel.device import current_device
@@ -106,25 +113,37 @@ class RewardLearner:
         shape = (records.num_rewards, len(self.objective.attributes))
         return gather_rewards(mine, batches, shape, self._layout)
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, watch: Watch = unwatched) -> dict[str, float]:
         """Metrics of every validation set, over each record once, named ``set/metric``."""
         # A rank without records would not come to the weights that the others wait for.
         self.optimizer.finish_update()
-        return {
-            f"{dataset.name}/{name}": value
-            for dataset in self.data.validation
-            for name, value in self._validate_on(dataset).items()
-        }
+        sets = self.data.validation
+        done, total = 0, sum(map(len, sets))
+        found: dict[str, float] = {}
+        watch(0, total)
+        for dataset in sets:
+            shown = partial(_show_share, watch, done, len(dataset), total)
+            metrics = self._validate_on(dataset, shown)
+            found |= {f"{dataset.name}/{name}": value for name, value in metrics.items()}
+            done += len(dataset)
+        return found
 
-    def _validate_on(self, dataset: TokenizedDataset) -> dict[str, float]:
-        layout = self._layout
+    def _validate_on(
+        self, dataset: TokenizedDataset, after_part: Callable[[float], None]
+    ) -> dict[str, float]:
+        layout, budget = self._layout, self._micro_batch_tokens
         batches = validation_batches(
-            dataset, self._micro_batch_tokens, layout.dp_rank, layout.dp, self._query_key_cost
+            dataset, budget, layout.dp_rank, layout.dp, self._query_key_cost
         )
-        mine = infer(self._ddp, batches, layout)
+        parts = count_parts(sum(map(len, dataset.sequences)), budget, layout)
+        mine = infer_in_parts(self._ddp, batches, layout, parts, after_part)
         rewards = self._gather(mine, batches, dataset.records)
         check_validation(dataset, rewards)
         return describe_rewards(self.objective, dataset, rewards)
+
+
+def _show_share(watch: Watch, before: int, size: int, total: int, share: float) -> None:
+    watch(before + round(share * size), total)
 
 
 def describe_rewards(

@@ -13,13 +13,15 @@ import torch
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.config.load import config_to_dict, save_config
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.console import say
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.objectives import default_name, objective_name, objective_settings
-from nemo_aligner.parallel.collectives import on_main, say
-from nemo_aligner.text.contract import ScoringContract, describe_differences
+from nemo_aligner.parallel.collectives import on_main
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract_changes import describe_differences
 from nemo_aligner.training.learner import RewardLearner
 
 _CONTRACT = "scoring contract"
@@ -40,23 +42,15 @@ def resume(
         ConfigError: there is one, and ``exp_manager.resume_if_exists`` is false.
         CheckpointError: it is of another run.
     """
-    data = learner.data
-    fresh = RunState(
-        step=0,
-        consumed_samples=0,
-        fingerprint=fingerprint(config, model_config, data),
-        config=config_to_dict(config),
-        contract=data.contract.to_dict(),
-    )
+    fresh = new_state(config, model_config, learner.data)
     checkpoints.clean()
-    latest = checkpoints.latest()
+    latest = find_latest(checkpoints, config, fresh)
     if latest is not None:
-        if not config.exp_manager.resume_if_exists:
-            raise ConfigError(
-                f"exp_manager.resume_if_exists: got false, but {checkpoints.folder} holds the "
-                "checkpoints of a run; wanted another exp_manager.explicit_log_dir"
-            )
-        _restore(checkpoints, latest, fresh, learner)
+        say(f"loading {latest.path} ...")
+        checkpoints.load(latest, learner.model, learner.optimizer)
+        say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
+        for line in changes_since(latest, fresh):
+            say(line)
     folder = Path(config.exp_manager.explicit_log_dir)
     on_main(lambda: _write_config(config, folder))
     checkpoints.reserve(learner.model, learner.optimizer)
@@ -65,17 +59,42 @@ def resume(
     return replace(fresh, step=latest.state.step, consumed_samples=latest.state.consumed_samples)
 
 
-def _restore(
-    checkpoints: RunCheckpoints, latest: Saved, fresh: RunState, learner: RewardLearner
-) -> None:
+def new_state(config: TrainConfig, model_config: Mapping[str, Any], data: TrainingData) -> RunState:
+    """The state of a run before its first step."""
+    return RunState(
+        step=0,
+        consumed_samples=0,
+        fingerprint=fingerprint(config, model_config, data),
+        config=config_to_dict(config),
+        contract=data.contract.to_dict(),
+    )
+
+
+def find_latest(checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunState) -> Saved | None:
+    """The checkpoint that a run with the state ``fresh`` goes on from, if there is one.
+
+    Raises:
+        ConfigError, CheckpointError: as ``resume``.
+    """
+    latest = checkpoints.latest()
+    if latest is None:
+        return None
+    if not config.exp_manager.resume_if_exists:
+        raise ConfigError(
+            f"exp_manager.resume_if_exists: got false, but {checkpoints.folder} holds the "
+            "checkpoints of a run; wanted another exp_manager.explicit_log_dir"
+        )
     before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     differences = describe_differences(before.differences(now))
     latest = replace(latest, state=_with_objective(latest.state))
     check_same_run(latest, {**fresh.fingerprint, _CONTRACT: differences or before.hash})
-    checkpoints.load(latest, learner.model, learner.optimizer)
-    say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
-    for change in changed_settings(latest.state.config, fresh.config):
-        say(f"  changed since: {change}")
+    return latest
+
+
+def changes_since(latest: Saved, fresh: RunState) -> list[str]:
+    """A line for every setting that has changed since a checkpoint."""
+    changes = changed_settings(latest.state.config, fresh.config)
+    return [f"  changed since: {change}" for change in changes]
 
 
 def _with_objective(state: RunState) -> RunState:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel
+from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.checkpoint.runs import RunCheckpoints
-from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import ExpManagerConfig, MonitorMode, TrainConfig
+from nemo_aligner.console import say
+from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.metrics.table import lower_is_better
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.objectives import describe_objective
-from nemo_aligner.parallel.collectives import is_main, say
-from nemo_aligner.parallel.device import lacks_bf16
+from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
+from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.training.build import build_data, build_learner
-from nemo_aligner.training.clock import StopRequest
+from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.export import finish
-from nemo_aligner.training.learner import RewardLearner, validation_metric_names
+from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.loggers import build_loggers, check_loggers
 from nemo_aligner.training.resume import resume
+from nemo_aligner.training.stop import StopRequest
 from nemo_aligner.training.trainer import SupervisedTrainer
-
-_STEPS_FOR_BALANCE = 20
 
 
 def train(config: TrainConfig) -> None:
@@ -33,9 +31,8 @@ def train(config: TrainConfig) -> None:
     Raises:
         AlignerError: settings, data or checkpoint are unfit, or a number is not finite.
     """
-    stop = StopRequest(config.trainer.max_time)
     check_settings(config)
-    with launch() as world:
+    with StopRequest(config.trainer.max_time) as stop, launch() as world:
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -45,9 +42,14 @@ def train(config: TrainConfig) -> None:
         data = build_data(config)
         say(data.table())
         learner, pretrained, total_steps = build_learner(config, data, layout)
-        checkpoints = open_checkpoints(config.exp_manager, learner)
-        describe(config, pretrained, layout, total_steps, checkpoints, learner)
+        checkpoints = open_checkpoints(config.exp_manager, data)
+        if is_main():
+            shape = ModelShape.from_config(pretrained.config)
+            say(describe_model(config, shape, layout, head_is_new=pretrained.head_is_new))
+            say(describe_steps(config, data, total_steps, learner.imbalance, checkpoints))
         start = resume(checkpoints, config, pretrained.config, learner)
+        if start.step >= total_steps:
+            say(f"step {start.step} is the last; the model is written again")
         loggers = build_loggers(config.exp_manager, start.config, start.step)
         trainer = SupervisedTrainer(
             learner, config, total_steps, start, checkpoints, loggers, stop, world.device
@@ -70,7 +72,7 @@ def check_settings(config: TrainConfig) -> None:
     check_loggers(config.exp_manager)
 
 
-def open_checkpoints(config: ExpManagerConfig, learner: RewardLearner) -> RunCheckpoints:
+def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpoints:
     """The run's checkpoints, ranked by ``monitor``: null is the first validation set's main metric.
 
     ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
@@ -79,7 +81,7 @@ def open_checkpoints(config: ExpManagerConfig, learner: RewardLearner) -> RunChe
         ConfigError: validation gives no metric of that name.
     """
     settings = config.checkpoint_callback_params
-    objective, datasets = learner.objective, learner.data.validation
+    objective, datasets = data.objective, data.validation
     available = validation_metric_names(objective, datasets)
     monitor = settings.monitor
     if monitor is None and datasets:
@@ -89,37 +91,8 @@ def open_checkpoints(config: ExpManagerConfig, learner: RewardLearner) -> RunChe
             f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, wanted one of "
             f"{', '.join(available) or 'none, as there is no validation data'}"
         )
-    folder = Path(config.explicit_log_dir) / "checkpoints"
+    folder = Path(config.explicit_log_dir) / CHECKPOINTS_NAME
     mode = settings.mode or (
         MonitorMode.min if monitor is not None and lower_is_better(monitor) else MonitorMode.max
     )
     return RunCheckpoints(folder, monitor, mode, settings.save_top_k)
-
-
-def describe(
-    config: TrainConfig,
-    pretrained: PretrainedModel,
-    layout: ParallelLayout,
-    total_steps: int,
-    checkpoints: RunCheckpoints,
-    learner: RewardLearner,
-) -> None:
-    """Say on rank 0 what is about to be trained, and how."""
-    options, shape = config.model, ModelShape.from_config(pretrained.config)
-    head = "a new head" if pretrained.head_is_new else "its own head"
-    say(
-        f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
-        f"{head}, {config.trainer.precision.value}, {layout}"
-    )
-    if config.trainer.precision is not Precision.fp32 and lacks_bf16():
-        say("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")
-    if options.freeze_layers:
-        say(f"frozen: the embeddings and {options.freeze_layers} of {shape.num_layers} layers")
-    say(f"run: {total_steps} steps of {options.global_batch_size} records")
-    say(f"objective: {describe_objective(options, learner.objective)}")
-    if is_main():
-        steps = min(total_steps, _STEPS_FOR_BALANCE)
-        say(f"balance: {learner.imbalance(range(steps))} (first {steps} steps)")
-    if options.optim.sched.warmup_steps >= total_steps:
-        say(f"note: the run ends within its warm-up ({options.optim.sched.warmup_steps} steps)")
-    say(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")

@@ -11,13 +11,14 @@ import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.console import Counter, Watch
 from nemo_aligner.errors import TrainingError
-from nemo_aligner.metrics.by_source import BY_SOURCE
-from nemo_aligner.metrics.table import Shown, all_metrics, is_shown
-from nemo_aligner.parallel.collectives import agree_on, gather_objects
+from nemo_aligner.metrics.table import Shown, all_metrics
+from nemo_aligner.parallel.collectives import agree, agree_on, gather_objects
 from nemo_aligner.parallel.cpu.malloc import FreedMemory
-from nemo_aligner.training.clock import StopRequest, Timers
-from nemo_aligner.training.console import Progress
+from nemo_aligner.training.clock import Timers
+from nemo_aligner.training.console import StepProgress, render_validation
+from nemo_aligner.training.stop import StopRequest
 
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
@@ -30,7 +31,11 @@ class Learner(Protocol):
 
     def train_step(self, step: int) -> dict[str, float]: ...
 
-    def validate(self) -> dict[str, float]: ...
+    def validate(self, watch: Watch) -> dict[str, float]: ...
+
+
+class _LeftEarlyError(Exception):
+    """A validation that was left as the run is to stop; on every rank."""
 
 
 class Logger(Protocol):
@@ -75,19 +80,21 @@ class SupervisedTrainer:
         self._timers = Timers()
         self._freed = FreedMemory() if torch.device(device).type == "cpu" else None
         self._saving_since = 0.0
-        self._progress = Progress(total_steps, start.step)
+        self._progress = StepProgress(total_steps, start.step, self._loop.val_check_interval)
+        self._validating = Counter("validation", "records")
 
     def fit(self) -> Outcome:
         """Train, log, validate, save; a run that was stopped goes on from its newest checkpoint."""
-        with self._stop:
+        with self._stop.while_training():
             try:
                 stopping = self._run()
             except TrainingError:
                 # Every rank raises it, and what was saved before stays saved.
                 self._publish()
                 raise
+            finally:
+                self._progress.close()
             self._publish()
-        self._progress.close()
         stopped = stopping and self._step < self._total_steps
         return Outcome(self._step, self._why_stopped() if stopped else None)
 
@@ -96,6 +103,8 @@ class SupervisedTrainer:
         stopping = False
         if self._step == 0 and self._loop.val_before_training:
             self._validate()
+            stopping = self._check_in()
+            self._progress.begin()
         while self._step < self._total_steps and not stopping:
             self._train()
             stopping = self._check_in()
@@ -127,12 +136,25 @@ class SupervisedTrainer:
         self._progress.show(self._step, {name: named[name] for name in _SHOWN if name in named})
 
     def _validate(self) -> dict[str, float]:
-        with self._timers.measure("validation/total_validation_time"):
-            metrics = self._learner.validate()
+        start = time.perf_counter()
+        try:
+            with self._timers.measure("validation/total_validation_time"):
+                metrics = self._learner.validate(self._watch_validation)
+        except _LeftEarlyError:
+            self._progress.say(f"step {self._step}: the validation was left, and has no result")
+            return {}
+        finally:
+            self._validating.close()
+        self._progress.add_validation(time.perf_counter() - start)
         if metrics:
             self._logger.log({**metrics, **self._timers.take()}, self._step)
-            self._progress.say(_validation_lines(self._step, metrics))
+            self._progress.say(render_validation(self._step, metrics))
         return metrics
+
+    def _watch_validation(self, done: int, total: int) -> None:
+        self._validating.show(done, total)
+        if done < total and agree(self._stop.reason is not None, self._device):
+            raise _LeftEarlyError
 
     def _save(self, metrics: dict[str, float]) -> None:
         state = replace(
@@ -175,19 +197,3 @@ class SupervisedTrainer:
 
     def _why_stopped(self) -> str:
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
-
-
-def _validation_lines(step: int, metrics: Mapping[str, float]) -> str:
-    sets: dict[str, list[str]] = {}
-    sources: dict[str, list[str]] = {}
-    for name, value in metrics.items():
-        prefix, _, rest = name.partition("/")
-        source, _, of_source = rest.removeprefix(BY_SOURCE).rpartition("/")
-        if rest.startswith(BY_SOURCE):
-            if is_shown(of_source, Shown.source):
-                sources.setdefault(prefix, []).append(f"{source} {value:.3f}")
-        elif is_shown(rest, Shown.validation):
-            sets.setdefault(prefix, []).append(f"{rest} {value:.4g}")
-    lines = [f"step {step}: {prefix}: {'  '.join(shown)}" for prefix, shown in sets.items()]
-    lines += [f"  by source: {'  '.join(shown)}" for shown in sources.values()]
-    return "\n".join(lines)

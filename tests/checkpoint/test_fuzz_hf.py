@@ -252,7 +252,7 @@ def reward(folder: Path) -> tuple[Files, list[Mutation]]:
 
 
 def ours(folder: Path) -> tuple[Files, list[Mutation]]:
-    """With a contract, as ``convert_nemo_to_hf`` writes it."""
+    """With a contract, as an export writes it."""
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     tiny.write_hf_reward_model(folder / "ours", **TINY)

@@ -254,12 +254,12 @@ def test_the_script_names_attributes(
     tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
 ) -> None:
     foreign.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(3)}, tokenizer_folder)
-    script, options = "scripts/import_nemo.py", ["--input", str(tmp_path / "theirs")]
+    verb, options = "import", ["--input", str(tmp_path / "theirs")]
     options += ["--output", str(tmp_path / "ours.nemo"), "--template", "none", "--attributes"]
-    failed = tiny.run_script(script, *options, "help,,length", check=False)
+    failed = tiny.run_verb(verb, *options, "help,,length", check=False)
     assert failed.returncode == 1
     assert "attributes: got ['help', '', 'length'], wanted 3" in failed.stderr
-    done = tiny.run_script(script, *options, "help, style ,length")
+    done = tiny.run_verb(verb, *options, "help, style ,length")
     assert "a reward model of help, style, length" in done.stdout
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_aligner.checkpoint import runs
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.launch import launch
@@ -106,6 +107,52 @@ def test_is_among_best(tmp_path: Path) -> None:
     assert not checkpoints.is_among_best({"validation/accuracy": 0.5})
     assert not checkpoints.is_among_best({"validation/accuracy": NAN})
     assert not checkpoints.is_among_best({})
+
+
+@pytest.mark.parametrize(
+    ("losses", "left", "best"),
+    [
+        ({5: 0.565, 24: 0.070, 25: 0.090}, [24, 25], 24),
+        ({1: NAN, 2: 0.9, 3: None}, [2, 3], 2),
+        ({1: 0.5, 2: 0.5}, [1, 2], 1),
+    ],
+)
+def test_of_equals_the_lower_loss_of_that_set_is_better(
+    tmp_path: Path, losses: dict[int, float | None], left: list[int], best: int
+) -> None:
+    checkpoints = RunCheckpoints(tmp_path, "one/accuracy")
+    for step, loss in losses.items():
+        metrics = {"one/accuracy": 1.0, "other/loss": float(step)}
+        metrics |= {} if loss is None else {"one/loss": loss}
+        is_better = checkpoints.is_among_best(metrics)
+        checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
+        found = checkpoints.best()
+        assert found is not None
+        assert is_better == (found.state.step == step)
+    assert [saved.state.step for saved in checkpoints.list_saved()] == left
+    assert found.state.step == best
+    assert {saved.state.step for saved in checkpoints.candidates()} == set(losses)
+    assert checkpoints.candidates()[0].state.step == best
+    assert [saved.state.step for saved in checkpoints.ranked()] == sorted(
+        left, key=lambda step: (step != best, step)
+    )
+
+
+def test_a_state_is_strict_json(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(tmp_path)
+    metrics = {"one/accuracy": 0.5, "one/temperature": NAN, "one/brier": float("inf")}
+    config = {"trainer": {"clip": float("inf"), "betas": [0.9, NAN]}}
+    checkpoints.save(RunState(3, 24, metrics, config, config), Model(), Optimizer())
+    saved = checkpoints.latest()
+    assert saved is not None
+    path = saved.path / "run_state.json"
+    assert read_json(path, "state")["metrics"] == {
+        "one/accuracy": 0.5,
+        "one/temperature": None,
+        "one/brier": None,
+    }
+    assert str(saved.state.metrics) == str({**metrics, "one/brier": NAN})
+    check_same_run(saved, config)
 
 
 def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:

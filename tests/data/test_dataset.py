@@ -10,21 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.config.common import Overlong, RecordKind
+from nemo_aligner.config.common import Malformed, Overlong, RecordKind
 from nemo_aligner.config.data import DataPrefixConfig
-from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.dataset import build_dataset as build_for_objective
+from nemo_aligner.data.dataset import TokenizedDataset, tokenize_files
+from nemo_aligner.data.malformed import MalformedRule
+from nemo_aligner.data.reading import Reading, read_files
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
 
+RULE = MalformedRule()
 
-def build_dataset(*arguments: Any) -> TokenizedDataset:
+
+def build_dataset(
+    paths: list[str], contract: ScoringContract, tokenizer: Tokenizer, rule: MalformedRule = RULE
+) -> TokenizedDataset:
     """Of pairs."""
-    return build_for_objective(*arguments, BradleyTerry())
+    files = read_files(paths, Reading(RecordKind.comparison, rule=rule))
+    return tokenize_files(files, contract, tokenizer, "train", rule)
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -41,7 +47,7 @@ def test_records_keep_order_and_sides(
 ) -> None:
     path = write(tmp_path / "a.jsonl", pair("the cat", "no"), pair("a dog", "bad bad"))
     contract = contracts()
-    dataset = build_dataset([path, path], contract, tokenizer, contracts.config())
+    dataset = build_dataset([path, path], contract, tokenizer)
     assert (len(dataset), dataset.kind) == (4, RecordKind.comparison)
     assert dataset.records.bounds.tolist() == [0, 2, 4, 6, 8]
     assert dataset.counts == {"read": 4, "kept": 4, "duplicates": 2}
@@ -64,7 +70,7 @@ def test_overlong_pairs_are_dropped_whole_and_not_replaced(
 
     def build(rule: Overlong) -> Any:
         options: dict[str, Any] = {"seq_length": 30, "overlong": rule}
-        return build_dataset([path], contracts(**options), tokenizer, contracts.config(**options))
+        return build_dataset([path], contracts(**options), tokenizer)
 
     dropped = build(Overlong.drop)
     assert dropped.counts == {"read": 4, "kept": 2, "overlong": 2}
@@ -82,7 +88,7 @@ def test_sides_equal_as_tokens_are_dropped(
     rows = [pair("x" + " cat" * 60, "y" + " cat" * 60), pair("yes", "no")]
     path = write(tmp_path / "a.jsonl", *rows)
     options: dict[str, Any] = {"seq_length": 30, "overlong": Overlong.truncate_left}
-    dataset = build_dataset([path], contracts(**options), tokenizer, contracts.config(**options))
+    dataset = build_dataset([path], contracts(**options), tokenizer)
     assert dataset.counts == {"read": 2, "kept": 1, "same_tokens": 1}
 
 
@@ -96,7 +102,50 @@ def test_a_record_the_template_refuses_is_named(
     )
     contract = replace(contracts(), template=refusing)
     with pytest.raises(DataError, match=r"a.jsonl:2: the chat template .*refused"):
-        build_dataset([path], contract, tokenizer, contracts.config())
+        build_dataset([path], contract, tokenizer)
+    dropped = build_dataset([path], contract, tokenizer, MalformedRule(Malformed.drop, most=0.5))
+    assert dropped.counts == {"read": 2, "kept": 1, "malformed": 1}
+    assert [origin.line for origin in dropped.origins] == [1]
+    with pytest.raises(DataError, match=r"50.00%.* malformed\n.*a.jsonl:2: .*refused"):
+        build_dataset([path], contract, tokenizer, MalformedRule(Malformed.drop, most=0.4))
+
+
+def test_a_missing_template_is_no_fault_of_records(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    path = write(tmp_path / "a.jsonl", pair("yes", "no"), pair("who", "no"))
+    contract = replace(contracts(), template="")
+    with pytest.raises(DataError, match=r"^[^\n]*a.jsonl:1: .*there is no chat template") as caught:
+        build_dataset([path], contract, tokenizer, MalformedRule(Malformed.drop, most=1.0))
+    assert "malformed" not in str(caught.value)
+
+
+def test_one_error_names_the_malformed_records_of_all_files(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config()
+    bad = [{**pair("a", "b"), "chosen": n} for n in range(12)]
+    train = write(tmp_path / "train.jsonl", *bad, pair("a", "b"))
+    valid = write(tmp_path / "valid.jsonl", *bad[:1], {**pair("c", "d"), "prompt": "y"})
+    config.data.data_prefix = DataPrefixConfig([train], [valid])
+    with pytest.raises(DataError) as caught:
+        build_training_data(config, contracts(), tokenizer)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{train}: 12 of its 13 records (92.31%) are malformed"
+    assert lines[1] == f"  {train}:1: chosen: got 0, wanted a string or a list of messages"
+    assert lines[11:13] == [
+        "  and 2 more",
+        f"{valid}: 1 of its 2 records (50.00%) are malformed",
+    ]
+    assert lines[-1].startswith("model.data.malformed=drop would leave them out, but model.data.")
+    config.data.malformed, config.data.max_malformed = Malformed.drop, 0.95
+    data = build_training_data(config, contracts(), tokenizer)
+    table = data.table().splitlines()
+    assert "  dropped                   12 (12 malformed)" in table
+    assert "  malformed                 1 (50.00%)" in table
+    listed = table[table.index("  malformed:") + 1 :]
+    assert listed[:2] == ["  " + line for line in lines[1:3]]
+    assert listed[3] == "    and 9 more"
 
 
 def test_nothing_left_is_an_error(
@@ -104,7 +153,7 @@ def test_nothing_left_is_an_error(
 ) -> None:
     path = write(tmp_path / "a.jsonl", pair("the cat", "no"))
     with pytest.raises(DataError, match=r"train: no usable record in .*'overlong': 1"):
-        build_dataset([path], contracts(seq_length=3), tokenizer, contracts.config(seq_length=3))
+        build_dataset([path], contracts(seq_length=3), tokenizer)
 
 
 def regression_data(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> TrainingData:
@@ -147,6 +196,7 @@ def test_the_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: T
     assert train["prompts"] == "2, 2 repeated"
     assert train["labels missing"] == "1 3"
     assert train["label means"] == "3 4"
+    assert (train["labels from"], train["labels to"]) == ("1 4", "6 4")
     assert "prompts also in training" not in train
     assert valid["prompts also in training"] == "0"
     assert data.table() == f"{data.train.table()}\n{data.validation[0].table()}"
@@ -162,7 +212,7 @@ def test_the_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tok
         {**pair("same", "same"), "prompt": "what"},
     ]
     path = write(tmp_path / "a.jsonl", *rows)
-    table = rows_of(build_dataset([path], contracts(), tokenizer, contracts.config()).table())
+    table = rows_of(build_dataset([path], contracts(), tokenizer).table())
     assert table["kept"] == "5"
     assert table["dropped"] == "1 (1 identical)"
     assert table["exact ties (dropped)"] == "1"

@@ -12,11 +12,9 @@ import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.demo import build_demo_pairs, write_demo
-from nemo_aligner.data.reading import read_records
+from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.errors import DataError
 from tests import tiny
-
-SCRIPT = "scripts/prepare_data.py"
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -26,7 +24,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
-    tiny.run_script(SCRIPT, "demo", "--output", str(folder))
+    tiny.run_verb("data demo", "--output", str(folder))
     return folder
 
 
@@ -44,20 +42,20 @@ def test_the_demo_set_is_large_and_balanced(demo: Path) -> None:
             assert shorter == count // 2, kind
     assert len({json.dumps(row) for row in train + heldout}) == len(train) + len(heldout)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
-    assert read_records(demo / "train.jsonl", RecordKind.comparison).counts["kept"] == len(train)
+    assert read_records(demo / "train.jsonl", Reading(RecordKind.comparison)).counts["kept"] == len(
+        train
+    )
 
 
 def test_the_demo_set_follows_its_seed(demo: Path, tmp_path: Path) -> None:
     for seed, same in (("1", True), ("2", False)):
-        tiny.run_script(SCRIPT, "demo", "--output", str(tmp_path / seed), "--seed", seed)
+        tiny.run_verb("data demo", "--output", str(tmp_path / seed), "--seed", seed)
         again = (tmp_path / seed / "train.jsonl").read_text()
         assert (again == (demo / "train.jsonl").read_text()) is same
 
 
 def test_too_many_demo_pairs_is_an_error(tmp_path: Path) -> None:
-    done = tiny.run_script(
-        SCRIPT, "demo", "--output", str(tmp_path), "--pairs", "90000", check=False
-    )
+    done = tiny.run_verb("data demo", "--output", str(tmp_path), "--pairs", "90000", check=False)
     assert done.returncode == 1
     assert "wanted" in done.stderr
     assert "Traceback" not in done.stderr

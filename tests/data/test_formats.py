@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.reading import RecordFile, read_records
+from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.data.malformed import MalformedRule
+from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison
 from nemo_aligner.errors import ConfigError, DataError
 
@@ -31,7 +32,7 @@ def write(path: Path, *records: object) -> Path:
 def read(
     tmp_path: Path, *records: object, kind: RecordKind = RecordKind.comparison, **options: Any
 ) -> RecordFile:
-    return read_records(write(tmp_path / "data.jsonl", *records), kind, **options)
+    return read_records(write(tmp_path / "data.jsonl", *records), Reading(kind, **options))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_content_decides_how_a_file_is_read(tmp_path: Path, suffix: str) -> None
     path = tmp_path / f"data.{suffix}"
     content = b"\xef\xbb\xbf" + text.encode()
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    file = read_records(path, RecordKind.comparison)
+    file = read_records(path, Reading(RecordKind.comparison))
     assert file.counts == {"read": 2, "kept": 2}
     assert [record.origin.line for record in file.records] == ([2, 7] if as_list else [1, 3])
 
@@ -122,7 +123,7 @@ def test_content_decides_how_a_file_is_read(tmp_path: Path, suffix: str) -> None
 def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({**PAIR, "chosen": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    [pair] = read_records(path, RecordKind.comparison).records
+    [pair] = read_records(path, Reading(RecordKind.comparison)).records
     assert isinstance(pair, Comparison)
     assert pair.chosen[-1]["content"] == "a\u2028b\x85c"  # type: ignore[index]
 
@@ -136,6 +137,7 @@ def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> Non
         (['[{"text": "a"}', '{"text": "b"}]'], r":2: malformed JSON"),
         (['[{"text": "a"}]', "x"], r":1: malformed JSON"),
         (['"a string"'], r":1: got .*, wanted a JSON object"),
+        ([PAIR, "no JSON"], r":2: malformed JSON: Expecting value at character 1, near 'no JSON'"),
         ([PAIR, {"prompt": "why", "chosen": "x"}], r":2: got keys .*chat_pairs wants"),
         ([PAIR, {**PAIR, "chosen": 3}], r":2: chosen: got 3, wanted a string or a list"),
         ([PAIR, {**PAIR, "chosen": []}], r":2: chosen: got \[\]"),
@@ -163,7 +165,7 @@ def test_bad_comparisons_are_errors_with_file_and_line(
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts))
     with pytest.raises(DataError, match=message) as caught:
-        read_records(path, RecordKind.comparison)
+        read_records(path, Reading(RecordKind.comparison))
     assert str(path) in str(caught.value)
 
 
@@ -173,6 +175,8 @@ def test_bad_comparisons_are_errors_with_file_and_line(
         ({"help": "3"}, r":2: help: got '3', wanted a number"),
         ({"help": True}, r":2: help: got True"),
         ({"help": 1e999}, r":2: malformed JSON: Infinity"),
+        ({"help": 1e39}, r":2: help: got 1e\+39, wanted a number that 32 bits hold"),
+        ({"help": 10**400}, r":2: help: got 1000.*, wanted a number that 32 bits hold"),
         ({"helpful": 3}, None),
     ],
 )
@@ -191,21 +195,117 @@ def test_a_label_list_of_another_length_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_format_can_be_named(tmp_path: Path) -> None:
-    assert read(tmp_path, PAIR, fmt="chat_pairs").format == "chat_pairs"
+    assert read(tmp_path, PAIR, format="chat_pairs").format == "chat_pairs"
     with pytest.raises(
         DataError, match=r":1: mixed formats.*got a record of chat_pairs.*wanted hh"
     ):
-        read(tmp_path, PAIR, fmt="hh")
+        read(tmp_path, PAIR, format="hh")
     with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto or"):
-        read(tmp_path, PAIR, fmt="rated_chat")
+        read(tmp_path, PAIR, format="rated_chat")
 
 
 def test_unreadable_files_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "missing.jsonl", RecordKind.comparison)
+        read_records(tmp_path / "missing.jsonl", Reading(RecordKind.comparison))
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "cut.gz", RecordKind.comparison)
+        read_records(tmp_path / "cut.gz", Reading(RecordKind.comparison))
     (tmp_path / "latin.jsonl").write_bytes(b"\n\n\xe9")
     with pytest.raises(DataError, match=r"latin.jsonl:3: not valid UTF-8"):
-        read_records(tmp_path / "latin.jsonl", RecordKind.comparison)
+        read_records(tmp_path / "latin.jsonl", Reading(RecordKind.comparison))
+
+
+LEFT_OUT = MalformedRule(Malformed.drop, most=0.5)
+
+
+def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -> None:
+    ends_with_the_human = f"{HH} because\n\nHuman: oh"
+    good = {"chosen": f"{HH} because", "rejected": f"{HH} no"}
+    rows = [{"chosen": ends_with_the_human, "rejected": f"{HH} no"}, good, PAIR, good, good]
+    file = read(tmp_path, *rows, rule=LEFT_OUT)
+    assert (file.format, [record.origin.line for record in file.records]) == ("hh", [2, 4, 5])
+    assert file.counts == {"read": 5, "malformed": 2, "kept": 3}
+    first, second = map(str, file.malformed)
+    assert "data.jsonl:1: chosen: the last message is the reply that is scored" in first
+    assert "data.jsonl:3: mixed formats in one file" in second
+
+
+def test_the_first_record_may_be_malformed(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = ["{", {"prompt": "why", "chosen": "a"}, PAIR, PAIR]
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    file = read_records(path, Reading(RecordKind.comparison, rule=LEFT_OUT))
+    assert (file.format, file.counts["malformed"]) == ("chat_pairs", 2)
+
+
+def test_ratings_are_left_out_by_the_same_rule(tmp_path: Path) -> None:
+    rows = [RATED, {**RATED, "help": "3"}, {"prompt": "why", "response": "a"}, RATED]
+    options: dict[str, Any] = {"kind": RecordKind.rating, "attributes": ["help"]}
+    file = read(tmp_path, *rows, rule=LEFT_OUT, **options)
+    assert file.counts == {"read": 4, "malformed": 2, "kept": 2}
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, *rows, rule=MalformedRule(Malformed.drop, most=0.4), **options)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("data.jsonl: 2 of its 4 records (50.00%) are malformed")
+    assert "data.jsonl:2: help: got '3'" in lines[1]
+    assert lines[3].startswith("model.data.max_malformed=0.4 allows 40.00% of a file")
+
+
+def test_an_error_lists_ten_and_counts_the_others(tmp_path: Path) -> None:
+    rows = [PAIR] * 2000 + [{**PAIR, "chosen": n} for n in range(16)]
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, *rows)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 13
+    assert lines[0].endswith("data.jsonl: 16 of its 2016 records (0.79%) are malformed")
+    assert "data.jsonl:2001: chosen: got 0, wanted a string" in lines[1]
+    assert lines[11:] == ["  and 6 more", "model.data.malformed=drop would leave them out"]
+
+
+def raw_text(*lines: str) -> str:
+    """Lines of raw text; those that begin with ``{`` as they are."""
+    return "".join(
+        (line if line.startswith("{") else json.dumps({"text": line})) + "\n" for line in lines
+    )
+
+
+def test_a_bad_line_takes_the_other_line_of_its_record_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(raw_text("a+", '{"text": "a-', "b+", "b-", "c+", '{"text": 3}', "d+", "d-"))
+    rule = MalformedRule(Malformed.drop, most=1.0)
+    file = read_records(path, Reading(RecordKind.comparison, rule=rule))
+    assert [(pair.chosen, pair.rejected) for pair in file.records] == [("b+", "b-"), ("d+", "d-")]
+    assert file.counts == {"read": 4, "malformed": 2, "kept": 2}
+    assert [record.origin.line for record in file.malformed] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["a+", '{"text": ', '{a-"}', "b+", "b-", "c+"], r":2: .*one line in several"),
+        (["a+", '{"text": "a-"} {"text": "b+"}', "b-", "c+"], r":2: .*several lines in one"),
+        (["a+", '{"text": "a-"]', "b+"], r":3: .*odd number of .* \(3\); line 2: malformed JSON"),
+    ],
+)
+def test_lines_that_may_have_shifted_all_pairs_are_an_error_by_any_rule(
+    tmp_path: Path, lines: list[str], message: str
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(raw_text(*lines))
+    rule = MalformedRule(Malformed.drop, most=1.0)
+    with pytest.raises(DataError, match=message):
+        read_records(path, Reading(RecordKind.comparison, rule=rule))
+
+
+def test_a_record_of_another_kind_is_told_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "response": "b", "help": 3}) + "\n")
+    with pytest.raises(DataError, match=r"It fits rated_chat, for model.reward_model_type=regr"):
+        read_records(path, Reading(kind=RecordKind.comparison))
+
+
+def test_a_label_column_with_a_typo_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "response": "b", "correctness": 3}) + "\n")
+    with pytest.raises(DataError, match=r"'corectness', .*; did you mean 'correctness'\? this"):
+        read_records(path, Reading(kind=RecordKind.rating, attributes=["corectness"]))

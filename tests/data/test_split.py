@@ -12,8 +12,6 @@ from nemo_aligner.data.split import Split, split_file
 from nemo_aligner.errors import ConfigError
 from tests import tiny
 
-SCRIPT = "scripts/prepare_data.py"
-
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -28,9 +26,7 @@ def test_split_keeps_lines_and_prompts_whole(tmp_path: Path) -> None:
     lines += [json.dumps({"prompt": "drop", "chosen": "a", "rejected": "a"})]
     source = tmp_path / "pairs.jsonl"
     source.write_text("\n".join(lines))
-    done = tiny.run_script(
-        SCRIPT, "split", str(source), "--output", str(tmp_path), "--heldout", "0.3"
-    )
+    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), "--heldout", "0.3")
     train = (tmp_path / "train.jsonl").read_text().splitlines()
     heldout = (tmp_path / "heldout.jsonl").read_text().splitlines()
     assert sorted(train + heldout) == sorted(lines[:-1])
@@ -51,7 +47,7 @@ def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
         lines += [json.dumps({"text": f"{prompt}good {n}"}), json.dumps({"text": f"{prompt}bad"})]
     source = tmp_path / "lines.jsonl"
     source.write_text("\n".join(lines))
-    tiny.run_script(SCRIPT, "split", str(source), "--output", str(tmp_path))
+    tiny.run_verb("data split", str(source), "--output", str(tmp_path))
     sides = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("train", "heldout")]
     assert [len(side) for side in sides] == [64, 16]
     questions = []
@@ -70,8 +66,8 @@ def test_split_of_ratings_shows_what_length_scores(tmp_path: Path) -> None:
         for n in range(50)
     ]
     source.write_text(json.dumps(ratings, indent=2))
-    done = tiny.run_script(
-        SCRIPT, "split", str(source), "--output", str(tmp_path), "--attributes", "up,down"
+    done = tiny.run_verb(
+        "data split", str(source), "--output", str(tmp_path), "--attributes", "up,down"
     )
     assert "up: Pearson r 1.000" in done.stdout
     assert "mean over attributes: 1.000" in done.stdout
@@ -87,7 +83,7 @@ def test_split_of_ratings_shows_what_length_scores(tmp_path: Path) -> None:
 def test_one_prompt_cannot_be_split(tmp_path: Path) -> None:
     source = tmp_path / "pairs.jsonl"
     source.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
-    done = tiny.run_script(SCRIPT, "split", str(source), "--output", str(tmp_path), check=False)
+    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), check=False)
     assert done.returncode == 1
     assert "got 1 different prompts" in done.stderr
     assert not (tmp_path / "train.jsonl").exists()
@@ -95,13 +91,13 @@ def test_one_prompt_cannot_be_split(tmp_path: Path) -> None:
 
 def test_names_of_attributes_are_stripped_and_not_empty(tmp_path: Path) -> None:
     source = tiny.write_ratings(tmp_path / "ratings.jsonl", 20, ("up", "down"))
-    arguments = ("split", str(source), "--output", str(tmp_path), "--attributes")
-    done = tiny.run_script(SCRIPT, *arguments, "up, down ")
+    arguments = (str(source), "--output", str(tmp_path), "--attributes")
+    done = tiny.run_verb("data split", *arguments, "up, down ")
     assert "down: Pearson r" in done.stdout
-    failed = tiny.run_script(SCRIPT, *arguments, "up,,down", check=False)
+    failed = tiny.run_verb("data split", *arguments, "up,,down", check=False)
     assert failed.returncode == 1
     assert failed.stderr == (
-        "prepare_data.py: --attributes: got ['up', '', 'down'], wanted names that are not empty\n"
+        "ConfigError: --attributes: got ['up', '', 'down'], wanted names that are not empty\n"
     )
     with pytest.raises(ConfigError, match=r"^attributes: got \[''\]"):
         split_file(source, tmp_path, Split(attributes=("",)))
@@ -118,5 +114,56 @@ def test_whole_prompts_may_be_split_where_first_prompts_may_not(tmp_path: Path) 
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = split_file(source, tmp_path, Split(heldout=0.3, by="prompt"))
     assert "heldout: 3 records, 3 prompts" in shown
-    done = tiny.run_script(SCRIPT, "split", str(source), "--output", str(tmp_path), check=False)
+    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), check=False)
     assert "got 1 different prompts" in done.stderr
+
+
+def test_malformed_lines_are_in_neither_part(tmp_path: Path) -> None:
+    text = "\n\nHuman: q{}\n\nAssistant: {}"
+    lines = [
+        json.dumps({"chosen": text.format(n, "yes"), "rejected": text.format(n, "no")})
+        for n in range(20)
+    ]
+    ends_with_the_human = text.format(99, "yes") + "\n\nHuman: thanks"
+    bad = json.dumps({"chosen": ends_with_the_human, "rejected": text.format(99, "no")})
+    source = tmp_path / "hh.jsonl"
+    source.write_text("\n".join([*lines[:3], bad, *lines[3:], "{"]))
+    arguments = (str(source), "--output", str(tmp_path))
+    refused = tiny.run_verb("data split", *arguments, check=False)
+    assert refused.returncode == 1
+    assert "hh.jsonl: 2 of its 22 records (9.09%) are malformed\n" in refused.stderr
+    assert "\nmalformed=drop would leave them out, but max_malformed=0.01" in refused.stderr
+    assert not (tmp_path / "train.jsonl").exists()
+    done = tiny.run_verb("data split", *arguments, "--malformed=drop", "--max-malformed=0.1")
+    assert f"{source}: hh, 22 read, 2 malformed, 20 kept" in done.stdout
+    assert f"  {source}:4: chosen: the last message is the reply" in done.stdout
+    written = [
+        line
+        for name in ("train", "heldout")
+        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    ]
+    assert sorted(written) == sorted(lines)
+
+
+def test_a_file_is_not_split_onto_itself(tmp_path: Path) -> None:
+    source = tiny.write_pairs(tmp_path / "train.jsonl", 30)
+    before = source.read_bytes()
+    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"ConfigError: --output: got {tmp_path}, where train.jsonl is")
+    assert source.read_bytes() == before
+    assert not (tmp_path / "heldout.jsonl").exists()
+
+
+def test_what_is_replaced_is_said(tmp_path: Path) -> None:
+    source = tiny.write_pairs(tmp_path / "pairs.jsonl", 30)
+    assert "in place of" not in split_file(source, tmp_path / "out", Split())
+    assert "in place of" not in split_file(source, tmp_path / "out", Split())
+    again = split_file(source, tmp_path / "out", Split(seed=2))
+    assert again.count("(in place of another)") == 2
+
+
+def test_a_file_in_the_way_of_the_folder_is_named(tmp_path: Path) -> None:
+    source = tiny.write_pairs(tmp_path / "pairs.jsonl", 30)
+    with pytest.raises(ConfigError, match=r"^output: got .*pairs.jsonl, wanted a folder"):
+        split_file(source, source, Split())

@@ -11,6 +11,7 @@ from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replie
 from nemo_aligner.errors import DataError
 
 USER = {"role": "user", "content": "why?"}
+REPLY = {"role": "assistant", "content": "so"}
 
 
 def write(path: Path, *rows: dict) -> Path:
@@ -22,17 +23,16 @@ def test_a_file_gives_texts_messages_and_replies(tmp_path: Path) -> None:
     path = write(
         tmp_path / "asked.jsonl",
         {"text": "a  raw\ntext"},
-        {"messages": [USER]},
+        {"messages": [USER, REPLY]},
         {"prompt": "why?", "chosen": "so", "rejected": "no"},
         {"chosen": [USER, {"role": "assistant", "content": "so"}]},
     )
-    reply = {"role": "assistant", "content": "so"}
     assert list(labelled_texts(path)) == [
         ("a raw text", "a  raw\ntext"),
-        ("why?", [USER]),
-        ("chosen    why? | so", [USER, reply]),
+        ("why? | so", [USER, REPLY]),
+        ("chosen    why? | so", [USER, REPLY]),
         ("rejected  why? | no", [USER, {"role": "assistant", "content": "no"}]),
-        ("chosen    why? | so", [USER, reply]),
+        ("chosen    why? | so", [USER, REPLY]),
     ]
 
 
@@ -41,6 +41,21 @@ def test_what_is_no_json_is_named_by_its_line(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "{\n")
     with pytest.raises(DataError, match=r"asked.jsonl:2: malformed JSON"):
         list(labelled_texts(path))
+
+
+def test_every_line_without_a_text_is_named(tmp_path: Path) -> None:
+    rows = [{"text": 3}, {"texts": "a"}, {"messages": [USER]}, {"prompt": 3, "chosen": "a"}]
+    path = write(tmp_path / "asked.jsonl", {"text": "a"}, *rows)
+    with pytest.raises(DataError) as caught:
+        list(labelled_texts(path))
+    assert str(caught.value).splitlines() == [
+        f"{path}: 4 of its 5 lines are malformed",
+        f"  {path}:2: text: got 3, wanted a text or a list of messages",
+        f"  {path}:3: got keys 'texts'; wanted 'text', 'messages', or 'chosen' and 'rejected'",
+        f"  {path}:4: messages: the last message is the reply that is scored: got role 'user', "
+        "wanted 'assistant'",
+        f"  {path}:5: got 3, wanted a string or a list of messages",
+    ]
 
 
 def test_a_long_label_has_its_ends() -> None:

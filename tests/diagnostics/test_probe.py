@@ -14,7 +14,7 @@ from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from tests import tiny
 from tests.data.test_packing import dataset
 
-PROBE = "scripts/probe_training.py"
+PROBE = "probe"
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_training_on_demo_pairs_passes(settings: list[str]) -> None:
-    done = tiny.run_script(PROBE, "--records=4", *settings)
+    done = tiny.run_verb(PROBE, "--records=4", *settings)
     assert "passed: training follows its labels" in done.stdout
     assert "4 records, 20 steps each way" in done.stdout
 
 
 def test_regression_passes(settings: list[str], tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 12, ("a", "b"))
-    done = tiny.run_script(
+    done = tiny.run_verb(
         PROBE,
         "--records=6",
         "--steps=60",

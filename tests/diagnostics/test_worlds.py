@@ -1,18 +1,18 @@
-"""A world, or a server, that fails is said to have failed."""
+"""A world of processes that fails is said to have failed."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from nemo_aligner.diagnostics.worlds import score_over_http
-from nemo_aligner.errors import ServingError
+from nemo_aligner.diagnostics.worlds import run_world
+from nemo_aligner.errors import PeerError
 
 
-def test_a_server_that_does_not_start_says_why() -> None:
-    pytest.importorskip("pytriton")
-    serve = [sys.executable, "-c", "import sys; sys.exit(f'no port for {sys.argv[1]}')"]
-    with pytest.raises(ServingError) as caught:
-        score_over_http(serve, "rm.nemo", "fp32", ["a text"])
-    assert str(caught.value) == ("the server did not start:\nno port for rm_model_file=rm.nemo\n")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_world_that_fails_says_why_once(size: int, capfd: pytest.CaptureFixture[str]) -> None:
+    job = {"checkpoint": "nowhere.nemo", "texts": ["a"], "precision": "fp32"}
+    with pytest.raises(PeerError, match=f"the run of {size} processes failed"):
+        run_world(job, size)
+    assert capfd.readouterr().err == (
+        "CheckpointError: nowhere.nemo: no such .nemo archive or folder\n"
+    )

@@ -1,4 +1,4 @@
-"""``scripts/check_invariance.py`` on a tiny model: one reward at every layout, in any batch."""
+"""``nemo-aligner check`` on a tiny model: one reward at every layout, in any batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from tests.once import Once
 
-SCRIPT = "scripts/check_invariance.py"
+VERB = "check"
 pytestmark = pytest.mark.slow
 
 
@@ -41,8 +41,8 @@ def train(folder: Path) -> None:
 def check(folder: Path, *arguments: str) -> tuple[str, list[dict]]:
     """What the script prints, and the rows of its table."""
     output = folder / "table.json"
-    done = tiny.run_script(
-        SCRIPT,
+    done = tiny.run_verb(
+        VERB,
         f"--checkpoint={folder / 'rm.nemo'}",
         f"--data={folder / 'pairs.jsonl'}",
         f"--output={output}",
@@ -89,8 +89,8 @@ def test_bf16_keeps_the_verdicts_beyond_its_tolerance(folder: Path) -> None:
 
 
 def test_a_world_that_torchrun_started_takes_its_layouts(folder: Path) -> None:
-    done = tiny.run_script(
-        SCRIPT, f"--checkpoint={folder / 'rm.nemo'}", "--pairs=3", processes=2, fresh=True
+    done = tiny.run_verb(
+        VERB, f"--checkpoint={folder / 'rm.nemo'}", "--pairs=3", processes=2, fresh=True
     )
     layouts = ("TP=1 PP=1 DP=2", "TP=2 PP=1 DP=1", "TP=2+SP PP=1 DP=1", "TP=1 PP=2 DP=1")
     assert all(layout in done.stdout for layout in layouts)

@@ -142,8 +142,8 @@ def test_query_groups_of_zeros_do_not_train(
     heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     plain = tiny.write_base_nemo(tmp_path / "plain.nemo", **heads)
     padded = tmp_path / "padded.nemo"
-    tiny.run_script(
-        "scripts/convert_hf_to_nemo.py",
+    tiny.run_verb(
+        "convert",
         f"--input={plain.with_suffix('.hf')}",
         f"--output={padded}",
         "--tensor-parallel=2",

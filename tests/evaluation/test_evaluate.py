@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.data.malformed import MalformedRule
+from nemo_aligner.data.reading import RecordFile
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.evaluate import (
     evaluate_comparisons,
     evaluate_file,
     evaluate_ratings,
+    keep_scorable,
 )
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
 from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
@@ -99,26 +102,56 @@ def test_length_is_that_of_the_reply_and_not_of_the_prompt() -> None:
     assert report.metrics["longer_reply_accuracy"] == 1.0
 
 
+def read_file(*records: Comparison) -> RecordFile:
+    counts = {"read": len(records), "kept": len(records)}
+    return RecordFile("pairs.jsonl", RecordKind.comparison, "hh", [*records], (), counts)
+
+
 def test_what_training_drops_is_dropped_and_counted() -> None:
-    scorer = CountingScorer()
     pairs = [comparison("a", "b"), comparison("a" * 30, "b"), comparison("A", "a")]
-    report = evaluate_comparisons(scorer.score, pairs, encode=scorer.encode, overlong="drop")
-    assert report.counts == {"read": 3, "overlong": 1, "same_tokens": 1, "kept": 1}
-    assert len(report.rewards) == len(report.origins) == 1
+    kept = keep_scorable(read_file(*pairs), CountingScorer(), MalformedRule())
+    assert kept.counts == {"read": 3, "overlong": 1, "same_tokens": 1, "kept": 1}
+    assert kept.records == pairs[:1]
 
 
 def test_too_long_is_an_error_with_file_and_line_where_the_rule_says_so() -> None:
-    scorer = CountingScorer()
+    scorer = CountingScorer(make_contract(overlong="error"))
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: got 30 tokens"):
-        evaluate_comparisons(scorer.score, [comparison("a" * 30, "b")], encode=scorer.encode)
+        keep_scorable(read_file(comparison("a" * 30, "b")), scorer, MalformedRule())
 
 
 def test_nothing_left_is_an_error() -> None:
-    scorer = CountingScorer()
     with pytest.raises(DataError, match=r"no record to evaluate on: .*'overlong': 1"):
-        evaluate_comparisons(
-            scorer.score, [comparison("a" * 30, "b")], encode=scorer.encode, overlong="drop"
-        )
+        keep_scorable(read_file(comparison("a" * 30, "b")), CountingScorer(), MalformedRule())
+    with pytest.raises(DataError, match="no record to evaluate on"):
+        evaluate_comparisons(CountingScorer().score, [])
+
+
+def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "chosen": "aa", "rejected": "b" * n} for n in range(1, 9)]
+    rows += [{"prompt": "x", "chosen": "a"}, {"prompt": "x", "chosen": "refused", "rejected": "a"}]
+    path = write(tmp_path / "pairs.jsonl", rows)
+
+    class Refusing(CountingScorer):
+        def encode(self, text: Text) -> EncodedText:
+            if reply_of(text) == "refused":
+                raise DataError("refused by the template")
+            return super().encode(text)
+
+    with pytest.raises(
+        DataError, match=r"pairs.jsonl:9: got keys(.|\n)*\ndata.malformed=drop would"
+    ):
+        evaluate_file(Refusing(), path)
+    rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
+    report = evaluate_file(Refusing(), path, rule=rule)
+    assert report.counts == {"read": 10, "malformed": 2, "kept": 8}
+    table = render_report(report, {}).splitlines()
+    assert table[1] == "left out as malformed:"
+    assert table[3] == f"  {path}:10: refused by the template"
+    with pytest.raises(
+        DataError, match=r"2 of its 10 records(.|\n)*\ndata.max_malformed=0.15 allow"
+    ):
+        evaluate_file(Refusing(), path, rule=replace(rule, most=0.15))
 
 
 def test_several_rewards_make_one_by_their_weights() -> None:

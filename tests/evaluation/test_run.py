@@ -78,5 +78,6 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     done = tiny.run_script(EVALUATE, "data.path=x.jsonl", check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "ConfigError: rm_model_file: it is not set; wanted both rm_model_file and data.path"
+        "SettingsError: rm_model_file: it is not set, wanted a reward model: .nemo, or the folder "
+        "it unpacks to"
     )

@@ -28,6 +28,7 @@ def test_the_spread_is_that_of_the_set_and_not_an_estimate_of_a_larger_one() -> 
         assert found[f"reward_{name}_std"] == pytest.approx(np.std(column))
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_report_on_no_comparisons_has_the_same_names_and_no_numbers() -> None:
     nothing = measure_pairs(PairRewards.of(torch.zeros(0, 2)))
     assert list(nothing) == list(measure_pairs(PairRewards.of(torch.zeros(1, 2))))

@@ -88,6 +88,41 @@ def test_a_reward_does_not_depend_on_its_pack(base: Path, layout: ParallelLayout
     torch.testing.assert_close(together, padded, atol=1e-6, rtol=1e-5)
 
 
+def test_parts_give_the_rewards_of_the_whole(base: Path, layout: ParallelLayout) -> None:
+    from nemo_aligner.models.step import infer, infer_in_parts
+
+    model = load(base, layout).model
+    batches = [PackedBatch.pack([ids]) for ids in SEQUENCES]
+    wanted = infer(model, batches, layout)
+    for parts in (1, 2, len(batches), len(batches) + 3):
+        shares: list[float] = []
+        found = infer_in_parts(model, batches, layout, parts, shares.append)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert shares == [(part + 1) / parts for part in range(parts)]
+    assert infer_in_parts(model, [], layout, 3, shares.append) is None
+    assert shares[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "parts"),
+    [
+        (100, {}, 1),
+        (4000, {}, 4),
+        (1_000_000, {}, 50),
+        (40_000, {"dp": 4}, 10),
+        (100_000, {"pp": 2}, 6),
+        (100_000, {"pp": 8}, 1),
+    ],
+)
+def test_parts_are_so_few_that_a_pipeline_is_seldom_empty(
+    tokens: int, sizes: dict[str, int], parts: int
+) -> None:
+    from nemo_aligner.models.step import count_parts
+
+    layout = ParallelLayout(tp_rank=0, pp_rank=0, dp_rank=0, **sizes)  # type: ignore[arg-type]
+    assert count_parts(tokens, 1000, layout) == parts
+
+
 def test_no_output_layer_is_left_in_the_model(base: Path, layout: ParallelLayout) -> None:
     model = load(base, layout).model
     assert not [name for name, _ in model.named_parameters() if "output_layer" in name]

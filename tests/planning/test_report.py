@@ -1,4 +1,4 @@
-"""``scripts/plan_layout.py``: layouts that fit, what they hold, and errors of one line."""
+"""``nemo-aligner plan``: layouts that fit, what they hold, and errors of one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from tests import tiny
 
-SCRIPT = "scripts/plan_layout.py"
+VERB = "plan"
 CONFIG = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -35,14 +35,14 @@ def rows(shown: str) -> list[dict[str, str]]:
 
 
 def error_of(*arguments: str) -> str:
-    done = tiny.run_script(SCRIPT, *arguments, check=False)
+    done = tiny.run_verb(VERB, *arguments, check=False)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
 
 def test_layouts_come_fastest_first_and_fit() -> None:
-    done = tiny.run_script(SCRIPT, "--params=8B", "--gpus=8", "--top=50")
+    done = tiny.run_verb(VERB, "--params=8B", "--gpus=8", "--top=50")
     found = rows(done.stdout)
     speeds = [float(row["tokens/s"].replace(",", "")) for row in found]
     assert len(found) > 5
@@ -59,7 +59,7 @@ def test_layouts_come_fastest_first_and_fit() -> None:
 
 
 def test_where_memory_is_short_layers_are_recomputed() -> None:
-    (row,) = rows(tiny.run_script(SCRIPT, "--params=8B", "--gpus=1", "--gpu-memory=141").stdout)
+    (row,) = rows(tiny.run_verb(VERB, "--params=8B", "--gpus=1", "--gpu-memory=141").stdout)
     layers = int(row["recompute"].removesuffix(" layers"))
     assert 0 < layers < 32
     # One less would be too much.
@@ -72,14 +72,14 @@ def test_what_would_fit_is_said_where_nothing_does() -> None:
     assert "no layout fits on 8 GPUs" in message
     enough = int(re.search(r"the least that fits is (\d+) GPUs, as TP=8\+SP", message)[1])  # type: ignore[index]
     assert enough > 8
-    tiny.run_script(SCRIPT, "--params=70B", f"--gpus={enough}")
+    tiny.run_verb(VERB, "--params=70B", f"--gpus={enough}")
 
 
 def test_settings_are_those_of_training(tmp_path: Path) -> None:
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.training import TrainConfig
 
-    done = tiny.run_script(SCRIPT, "--params=70B", "--gpus=64", "--top=1")
+    done = tiny.run_verb(VERB, "--params=70B", "--gpus=64", "--top=1")
     settings = [line.strip() for line in done.stdout.splitlines() if line.startswith("  model.")]
     model = load_config(TrainConfig, settings).model
     row = rows(done.stdout)[0]["layout"]
@@ -92,15 +92,15 @@ def test_a_model_config_and_an_archive_s_folder(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(CONFIG))
     (tmp_path / "model_weights").mkdir()
     options = ("--gpus=4", "--precision=fp32", "--top=50")
-    of_file = tiny.run_script(SCRIPT, f"--config={path}", *options).stdout
-    of_folder = tiny.run_script(SCRIPT, f"--config={tmp_path}", *options).stdout
+    of_file = tiny.run_verb(VERB, f"--config={path}", *options).stdout
+    of_folder = tiny.run_verb(VERB, f"--config={tmp_path}", *options).stdout
     assert rows(of_file) == rows(of_folder)
     # Two query groups do not split over four.
     assert not [row for row in rows(of_file) if "TP=4" in row["layout"]]
 
 
 def test_several_numbers_of_gpus_have_a_line_each() -> None:
-    found = rows(tiny.run_script(SCRIPT, "--params=70B", "--gpus", "8", "64").stdout)
+    found = rows(tiny.run_verb(VERB, "--params=70B", "--gpus", "8", "64").stdout)
     assert [row["GPUs"] for row in found] == ["8", "64"]
     assert found[0]["layout"] == "none fits"
 
@@ -121,7 +121,7 @@ def test_several_numbers_of_gpus_have_a_line_each() -> None:
 )
 def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
     message = error_of("--gpus=8", *arguments)
-    assert message.startswith(f"plan_layout.py: {expected}")
+    assert message.startswith(f"ConfigError: {expected}")
 
 
 def test_a_config_that_is_no_model_s_is_refused(tmp_path: Path) -> None:
@@ -135,9 +135,10 @@ def test_a_config_that_is_no_model_s_is_refused(tmp_path: Path) -> None:
 def test_help_and_plans_import_no_torch() -> None:
     """A machine that only plans needs none, and an answer takes no seconds."""
     program = (
-        "import runpy, sys\n"
+        "import sys\n"
+        "from nemo_aligner.cli.main import main\n"
         "try:\n"
-        f"    runpy.run_path({str(tiny.ROOT / SCRIPT)!r}, run_name='__main__')\n"
+        "    sys.exit(main(['plan', *sys.argv[1:]]))\n"
         "finally:\n"
         "    assert 'torch' not in sys.modules\n"
     )

@@ -34,12 +34,12 @@ def folder(once: Once) -> Path:
 def write_models(folder: Path) -> None:
     tiny.write_hf_reward_model(folder / "trained")
     tiny.write_hf_checkpoint(folder / "policy")
-    for script, source, target in (
-        ("convert_hf_to_nemo", "trained", "rm.nemo"),
-        ("convert_nemo_to_hf", "rm.nemo", "export"),
+    for verb, source, target in (
+        ("convert", "trained", "rm.nemo"),
+        ("export", "rm.nemo", "export"),
     ):
         paths = f"--input={folder / source}", f"--output={folder / target}"
-        tiny.run_script(f"scripts/{script}.py", *paths)
+        tiny.run_verb(verb, *paths)
     (folder / "chats.json").write_text(json.dumps(CHATS))
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
+from nemo_aligner.processes import report
 from nemo_aligner.serving.transports.triton.server import serve
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 
@@ -89,7 +90,7 @@ class FakeScorer:
         return np.stack([rewards.numpy(), -rewards.numpy()], axis=1).astype(np.float32)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     kinds = {field.name: field.type for field in fields(ServerConfig)}
     config = ServerConfig(port=0)
     for argument in arguments:
@@ -101,4 +102,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Exception as error:
+        sys.exit(report(error))

@@ -19,9 +19,8 @@ from nemo_aligner.text.contract import (
     ScoringContract,
     build_contract,
     check_expected,
-    continue_contract,
-    describe_differences,
 )
+from nemo_aligner.text.contract_changes import describe_differences
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests.contracts import Contracts
 
@@ -248,31 +247,6 @@ def test_an_expected_contract_is_named_with_the_one_that_came() -> None:
         check_expected(FIXED, "ab12", "expect_contract")
 
 
-def test_the_reward_model_to_start_from_decides_what_is_left_open(
-    contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    start = contracts(template="plain", add_bos=True, add_eos=True)
-    config = contracts.config()
-    contract = build_contract(config, tokenizer, Precision.fp32, start)
-    assert (contract.template, contract.add_bos, contract.add_eos) == (start.template, True, True)
-    assert continue_contract(contract, start, allow_change=False) == start
-    config.data.template, config.data.seq_length = "chatml", 77
-    contract = build_contract(config, tokenizer, Precision.fp32, start)
-    with pytest.raises(
-        ConfigError, match=r"model.data.template: .*model.data.seq_length: 1024 -> 77"
-    ):
-        continue_contract(contract, start, allow_change=False)
-    assert continue_contract(contract, start, allow_change=True) == contract
-
-
-def test_training_on_keeps_the_label_means(contracts: Contracts, tokenizer: Tokenizer) -> None:
-    start = contracts(["help", "depth"]).with_label_means([1.5, 2.5])
-    contract = continue_contract(contracts(["help", "depth"]), start, allow_change=False)
-    assert contract.label_means == (1.5, 2.5)
-    renamed = continue_contract(contracts(["help", "width"]), start, allow_change=True)
-    assert renamed.label_means == (0.0, 0.0)
-
-
 def test_whole_numbers_and_fractions_are_the_same_rule() -> None:
     changes: dict[str, Any] = {"attribute_weights": (1, 2), "label_means": (0, 3)}
     whole = dataclasses.replace(FIXED, **changes)
@@ -373,23 +347,3 @@ def test_a_token_that_is_not_there_may_be_left_out(
         assert not getattr(Contracts(bare)(**{add: setting}), add)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"model.data.{add}: got true.*no {token} token"):
         Contracts(bare)(**{add: True})  # type: ignore[arg-type]
-
-
-def test_a_start_that_is_allowed_to_change_gives_what_fits(contracts: Contracts) -> None:
-    start = dataclasses.replace(contracts(["help"]), attribute_weights=(0.5,), label_means=(2.0,))
-    contract = continue_contract(contracts(["help"], seq_length=77), start, allow_change=True)
-    assert (contract.attribute_weights, contract.label_means) == ((0.5,), (2.0,))
-    assert contract.seq_length == 77
-
-
-def test_short_values_are_shown_whole_and_long_ones_from_where_they_part() -> None:
-    exact = "x" * 38  # with its quotes 40 characters
-    assert describe_differences({"dtype": (exact, "y")}) == f"trainer.precision: '{exact}' -> 'y'"
-    # A field without a setting goes by its own name.
-    one, two = "a" * 60 + "b" * 60, "a" * 60 + "c" * 60
-    assert describe_differences({"bos_id": (one, two)}) == (
-        f"bos_id: ...{'a' * 20}{'b' * 20}... -> ...{'a' * 20}{'c' * 20}..."
-    )
-    assert describe_differences({"bos_id": ("p" + one, "q" + one)}) == (
-        f"bos_id: 'p{'a' * 38}... -> 'q{'a' * 38}..."
-    )

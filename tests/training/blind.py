@@ -1,4 +1,4 @@
-"""``probe_training.py`` around a trainer whose loss does not see which reply was chosen."""
+"""``nemo-aligner probe`` around a trainer whose loss does not see which reply was chosen."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, tensor
 
 from nemo_aligner.batch import Records
-from nemo_aligner.cli.common import run_verb
-from nemo_aligner.cli.probe import main
+from nemo_aligner.cli.main import main
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 
 
@@ -21,4 +20,4 @@ def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor
 
 if __name__ == "__main__":
     BradleyTerry.loss = blind  # type: ignore[method-assign]
-    sys.exit(run_verb(main))
+    sys.exit(main(["probe", *sys.argv[1:]]))

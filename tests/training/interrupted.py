@@ -19,8 +19,7 @@ import threading
 from operator import attrgetter
 from typing import Any
 
-from nemo_aligner.cli import train
-from nemo_aligner.cli.common import run_verb
+from nemo_aligner.cli import main as cli
 
 
 def arm(accident: str, target: str, text: str, nth: int) -> None:
@@ -68,7 +67,7 @@ def main() -> int:
     decide_when_written(writes)
     if os.environ.get("RANK", "0") == rank:
         arm(accident, target, text, int(nth))
-    return run_verb(train.main, arguments)
+    return cli.main(["train", *arguments])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.training.clock import StopRequest, Timers, parse_max_time
+from nemo_aligner.training.clock import Timers, parse_max_time
 
 
 @pytest.mark.parametrize(
@@ -21,25 +18,6 @@ def test_max_time_is_read(text: str, seconds: int) -> None:
 def test_another_form_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.max_time: got .* wanted DD:HH:MM:SS"):
         parse_max_time(text)
-
-
-def test_stops_when_the_time_is_up() -> None:
-    time = 5.0
-    stop = StopRequest("00:00:01:00", now=lambda: time)
-    time = 64.9
-    assert stop.reason is None
-    time = 65.0
-    assert stop.reason == "the time limit (trainer.max_time=00:00:01:00)"
-    assert StopRequest(None).reason is None
-
-
-def test_stops_on_sigterm_and_gives_it_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        assert stop.reason is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reason == "SIGTERM"
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_timers_add_up_and_start_anew() -> None:

@@ -67,6 +67,43 @@ def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -
     assert len(contract["reward_mean"]) == len(contract["reward_std"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("label", "number"), [(1e38, "a loss that is not finite"), (1e19, "a gradient norm of inf")]
+)
+def test_the_record_whose_label_is_far_out_is_named_first(
+    base: Path, tmp_path: Path, label: float, number: str
+) -> None:
+    ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 8, ("helpful",))
+    rows = [json.loads(line) for line in ratings.read_text().splitlines()]
+    rows[6]["helpful"] = label
+    ratings.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = tiny.run_script(
+        EXAMPLE,
+        *common(base, tmp_path / "run", ratings, ratings),
+        "model.reward_model_type=regression",
+        "model.regression.attributes=[helpful]",
+        "model.global_batch_size=6",
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"    {ratings}:7: helpful is {label:g}, the median " in done.stdout
+    assert f"step 1: got {number}, on rank 0, from {ratings}:7, {ratings}:" in done.stderr
+
+
+def test_malformed_records_are_left_out_and_counted(base: Path, tmp_path: Path) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
+    with pairs.open("a") as lines:
+        lines.write('{"chosen": "cut of')
+    settings = [*common(base, tmp_path / "run", pairs, pairs), "trainer.rm.max_steps=1"]
+    refused = tiny.run_script(EXAMPLE, *settings, check=False)
+    assert refused.returncode == 1
+    assert f"{pairs}: 1 of its 25 records (4.00%) are malformed\n  {pairs}:25: " in refused.stderr
+    settings += ["model.data.malformed=drop", "model.data.max_malformed=0.05"]
+    done = tiny.run_script(EXAMPLE, *settings)
+    assert "  dropped                   1 (1 malformed)\n" in done.stdout
+    assert f"  malformed:\n    {pairs}:25: malformed JSON" in done.stdout
+
+
 def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 17, ("helpful", "clear"))
     others = tiny.write_ratings(tmp_path / "others.jsonl", 17, ("helpful", "clear"), seed=1)
@@ -101,6 +138,30 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
     tiny.run_script(EXAMPLE, *settings, "model.data.seq_length=96", allow)
     third = read_contract(tmp_path / "third" / "checkpoints" / "megatron_gpt.nemo")
     assert (third["seq_length"], third["label_means"]) == (96, contracts[0]["label_means"])
+
+
+def test_a_new_head_on_the_body_of_a_reward_model(tmp_path: Path) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 17)
+    start = tiny.write_reward_nemo(tmp_path / "rated.nemo")
+    before = read_contract(start)
+    settings = [
+        *common(start, tmp_path / "run", pairs, pairs),
+        "trainer.rm.max_steps=1",
+        f"model.data.seq_length={before['seq_length']}",
+        "model.micro_batch_tokens=2048",
+    ]
+    refused = tiny.run_script(EXAMPLE, *settings, check=False)
+    assert refused.returncode == 1
+    advice = "pretrained_checkpoint.new_head=true"
+    assert f"set {advice} to train another model" in refused.stderr
+    assert "allow_contract_change" not in refused.stderr
+    done = tiny.run_script(EXAMPLE, *settings, advice)
+    assert "a new head" in done.stdout
+    after = read_contract(tmp_path / "run" / "checkpoints" / "megatron_gpt.nemo")
+    assert (after["attributes"], after["label_means"]) == (["reward"], [0.0])
+    assert after["reward_model_type"] == "binary_ranking"
+    for kept in ("template", "add_bos", "add_eos", "tokenizer_fingerprint"):
+        assert after[kept] == before[kept]
 
 
 def read_contract(path: Path) -> dict:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from nemo_aligner.batch import LabelColumns
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
 from nemo_aligner.data.loader import TrainLoader, validation_batches
@@ -63,6 +65,32 @@ def test_a_loss_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
         check_rewards(records, rewards, lambda got, _: (torch.exp(got * 99).sum(), torch.tensor(1)))
     with pytest.raises(TrainingError, match="on rank 0, from no record alone; "):
         check_rewards(records, rewards + 3e38, lambda got, _: (got[::2].sum(), torch.tensor(1)))
+
+
+def test_the_record_that_is_most_to_blame_is_named_first(layout: ParallelLayout) -> None:
+    data = poisoned.dataset()
+    records = StepRecords(7, range(8), [0] * 8, data, layout, torch.device("cpu"))
+    rewards = torch.zeros(16, 1)
+    rewards[4:14, 0] = torch.tensor([1e20, 1, 1e25, 1, math.nan, 1, 1e30, 1, 1e38, 1])
+
+    def loss(got: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return got.square().sum(), torch.tensor(1)
+
+    lines = ", ".join(f"pairs.jsonl:{line}" for line in (41, 61, 51, 31, 21))
+    with pytest.raises(TrainingError, match=rf"a reward that is not .* on rank 0, from {lines}; "):
+        check_rewards(records, rewards, loss)
+
+
+def test_labels_that_are_far_out_are_named_wherever_they_are(layout: ParallelLayout) -> None:
+    data = poisoned.dataset()
+    values = torch.arange(len(data), dtype=torch.float32)[:, None] % 5
+    values[10] = -1e38
+    labels = LabelColumns.of(["help"], values)
+    data = replace(data, records=replace(data.records, labels=labels))
+    said = str(
+        StepRecords(7, [0, 1], [0, 0], data, layout, torch.device("cpu")).error("a loss", [0], [1])
+    )
+    assert "from pairs.jsonl:11; labels of train are far out: pairs.jsonl:101: help is -1e+" in said
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])

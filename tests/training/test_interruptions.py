@@ -18,7 +18,8 @@ TORCH = "torch.distributed.checkpoint.filesystem"
 FORWARD_BACKWARD = "nemo_aligner.training.learner:forward_backward"
 # Where a run dies, one after the other; whether what it saves is written by the next step or never
 # (see interrupted.py); and its newest checkpoint afterwards (0: none). Saves are at steps 2, 4 and
-# 6, a checkpoint has its name one step later; the metric is ever the same, so the best is step 2.
+# 6, a checkpoint has its name one step later; the metric is ever the same and the loss on that set
+# rises, so the best is step 2.
 ACCIDENTS = {
     "while the weights are written": ((f"{TORCH}:_write_item", "", "9"), "prompt", 0),
     "in step 4, while step 2 is still being written": ((FORWARD_BACKWARD, "", "4"), "held", 0),
@@ -89,6 +90,7 @@ def interrupt(
     rank: int = 0,
     processes: int = 1,
     writes: str = "prompt",
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     return tiny.run_script(
         "tests/training/interrupted.py",
@@ -99,6 +101,7 @@ def interrupt(
         *settings,
         processes=processes,
         check=False,
+        env=env,
     )
 
 
@@ -195,6 +198,38 @@ def test_two_ranks_stopped_killed_and_moved(
     assert missing == {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
     for key, value in got.items():
         assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6, nan_ok=True), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accident", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_run_that_is_stopped_while_it_loads_leaves_nothing(
+    base: Path, data: Path, tmp_path: Path, accident: str, code: int
+) -> None:
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    done = interrupt(
+        arguments(base, data, tmp_path / "run"),
+        accident,
+        ("nemo_aligner.checkpoint.nemo.reward_model:load_backbone", "", "1"),
+        env={"TMPDIR": str(unpacked)},
+    )
+    assert done.returncode == code, done.stderr
+    assert "stopped before the first step; there is nothing to save" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(unpacked.iterdir()) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_validation_leaves_it_and_saves(base: Path, data: Path, tmp_path: Path) -> None:
+    settings = arguments(base, data, tmp_path)
+    # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
+    where = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
+    done = interrupt(settings, "SIGINT", where, rank=1, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "step 2: the validation was left, and has no result" in done.stdout
+    assert "stopped by Ctrl-C after step 2, which is saved" in done.stdout
+    assert "resumed from" in train(settings, processes=2).stdout
 
 
 @pytest.mark.slow

@@ -17,24 +17,23 @@ from nemo_aligner.training.run import open_checkpoints
 from tests.data.test_packing import dataset
 
 
-class Learner:
+class Data:
     def __init__(self, *names: str) -> None:
         self.objective = BradleyTerry()
-        validation = [replace(dataset([2, 3] * 4), name=name) for name in names]
-        self.data = type("Data", (), {"validation": validation})
+        self.validation = [replace(dataset([2, 3] * 4), name=name) for name in names]
 
 
 def test_monitor_is_one_of_the_metrics() -> None:
     config = ExpManagerConfig()
-    assert open_checkpoints(config, Learner("validation-c")).monitor == "validation-c/accuracy"  # type: ignore[arg-type]
-    two = Learner("validation-a", "validation-b")
+    assert open_checkpoints(config, Data("validation-c")).monitor == "validation-c/accuracy"  # type: ignore[arg-type]
+    two = Data("validation-a", "validation-b")
     assert open_checkpoints(config, two).monitor == "validation-a/accuracy"  # type: ignore[arg-type]
-    assert open_checkpoints(config, Learner()).monitor is None  # type: ignore[arg-type]
+    assert open_checkpoints(config, Data()).monitor is None  # type: ignore[arg-type]
     config.checkpoint_callback_params.monitor = "val_loss"
     with pytest.raises(ConfigError, match=r"got 'val_loss', wanted one of validation-c/loss, "):
-        open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
+        open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no validation data"):
-        open_checkpoints(config, Learner())  # type: ignore[arg-type]
+        open_checkpoints(config, Data())  # type: ignore[arg-type]
     rated = replace(dataset([2, 3], RecordKind.rating), name="validation-c", sources=["x", "y"])
     names = validation_metric_names(MaskedMse(("x", "y")), [rated])
     assert {
@@ -50,13 +49,13 @@ def test_the_mode_suits_the_metric_unless_it_is_set() -> None:
     better = {"loss": 0.1, "accuracy": 0.9, "ece": 0.1, "reward_margin_p05": 0.9}
     for name, value in better.items():
         config.checkpoint_callback_params.monitor = f"validation-c/{name}"
-        checkpoints = open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
+        checkpoints = open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
         keys = [checkpoints._sort_key({f"validation-c/{name}": number}) for number in (value, 0.5)]
         assert keys[0] < keys[1], name  # type: ignore[operator]
     config.checkpoint_callback_params.mode = MonitorMode.max
     config.checkpoint_callback_params.monitor = "validation-c/loss"
-    checkpoints = open_checkpoints(config, Learner("validation-c"))  # type: ignore[arg-type]
-    assert checkpoints._sort_key({"validation-c/loss": 0.9}) == -0.9
+    checkpoints = open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
+    assert checkpoints._sort_key({"validation-c/loss": 0.9}) == (-0.9, 0.9)
 
 
 def test_changed_settings_name_the_key_and_both_values() -> None:

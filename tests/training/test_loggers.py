@@ -8,7 +8,6 @@ import pytest
 from nemo_aligner.config.training import ExpManagerConfig
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.training import loggers
-from nemo_aligner.training.console import Progress
 from nemo_aligner.training.loggers import build_loggers, check_loggers
 
 
@@ -67,16 +66,3 @@ def test_a_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"create_wandb_logger: .* wandb is not installed"):
         check_loggers(ExpManagerConfig(create_tensorboard_logger=False, create_wandb_logger=True))
     check_loggers(ExpManagerConfig(create_tensorboard_logger=False))
-
-
-def test_progress_in_a_log_file_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(total=5, start=0)
-    for step in range(1, 6):
-        progress.show(step, {"train/loss": 0.5})
-    progress.say("done")
-    progress.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "step 1/5  loss 0.5",
-        "step 5/5  loss 0.5",
-        "done",
-    ]

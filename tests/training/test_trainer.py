@@ -10,10 +10,11 @@ import pytest
 
 from nemo_aligner.checkpoint.runs import RunState, Saved
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig
+from nemo_aligner.console import Watch
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.parallel.cpu.malloc import FreedMemory
 from nemo_aligner.parallel.launch import launch
-from nemo_aligner.training.clock import StopRequest
+from nemo_aligner.training.stop import StopRequest
 from nemo_aligner.training.trainer import SupervisedTrainer
 
 
@@ -40,8 +41,10 @@ class Diary:
         self.events.append(f"train {step}")
         return {"loss": 0.5, "tokens": 100.0}
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, watch: Watch) -> dict[str, float]:
         self.events.append(f"validate {self.step}")
+        for done in range(3):
+            watch(done, 2)
         return {"validation/accuracy": 0.5}
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
@@ -145,6 +148,32 @@ def test_stops_saves_and_says_why() -> None:
     assert diary.saved[0].metrics == {}
 
 
+class Lengthy(Diary):
+    """Is asked to stop in the middle of a validation."""
+
+    def validate(self, watch: Watch) -> dict[str, float]:
+        watch(0, 2)
+        self.now = 1.0
+        return super().validate(watch)
+
+
+def test_a_validation_is_left_and_what_was_trained_is_saved(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    diary = Lengthy()
+    assert fit(diary, 5, val_check_interval=2, save_interval=None) is not None
+    assert diary.events == ["train 0", "train 1", "validate 2", "save 2", "publish 2"]
+    assert diary.saved[0].metrics == {}
+    assert "timing/validation/total_validation_time" not in diary.logged[2]
+    assert "step 2: the validation was left, and has no result" in capsys.readouterr().out
+
+
+def test_nothing_is_saved_of_a_run_that_is_stopped_before_its_first_step() -> None:
+    diary = Lengthy()
+    assert fit(diary, 5, val_before_training=True) is not None
+    assert diary.events == ["validate 0"]
+
+
 def test_a_stop_at_the_last_step_is_the_end() -> None:
     assert fit(Diary(stop_at=2), 2) is None
 
@@ -195,7 +224,7 @@ def test_a_skipped_step_is_told_and_the_run_goes_on(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert shown.count("skipped, ") == 1
     assert "step 2: skipped, fp16 overflowed at loss scale 65536" in shown
-    assert "loss_scale 6.554e+04  skipped_steps 1" in shown
+    assert "loss_scale 65536  skipped_steps 1" in shown
     assert diary.logged[2]["train/skipped"] == 1.0
 
 

@@ -151,7 +151,7 @@ def _new_contract(
     contract = build_contract(settings, tokenizer, precision)
     if options.template is not None and not contract.template:
         raise CheckpointError(
-            f"--template: got {options.template!r}, but the tokenizer has no chat template"
+            f"template: got {options.template!r}, but the tokenizer has no chat template"
         )
     return dataclasses.replace(contract, attributes=tuple(labels))
 

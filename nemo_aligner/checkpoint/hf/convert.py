@@ -89,7 +89,7 @@ def convert_hf_to_nemo(
     """
     try:
         if tensor_parallel < 1:
-            raise CheckpointError(f"--tensor-parallel: got {tensor_parallel}, wanted 1 or more")
+            raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
             return _convert(open_source(source), Path(output), dtype, tensor_parallel, options)
     except AlignerError as error:

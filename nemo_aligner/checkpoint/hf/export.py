@@ -46,6 +46,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weigh
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, sync_to_disk
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.common import Precision
+from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -68,7 +69,10 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was written where; ``largest_difference`` is that of a reward in the check."""
+    """What was written where; ``largest_difference`` is that of a reward in the check.
+
+    ``zero_groups`` of the archive's ``query_groups`` were of zeros, and were left out.
+    """
 
     output: Path
     architecture: str
@@ -78,6 +82,8 @@ class ExportSummary:
     pad_token: str
     texts: int
     largest_difference: float
+    query_groups: int
+    zero_groups: int
 
     def __str__(self) -> str:
         lines = [
@@ -87,6 +93,13 @@ class ExportSummary:
             f"{self.largest_difference:.1e}",
             f"scoring contract: {self.contract.hash}",
         ]
+        if self.zero_groups:
+            kept = self.query_groups - self.zero_groups
+            lines.append(
+                f"query groups: {kept}; {self.zero_groups} of zeros, which the archive has beside "
+                "them for tensor parallelism, are left out; converted with tensor-parallel "
+                f"{self.query_groups} they come back"
+            )
         if any(self.contract.label_means):
             means = dict(zip(self.contract.attributes, self.contract.label_means, strict=True))
             lines.append(
@@ -195,6 +208,7 @@ class _Archive:
 def _export(
     folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: ExportOptions
 ) -> ExportSummary:
+    say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32)
     archive = _Archive.of(folder)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
@@ -213,6 +227,7 @@ def _export(
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     )
+    say(f"writing {output} ...")
     shards = _write_weights(archive, staging, contract, config["vocab_size"], options)
     write_json(staging / "config.json", config)
     write_json(staging / CONTRACT_NAME, exported.to_dict())
@@ -221,6 +236,7 @@ def _export(
         output.name, exported, pad_token, folder.source, options.base_license, contract.dtype
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
+    say("scoring the same texts with transformers ...")
     return ExportSummary(
         output=output,
         architecture=architecture,
@@ -230,6 +246,8 @@ def _export(
         pad_token=pad_token,
         texts=len(texts),
         largest_difference=check_folder(staging, exported, texts, logits),
+        query_groups=archive.num_query_groups,
+        zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
     )
 
 

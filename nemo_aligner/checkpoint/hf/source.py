@@ -57,7 +57,9 @@ def open_source(source: str | Path) -> Source:
     if path.suffix.lower() == ".gguf":
         return _open_gguf(path)
     if path.suffix.lower() == ".nemo":
-        raise CheckpointError("got a .nemo, which training and serving take; see import_nemo.py")
+        raise CheckpointError(
+            "got a .nemo, which training and serving take as it is, or `nemo-aligner import`"
+        )
     return _open_folder(_local(source, _DOWNLOADED))
 
 

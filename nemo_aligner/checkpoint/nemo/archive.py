@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import BinaryIO
 
 from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.temporary import make_temporary, remove_temporary
 
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
@@ -32,7 +32,7 @@ _UNREADABLE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, z
 
 
 def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
-    """The members that are ``wanted``, in a new temporary folder that the caller deletes.
+    """The members that are ``wanted``, in a new temporary folder, which the caller removes.
 
     At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; without it, 20 times what the archive
     takes on the disk, at least 256 MiB, and never so much that the disk would be full.
@@ -43,16 +43,16 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such .nemo archive or folder")
-    root = Path(tempfile.mkdtemp(prefix="nemo_"))
+    root = make_temporary("nemo_")
     try:
         with _opened(path) as archive:
             sums = _extract(archive, root, path, wanted)
         _compare(sums, root, path, wanted)
     except _UNREADABLE as error:
-        shutil.rmtree(root, ignore_errors=True)
+        remove_temporary(root)
         raise CheckpointError(f"{path}: cannot unpack: {error}") from error
     except BaseException:
-        shutil.rmtree(root, ignore_errors=True)
+        remove_temporary(root)
         raise
     return root
 

@@ -16,6 +16,7 @@ from nemo_aligner.checkpoint.nemo.megatron_config import (
     from_arguments,
     from_transformer_config,
 )
+from nemo_aligner.checkpoint.run_folder import refuse_run
 from nemo_aligner.checkpoint.untrusted import read_json, read_text, read_yaml
 from nemo_aligner.checkpoint.weights.common import read_common
 from nemo_aligner.checkpoint.weights.store import open_weights
@@ -187,7 +188,7 @@ class NemoFolder:
     def _no_tokenizer(self, got: str) -> CheckpointError:
         return CheckpointError(
             f"{self.source}: tokenizer: got {got}, wanted a folder with a tokenizer.json; "
-            "scripts/import_nemo.py --tokenizer FOLDER_OR_HUB_NAME makes an archive with one"
+            "`nemo-aligner import` takes such a folder, or the name of one on the hub"
         )
 
 
@@ -230,7 +231,7 @@ class MegatronFolder(NemoFolder):
         if not isinstance(arguments, Namespace):
             raise CheckpointError(
                 f"{self.source}: common.pt: got no args of Megatron-LM; "
-                f"scripts/import_nemo.py --config {CONFIG_NAME} says what the model is"
+                f"`nemo-aligner import` takes a {CONFIG_NAME} that says what the model is"
             )
         plain = {key: _as_plain(value) for key, value in vars(arguments).items()}
         return from_arguments(plain, f"{self.source}: common.pt")
@@ -268,6 +269,7 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
     """Whose checkpoint it is, and in which folder of ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
+    refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
     if (root / _TRACKER).is_file():
@@ -294,7 +296,7 @@ def refuse_hugging_face(path: Path, source: Path) -> None:
         got = "a GGUF file" if is_gguf else f"a Hugging Face folder ({_HF_CONFIG})"
         raise CheckpointError(
             f"{source}: got {got}, wanted a checkpoint of NeMo or Megatron; "
-            "scripts/convert_hf_to_nemo.py makes a .nemo of it"
+            "`nemo-aligner convert` makes a .nemo of it"
         )
     refuse_adapter(path, source)
 

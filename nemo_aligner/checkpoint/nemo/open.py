@@ -8,7 +8,6 @@ Megatron-LM and Megatron-Bridge (``iter_0000100/``, or the one above them). All 
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from nemo_aligner.checkpoint.nemo.folders import (
 )
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import barrier, gather_objects
+from nemo_aligner.temporary import remove_temporary
 
 
 @contextmanager
@@ -43,8 +43,9 @@ def open_nemo(
     ``tokenizer`` and a file ``config`` stand for the checkpoint's own.
 
     Where torch.distributed is initialised every rank must call it: one rank of each host unpacks
-    an archive, into the temporary directory, and the folder is gone when all have left the block.
-    That rank also reads all weights once, so that damage is known before any is used.
+    an archive, into the temporary directory, and the folder is gone when all have left the block,
+    or with that rank's process where one of several fails. It also reads all weights once, so that
+    damage is known before any is used.
 
     Raises:
         CheckpointError: no such archive, an unsafe member, one without the parts that count, or one
@@ -59,13 +60,16 @@ def open_nemo(
         return folder
 
     prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, opened))
+    has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
         yield opened(root) if prepared is None else prepared.folder
-        if dist.is_initialized():
-            barrier()
-    finally:
-        if prepared is not None:
+    except BaseException:
+        if not has_peers:  # else some may still read in it
             _remove(root, path)
+        raise
+    if has_peers:
+        barrier()
+    _remove(root, path)
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,9 @@ class _Prepared:
 
 
 def _remove(root: Path, path: Path) -> None:
+    """The folder that this process unpacked; one that was given stays, whoever made it."""
     if root != path:
-        shutil.rmtree(root, ignore_errors=True)
+        remove_temporary(root)
 
 
 def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder]) -> _Prepared:

@@ -26,6 +26,8 @@ from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 
+_OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on its body"
+
 
 @dataclass(frozen=True)
 class PretrainedModel:
@@ -63,8 +65,11 @@ def load_pretrained(
     recompute: Recompute = Recompute.none,
     recompute_layers: int | None = None,
     seed: int = 1234,
+    new_head: bool = False,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to go on from, for training; every rank calls it.
+
+    With ``new_head`` the head that it has is not read.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, of another family, or its reward head
@@ -82,7 +87,7 @@ def load_pretrained(
             recompute_layers=recompute_layers,
             seed=seed,
         )
-        has_head = _check_head(folder, num_attributes)
+        has_head = not new_head and _check_head(folder, num_attributes, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         return PretrainedModel(
             model=model,
@@ -127,7 +132,7 @@ def reward_model_without_weights(
     if contract is None:
         raise CheckpointError(
             f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
-            "score; wanted a reward model written by train_reward_model.py"
+            "score; wanted a reward model written by training"
         )
     _check_tokenizer(tokenizer, contract, folder.source)
     num_attributes = len(contract.attributes)
@@ -202,20 +207,21 @@ def _contract(folder: NemoFolder, tokenizer: Tokenizer) -> ScoringContract | Non
     return contract
 
 
-def _check_head(folder: NemoFolder, num_attributes: int) -> bool:
-    """Whether the archive has a reward head that fits."""
+def _check_head(folder: NemoFolder, num_attributes: int, advice: str = "") -> bool:
+    """Whether the archive has a reward head that fits; errors end with ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
         return False
     if HEAD_BIAS in stored:
         raise CheckpointError(
             f"{folder.source}: its reward head has a bias ({HEAD_BIAS}), wanted a head without "
-            "one; scripts/import_nemo.py makes an archive that has it in the scoring contract"
+            "one; `nemo-aligner import` makes an archive that has it in the scoring contract"
+            + advice
         )
     got = stored[HEAD][0][0]
     if got != num_attributes:
         raise CheckpointError(
-            f"{folder.source}: {HEAD}: got {got} attributes, wanted {num_attributes}"
+            f"{folder.source}: {HEAD}: got {got} attributes, wanted {num_attributes}{advice}"
         )
     return True
 

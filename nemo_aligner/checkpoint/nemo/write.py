@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -24,6 +23,7 @@ from nemo_aligner.checkpoint.nemo.folders import (
 )
 from nemo_aligner.checkpoint.untrusted import MAX_TEXT_BYTES
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.temporary import make_temporary, remove_temporary
 
 
 @contextmanager
@@ -37,11 +37,13 @@ def scratch_beside(output: Path) -> Iterator[Path]:
         raise CheckpointError(f"{output}: it exists, wanted the name of a new one")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
+        scratch = make_temporary(f".{output.name}.", output.parent)
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be written: {error}") from error
-    with scratch as folder:
-        yield Path(folder)
+    try:
+        yield scratch
+    finally:
+        remove_temporary(scratch)
 
 
 def write_nemo(
@@ -67,7 +69,7 @@ def write_nemo(
             with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
-                    archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2))
+                    archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
                 archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))

@@ -19,21 +19,26 @@ is a string); with whole conversations ``prompt`` may be left out. Of other keys
 ``subset`` or ``kind`` is read, the first of them that holds a string: metrics are also given apart
 for each.
 
-``FORMATS`` is the registry; of several that a first record fits, the first is taken.
+``FORMATS`` is the registry; of several that a first record fits, the first is taken. What a record
+lacks makes it a malformed one; what becomes of those is decided elsewhere (``malformed.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.formats import chat_pairs, comparison_text, hh, rated_chat, rated_text
 from nemo_aligner.data.formats.base import Format, WantedLabels
-from nemo_aligner.data.records import Origin, Record
-from nemo_aligner.data.sources import Line
+from nemo_aligner.data.records import MalformedRecord, Origin, Record
+from nemo_aligner.data.sources import AnyLine, BadLine, Line
 from nemo_aligner.errors import ConfigError, DataError
+
+_BAD_LINES_SHOWN = 3
 
 FORMATS: dict[str, Format] = {
     known.name: known
@@ -48,11 +53,11 @@ FORMATS: dict[str, Format] = {
 
 
 def choose_format(fmt: str, kind: RecordKind | None, lines: list[Line], path: str) -> Format:
-    """The format called ``fmt``, or for ``auto`` the one that the first record fits.
+    """The format called ``fmt``, or for ``auto`` the one that the first record of any fits.
 
     Raises:
         ConfigError: there is no format of that name, or it holds another kind of records.
-        DataError: the file is empty, or its first record fits no format of this kind.
+        DataError: the file is empty, or no record of it fits a format of this kind.
     """
     fitting = [known for known in FORMATS.values() if kind in (None, known.kind)]
     names = ", ".join(known.name for known in fitting)
@@ -62,52 +67,104 @@ def choose_format(fmt: str, kind: RecordKind | None, lines: list[Line], path: st
         return FORMATS[fmt]
     if not lines:
         raise DataError(f"{path}: the file has no records")
-    for known in fitting:
-        if known.matches(lines[0].value):
-            return known
-    keys = ", ".join(map(repr, lines[0].value)) or "none"
+    for line in lines:
+        for known in fitting:
+            if known.matches(line.value):
+                return known
     raise DataError(
-        f"{path}:{lines[0].number}: got a record with keys {keys}; wanted one of these formats: "
+        f"{path}:{lines[0].number}: got a record with keys {_keys(lines[0])}; wanted one of these "
+        "formats: "
         + "; ".join(f"{known.name}: {known.wanted}" for known in fitting)
+        + _hint(lines[0])
     )
 
 
+def _hint(line: Line) -> str:
+    """What a record is that is not of the kind that was wanted."""
+    for known in FORMATS.values():
+        if known.matches(line.value):
+            needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"
+            return f". It fits {known.name}, for model.reward_model_type={needs}"
+    return ""
+
+
 def parse_lines(
-    chosen: Format, lines: list[Line], path: str, wanted: WantedLabels
-) -> Iterator[Record]:
-    """The records of a whole file of the format ``chosen``.
+    chosen: Format, lines: list[AnyLine], path: str, wanted: WantedLabels
+) -> Iterator[Record | MalformedRecord]:
+    """The records of a whole file of the format ``chosen``, and what is none, in order.
 
     Raises:
-        DataError: a record is not of this format; the message says file:line.
+        DataError: which lines make a record is not known.
     """
-    for start in range(0, len(lines), chosen.lines_per_record):
-        group = lines[start : start + chosen.lines_per_record]
-        for line in group:
-            _check(chosen, line, path)
-        origin = Origin(path, group[0].number)
-        if len(group) < chosen.lines_per_record:
-            raise DataError(
-                f"{origin}: the chosen text on this line has no rejected text after it; got an "
-                f"odd number of comparison lines ({len(lines)})"
-            )
-        try:
-            record = chosen.parse([line.value for line in group], origin, wanted)
-        except DataError as error:
-            raise DataError(f"{origin}: {error}") from error
-        yield replace(record, source=_source(group[0].value))
+    size = chosen.lines_per_record
+    if size > 1:
+        _check_lines_are_whole(chosen, lines, path)
+    for start in range(0, len(lines), size):
+        yield _parse_record(chosen, lines[start : start + size], path, wanted)
 
 
-def _check(chosen: Format, line: Line, path: str) -> None:
-    if chosen.matches(line.value):
-        return
-    others = [known.name for known in FORMATS.values() if known.matches(line.value)]
-    keys = ", ".join(map(repr, line.value)) or "none"
-    if others:
+def _parse_record(
+    chosen: Format, group: Sequence[AnyLine], path: str, wanted: WantedLabels
+) -> Record | MalformedRecord:
+    good: list[Line] = []
+    for line in group:
+        reason = _why_unfit(chosen, line)
+        if isinstance(line, BadLine) or reason:
+            return MalformedRecord(Origin(path, line.number), reason)
+        good.append(line)
+    origin = Origin(path, good[0].number)
+    try:
+        record = chosen.parse([line.value for line in good], origin, wanted)
+    except DataError as error:
+        return MalformedRecord(origin, str(error))
+    return replace(record, source=_source(good[0].value))
+
+
+# Two objects on one line.
+_JOINED = re.compile(r"\}\s*\{")
+
+
+def _check_lines_are_whole(chosen: Format, lines: list[AnyLine], path: str) -> None:
+    """Where a record is several lines, a line too many or too few would shift all that follow."""
+    bad = [line for line in lines if isinstance(line, BadLine)]
+    joined = [line for line in bad if _JOINED.search(line.raw)]
+    # One line that was broken in two leaves two in a row that are no JSON.
+    broken = [
+        before
+        for before, after in pairwise(lines)
+        if isinstance(before, BadLine) and isinstance(after, BadLine)
+    ]
+    if joined or broken:
+        line = (joined or broken)[0]
         raise DataError(
-            f"{path}:{line.number}: mixed formats in one file: got a record of "
-            f"{' or '.join(others)} (keys {keys}), wanted {chosen.name}: {chosen.wanted}"
+            f"{path}:{line.number}: {line.reason}; this may be several lines in one, or one line "
+            f"in several, and then which lines make a record of {chosen.name} is not known"
         )
-    raise DataError(f"{path}:{line.number}: got keys {keys}; {chosen.name} wants {chosen.wanted}")
+    if len(lines) % chosen.lines_per_record:
+        also = "".join(f"; line {line.number}: {line.reason}" for line in bad[:_BAD_LINES_SHOWN])
+        raise DataError(
+            f"{path}:{lines[-1].number}: the chosen text on this line has no rejected text after "
+            f"it; got an odd number of comparison lines ({len(lines)}){also}"
+        )
+
+
+def _why_unfit(chosen: Format, line: AnyLine) -> str:
+    """Why the line is none of the format; empty if it is one."""
+    if isinstance(line, BadLine):
+        return line.reason
+    if chosen.matches(line.value):
+        return ""
+    others = [known.name for known in FORMATS.values() if known.matches(line.value)]
+    if others:
+        return (
+            f"mixed formats in one file: got a record of {' or '.join(others)} (keys "
+            f"{_keys(line)}), wanted {chosen.name}: {chosen.wanted}"
+        )
+    return f"got keys {_keys(line)}; {chosen.name} wants {chosen.wanted}"
+
+
+def _keys(line: Line) -> str:
+    return ", ".join(map(repr, line.value)) or "none"
 
 
 def _source(value: dict[str, Any]) -> str:

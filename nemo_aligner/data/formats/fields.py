@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from nemo_aligner.config.suggest import suggestion
 from nemo_aligner.data.formats.base import WantedLabels
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.messages import Conversation, check_text
+
+# Labels are float32.
+_LARGEST = (2 - 2**-23) * 2.0**127
 
 
 def read_string(value: dict[str, Any], key: str) -> str:
@@ -58,9 +61,11 @@ def read_labels(value: dict[str, Any], wanted: WantedLabels, why: str) -> tuple[
     """The label of every wanted column, by the field of its name; ``why`` says who wants it."""
     missing = [name for name in wanted.names if name not in value]
     if missing:
+        near = suggestion(missing[0], value)
+        meant = "" if near is None else f"did you mean {near!r}? "
         raise DataError(
-            f"missing key {missing[0]!r}, {why}; this record has {', '.join(map(repr, value))} (a "
-            "label that is not known is null)"
+            f"missing key {missing[0]!r}, {why}; {meant}this record has "
+            f"{', '.join(map(repr, value))} (a label that is not known is null)"
         )
     return tuple(read_label(value[name], name, wanted) for name in wanted.names)
 
@@ -74,6 +79,11 @@ def read_label(value: object, name: str, wanted: WantedLabels) -> float | None:
     """A label, None where it is missing."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{name}: got {value!r:.60}, wanted a number, or null where it is missing")
-    return None if value == wanted.missing else float(value)
+    if value == wanted.missing:
+        return None
+    # A whole number may be too large for a float; NaN is not within the bounds, either.
+    if not -_LARGEST <= value <= _LARGEST:
+        raise DataError(f"{name}: got {value!r:.60}, wanted a number that 32 bits hold")
+    return float(value)

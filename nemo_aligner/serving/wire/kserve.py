@@ -107,7 +107,7 @@ def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
 
 def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
     """The outputs of the ``contract`` model."""
-    text = json.dumps(contract.to_dict(), ensure_ascii=False)
+    text = json.dumps(contract.to_dict(), ensure_ascii=False, allow_nan=False)
     return {"contract": np.array([text.encode()], dtype=np.object_)}
 
 

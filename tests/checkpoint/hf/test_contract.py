@@ -88,7 +88,7 @@ def test_without_a_chat_template_only_raw_texts_are_scored(
     (changed_reward / "chat_template.jinja").unlink()
     assert "raw texts only" in str(convert(changed_reward, tmp_path / "rm.nemo"))
     options = ContractOptions(template="tokenizer")
-    with pytest.raises(CheckpointError, match=r"--template: got 'tokenizer', but the tokenizer"):
+    with pytest.raises(CheckpointError, match=r"template: got 'tokenizer', but the tokenizer"):
         convert(changed_reward, tmp_path / "other.nemo", options=options)
 
 

@@ -187,14 +187,14 @@ def test_what_cannot_be_carried_is_refused(
 
 
 def test_the_script_reports_and_fails_clearly(base_checkpoint: Path, tmp_path: Path) -> None:
-    script, output = "scripts/convert_hf_to_nemo.py", str(tmp_path / "base.nemo")
-    done = tiny.run_script(
-        script, "--input", str(base_checkpoint), "--output", output, env={"HF_HUB_OFFLINE": "1"}
+    verb, output = "convert", str(tmp_path / "base.nemo")
+    done = tiny.run_verb(
+        verb, "--input", str(base_checkpoint), "--output", output, env={"HF_HUB_OFFLINE": "1"}
     )
     assert "base.nemo: llama" in done.stdout
-    failed = tiny.run_script(script, "--input", "nowhere", "--output", output, check=False)
+    failed = tiny.run_verb(verb, "--input", "nowhere", "--output", output, check=False)
     assert failed.returncode == 1
-    assert "error: nowhere" in failed.stderr
+    assert "CheckpointError: nowhere" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
@@ -224,7 +224,7 @@ def test_what_is_there_is_not_overwritten(base_checkpoint: Path, tmp_path: Path)
 def test_a_tensor_parallel_size_is_at_least_one(
     count: int, base_checkpoint: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=rf"--tensor-parallel: got {count}, wanted 1"):
+    with pytest.raises(CheckpointError, match=rf"tensor_parallel: got {count}, wanted 1"):
         convert(base_checkpoint, tmp_path / "base.nemo", tensor_parallel=count)
 
 

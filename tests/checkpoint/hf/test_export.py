@@ -58,6 +58,23 @@ def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -
         assert_same(tensors_of(folder / "twice"), tensors_of(folder / "hf"))
 
 
+def test_query_groups_of_zeros_are_left_out_and_the_way_back_is_told(
+    layout: Any, tmp_path: Path
+) -> None:
+    tiny.write_hf_reward_model(tmp_path / "hf")  # of 2 query groups
+    convert(tmp_path / "hf", tmp_path / "plain.nemo")
+    assert "query groups" not in str(export(tmp_path / "plain.nemo", tmp_path / "plain", layout))
+    made = convert(tmp_path / "hf", tmp_path / "padded.nemo", tensor_parallel=3)
+    said = str(export(tmp_path / "padded.nemo", tmp_path / "out", layout))
+    (told,) = (line for line in said.splitlines() if line.startswith("query groups"))
+    assert told == (
+        "query groups: 2; 1 of zeros, which the archive has beside them for tensor parallelism, "
+        "are left out; converted with tensor-parallel 3 they come back"
+    )
+    again = convert(tmp_path / "out", tmp_path / "again.nemo", tensor_parallel=3)
+    assert again.zero_groups == made.zero_groups == 1
+
+
 def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) -> None:
     from nemo_aligner.checkpoint.nemo.open import open_nemo
     from nemo_aligner.checkpoint.nemo.write import write_nemo
@@ -181,17 +198,17 @@ def with_tensor(archive: Path, key: str, path: Path) -> Path:
 
 
 def test_the_script_exports_and_fails_clearly(three: Path, tmp_path: Path) -> None:
-    script, output = "scripts/convert_nemo_to_hf.py", str(tmp_path / "out")
+    verb, output = "export", str(tmp_path / "out")
     arguments = ("--input", str(three), "--output", output, "--dtype", "bf16", "--merge")
-    done = tiny.run_script(script, *arguments, "--max-shard-size", "0.1mb")
+    done = tiny.run_verb(verb, *arguments, "--max-shard-size", "0.1mb")
     assert "LlamaForSequenceClassification of reward, weights in bf16" in done.stdout
     assert "WARNING: the logits are not yet the rewards" in done.stdout
-    failed = tiny.run_script(script, *arguments, check=False)
+    failed = tiny.run_verb(verb, *arguments, check=False)
     assert failed.returncode == 1
-    assert "error: " in failed.stderr
+    assert "CheckpointError: " in failed.stderr
     assert "it exists" in failed.stderr
     assert "Traceback" not in failed.stderr
     assert "Loading weights" not in done.stderr
-    wrong = tiny.run_script(script, *arguments, "--max-shard-size", "5", check=False)
+    wrong = tiny.run_verb(verb, *arguments, "--max-shard-size", "5", check=False)
     assert wrong.returncode == 2
     assert "wanted for example 5GB" in wrong.stderr

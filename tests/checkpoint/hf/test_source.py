@@ -120,15 +120,13 @@ def test_without_a_network_the_hub_s_cache_is_read(reward_checkpoint: Path, tmp_
     (model / "refs").mkdir()
     (model / "refs/main").write_text(commit)
     environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    script, output = "scripts/convert_hf_to_nemo.py", str(tmp_path / "out/rm.nemo")
-    lost = tiny.run_script(
-        script, "--input", "some-org/Lost", "--output", output, env=environment, check=False
+    verb, output = "convert", str(tmp_path / "out/rm.nemo")
+    lost = tiny.run_verb(
+        verb, "--input", "some-org/Lost", "--output", output, env=environment, check=False
     )
     assert lost.returncode == 1
-    assert "error: some-org/Lost: there is no such folder, and the hub does not" in lost.stderr
+    assert "CheckpointError: some-org/Lost: there is no such folder, and the hub" in lost.stderr
     assert "Traceback" not in lost.stderr
     assert not (tmp_path / "out").exists()
-    done = tiny.run_script(
-        script, "--input", "some-org/Tiny-RM", "--output", output, env=environment
-    )
+    done = tiny.run_verb(verb, "--input", "some-org/Tiny-RM", "--output", output, env=environment)
     assert "llama reward model of reward" in done.stdout

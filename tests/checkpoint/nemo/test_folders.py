@@ -64,7 +64,9 @@ def test_another_form_of_tokenizer_wants_a_folder(
     text = yaml.safe_dump({**config, "tokenizer": section})
     (tmp_path / "theirs" / "model_config.yaml").write_text(text)
     (tmp_path / "theirs" / "ab_tokenizer.model").write_bytes(b"sentencepiece")
-    with pytest.raises(CheckpointError, match=f"{message}.*--tokenizer FOLDER_OR"):
+    with pytest.raises(
+        CheckpointError, match=f"{message}.*nemo-aligner import` takes such a folder"
+    ):
         load(tmp_path / "theirs", layout)
     import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", tokenizer=tokenizer_folder)
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
@@ -75,7 +77,9 @@ def test_common_pt_without_arguments_wants_a_config(
 ) -> None:
     inner = foreign.write_megatron_lm(tmp_path / "theirs", tensors, tokenizer_folder)
     torch.save({"iteration": 123}, inner / "common.pt")
-    with pytest.raises(CheckpointError, match=r"no args of Megatron-LM.*--config"):
+    with pytest.raises(
+        CheckpointError, match=r"no args of Megatron-LM.*nemo-aligner import` takes a model_config"
+    ):
         load(tmp_path / "theirs", layout)
     config = tmp_path / "model_config.yaml"
     config.write_text(yaml.safe_dump({**foreign.nemo1_config(), "vocab_size": 320}))
@@ -93,7 +97,7 @@ def test_what_is_not_nemos_is_told_where_to_go(base: Path, layout: Any, tmp_path
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     packed = foreign.pack(base.with_suffix(".hf"), tmp_path / "packed.nemo", "w")
     for source in (base.with_suffix(".hf"), gguf, packed):
-        with pytest.raises(CheckpointError, match=r"^.*/\S*: got a .*convert_hf_to_nemo\.py"):
+        with pytest.raises(CheckpointError, match=r"^.*/\S*: got a .*nemo-aligner convert"):
             load(source, layout)
     for write in (import_nemo, convert_hf_to_nemo):
         with pytest.raises(CheckpointError, match=r"adapter: got an adapter.*its base first"):

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.errors import AlignerError
 from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.services.reward import RewardEndpoint, ServableScorer
 from nemo_aligner.serving.transports.triton.internals import ended_early, workspace_of
@@ -38,6 +39,9 @@ def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | s
     Returns:
         The exit code, 0 after a drained stop. A server that cannot go on (a rank, Triton or its
         Python stub died) answers what it holds with an error and ends the process with 1.
+
+    Raises:
+        ServingError: it cannot start, on rank 0; the others are released.
     """
     ranks = ModelRanks(
         scorer.score_token_lists, device, config.heartbeat_secs, config.worker_timeout_secs
@@ -49,7 +53,12 @@ def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | s
         ranks.follow()
         ranks.stop()
         return 0
-    return _lead(scorer, ranks, config)
+    try:
+        return _lead(scorer, ranks, config)
+    except AlignerError:
+        if ranks.failure is None:  # the others have nothing to say to it
+            ranks.stop()
+        raise
 
 
 def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> int:

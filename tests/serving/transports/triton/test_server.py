@@ -222,11 +222,18 @@ class TestTwoRanks:
                 server.assert_nothing_is_left()
 
 
-def start_and_fail(*arguments: str, **env: str) -> str:
+START = """
+import sys
+from nemo_aligner.parallel.local import run_ranks
+sys.exit(run_ranks(sys.argv[1:], 2))
+"""
+
+
+def start_and_fail(*arguments: str, launcher: tuple[str, ...] = (), **env: str) -> str:
     """Start a server that cannot start; what it says."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
     done = subprocess.run(
-        [sys.executable, str(ROOT / FAKE), *arguments],
+        [sys.executable, *launcher, str(ROOT / FAKE), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -236,13 +243,15 @@ def start_and_fail(*arguments: str, **env: str) -> str:
     return done.stderr
 
 
-def test_a_taken_port_is_an_error_at_once():
+@pytest.mark.parametrize(("launcher", "speaker"), [((), ""), (("-c", START), "rank 0: ")])
+def test_a_taken_port_is_an_error_at_once(launcher, speaker):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        said = start_and_fail(f"port={port}")
-    assert f"server.port: 127.0.0.1:{port} is not free" in said
+        said = start_and_fail(f"port={port}", launcher=launcher)
+    beginning = f"{speaker}ServingError: server.port: 127.0.0.1:{port} is not free"
+    assert [line[: len(beginning)] for line in said.splitlines()] == [beginning]
 
 
 def test_a_triton_that_does_not_start_is_an_error_at_once():

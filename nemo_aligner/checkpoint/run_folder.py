@@ -1,0 +1,64 @@
+"""What lies in the folder of a training run, by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from nemo_aligner.errors import CheckpointError
+
+CHECKPOINTS_NAME = "checkpoints"
+MODEL_NAME = "megatron_gpt.nemo"
+RUN_STATE_NAME = "run_state.json"
+STATE_NAME = "state"
+STEP_NAME = re.compile(r"step_(\d{8,})")
+
+
+def refuse_run(folder: Path, source: Path) -> None:
+    """Say where the model of a run lies whose folder was given for a model, or one inside it.
+
+    ``source`` names it in errors.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    what, checkpoints = _find_run(folder)
+    if checkpoints is None:
+        return
+    model = checkpoints / MODEL_NAME
+    if model.is_file():
+        raise CheckpointError(f"{source}: got {what}, wanted a model; the run's is {model}")
+    steps = sorted(_steps(checkpoints))
+    advice = "it has no checkpoint yet"
+    if steps:
+        advice = f"its training with trainer.rm.max_steps={steps[-1]} writes {model}"
+    raise CheckpointError(
+        f"{source}: got {what}, wanted a model; the run has not come to its end: {advice}"
+    )
+
+
+def _find_run(folder: Path) -> tuple[str, Path | None]:
+    """What a folder is of a run, and the run's folder of checkpoints; None if of no run."""
+    if (folder / RUN_STATE_NAME).is_file():
+        return "a checkpoint of a training run", folder.parent
+    if folder.name == STATE_NAME and (folder.parent / RUN_STATE_NAME).is_file():
+        return "a part of a checkpoint of a training run", folder.parent.parent
+    if _holds_checkpoints(folder):
+        return "the checkpoints of a training run", folder
+    inside = folder / CHECKPOINTS_NAME
+    is_run = (folder / "config.yaml").is_file() and inside.is_dir()
+    return "a training run", inside if is_run or _holds_checkpoints(inside) else None
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    is_named = folder.name == CHECKPOINTS_NAME and (folder / MODEL_NAME).is_file()
+    return is_named or bool(_steps(folder))
+
+
+def _steps(checkpoints: Path) -> list[int]:
+    found = (STEP_NAME.fullmatch(path.parent.name) for path in _states(checkpoints))
+    return [int(match[1]) for match in found if match is not None]
+
+
+def _states(checkpoints: Path) -> list[Path]:
+    return list(checkpoints.glob(f"step_*/{RUN_STATE_NAME}"))

@@ -1,0 +1,22 @@
+"""What this machine has, and what is missing, with the command that brings it."""
+
+from __future__ import annotations
+
+import argparse
+
+from nemo_aligner.cli.parser import Parser
+
+
+def new_parser() -> Parser:
+    """The options of ``nemo-aligner doctor``."""
+    return Parser("doctor", __doc__)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 where nothing is missing that training and scoring need."""
+    from nemo_aligner.diagnostics.doctor import examine, render
+    from nemo_aligner.diagnostics.finding import Verdict
+
+    findings = examine()
+    print(render(findings))
+    return int(any(finding.verdict is Verdict.missing for finding in findings))

@@ -1,0 +1,87 @@
+"""The options of a verb; what is unknown is told with what may have been meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import NoReturn
+
+from nemo_aligner.config.suggest import suggestion
+
+PROGRAM = "nemo-aligner"
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of one verb."""
+
+    def __init__(self, verb: str, description: str | None) -> None:
+        super().__init__(
+            prog=f"{PROGRAM} {verb}",
+            description=_wrapped(description or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    # Errors about a setting ``key`` are told as ones about the flag ``--key``.
+    settings_are_flags = True
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The options of a command line; an unfit one ends the process with exit code 2."""
+        known = re.findall(r"--[\w-]+", self.format_help())
+        for word in argv:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and flag not in known:
+                self.error(f"got {word}, which is not known{did_you_mean(flag, known)}")
+        options = self.parse_intermixed_args(argv)
+        options.argv = list(argv)
+        flags = known if self.settings_are_flags else []
+        options.flags = {flag.lstrip("-").replace("-", "_") for flag in flags}
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """End the process: two lines on stderr, and exit code 2."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what there is\n")
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs as wide as the terminal, at most 100 columns; commands stay as they are."""
+    width = min(shutil.get_terminal_size().columns, 100) - 2
+    return "\n\n".join(
+        textwrap.indent(textwrap.dedent(part), "  ")
+        if part.lstrip().startswith(PROGRAM)
+        else textwrap.fill(part, width)
+        for part in text.strip().split("\n\n")
+    )
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of an error about ``word``; empty where nothing is near."""
+    near = suggestion(word, known)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def names(text: str) -> tuple[str, ...]:
+    """``a, b`` as ``("a", "b")``, the type of ``--attributes``.
+
+    Whether they fit is checked where it is known what they name.
+    """
+    return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
+
+
+def fraction(text: str) -> float:
+    """A number between 0 and 1, neither of them."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number between 0 and 1")
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number above 0")
+    return int(text)

@@ -1,0 +1,85 @@
+"""Verbs whose options are settings: ``--config FILE`` and ``section.key=value``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nemo_aligner.cli.parser import Parser, positive
+from nemo_aligner.config.describe import list_keys, render_keys
+from nemo_aligner.config.load import load_config
+from nemo_aligner.errors import ConfigError, SettingsError
+from nemo_aligner.processes import is_first_rank, is_launched
+from nemo_aligner.subcommand import environment
+
+T = TypeVar("T")
+
+
+def settings_parser(verb: str, description: str | None, schema: type) -> Parser:
+    """A parser of the settings of ``schema``, whose help lists every one of them."""
+    parser = Parser(verb, description)
+    parser.settings_are_flags = False
+    parser.add_argument(
+        "--processes", type=positive, metavar="N",
+        help="ranks to start on this machine, one for each GPU (several nodes: torchrun, srun)",
+    )  # fmt: skip
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in a YAML file")
+    settings: Any = parser.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE", help="settings, which win over the file's"
+    )
+    settings.completer = lambda prefix, **unused: complete_setting(prefix, schema)
+    parser.epilog = f"settings and their defaults:\n\n{render_keys(schema)}"
+    return parser
+
+
+def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence[str] = ()) -> T:
+    """The settings that the command line asks for; on a terminal it says that they are read.
+
+    Raises:
+        ConfigError: see ``load_config``.
+        SettingsError: one of ``needed`` is not set.
+    """
+    config = load_config(schema, options.settings, options.config)
+    missing = [key for key in needed if not attrgetter(key)(config)]
+    if missing:
+        about = {key.name: key.about for key in list_keys(schema)}
+        raise SettingsError([f"{key}: it is not set, wanted {about[key]}" for key in missing])
+    if options.processes in (None, 1) and sys.stdout.isatty() and is_first_rank():
+        # The libraries that come next take seconds to import.
+        print("starting ...", flush=True)
+    return config
+
+
+def starts_ranks(options: argparse.Namespace) -> bool:
+    """Whether this command is to run on several ranks, which it has to start.
+
+    Raises:
+        ConfigError: it is a rank already.
+    """
+    if options.processes in (None, 1):
+        return False
+    if is_launched():
+        raise ConfigError(f"processes: got {options.processes}, but a launcher started this one")
+    return True
+
+
+def start_ranks(verb: str, options: argparse.Namespace) -> int:
+    """Run this command as ``options.processes`` ranks of this machine; its exit code."""
+    from nemo_aligner.parallel.local import run_ranks
+
+    again = [*options.argv, "--processes=1"]
+    return run_ranks(["-m", "nemo_aligner", verb, *again], options.processes, environment())
+
+
+def complete_setting(prefix: str, schema: type) -> Iterable[str]:
+    """The keys that begin so, and the values of one that has few."""
+    name, is_set, _ = prefix.partition("=")
+    if not is_set:
+        return [f"{key.name}=" for key in list_keys(schema)]
+    return [
+        f"{name}={value}" for key in list_keys(schema) if key.name == name for value in key.choices
+    ]

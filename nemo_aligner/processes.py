@@ -1,0 +1,169 @@
+"""This process among those that a launcher started, and which of them says what went wrong.
+
+It needs no torch: a wrong setting is said before anything large is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_aligner.errors import ConfigError, PeerError
+
+HOLD_BACK_S = 5.0
+_DEFAULT_PORT = 29400
+_SPEAKER = "speaker"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One of several that a launcher started; ``master`` is None for one without a launcher."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master: tuple[str, int] | None
+
+
+def find_process(env: Mapping[str, str]) -> Process:
+    """This process as torchrun's or Slurm's variables have it; without them the only one.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _process_from_torchrun(env)
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_STEP_ID" in env:
+        return _process_from_slurm(env)
+    return Process(0, 1, 0, 1, None)
+
+
+def is_launched() -> bool:
+    """Whether torchrun or srun started this process as one of several."""
+    return find_process(os.environ).master is not None
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only process."""
+    try:
+        return find_process(os.environ).rank == 0
+    except ConfigError:
+        return True  # whoever it is, it has to say so
+
+
+def settle(error: BaseException, speaker: str) -> None:
+    """Note that the ranks agree that this one says ``error``, with ``speaker`` before it."""
+    vars(error)[_SPEAKER] = speaker
+
+
+def describe_error(error: Exception) -> str:
+    """Its kind and its message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def report(error: Exception, describe: Callable[[Exception], str] = describe_error) -> int:
+    """Say on stderr what ends this process, where no other rank says it; exit code 1.
+
+    A rank that nobody has asked yet leaves it to the first, and speaks only if the launcher does
+    not end it meanwhile.
+    """
+    if isinstance(error, PeerError):
+        _wait_to_be_ended()
+        return 1
+    speaker = vars(error).get(_SPEAKER)
+    if speaker is None:
+        speaker = _speaker_of_many()
+    text = f"{speaker}{describe(error)}"
+    _tell_torchrun(text)
+    print(text, file=sys.stderr, flush=True)
+    return 1
+
+
+def _speaker_of_many() -> str:
+    """Before the ranks know each other: most likely all have met the same."""
+    if is_first_rank():
+        return ""
+    _wait_to_be_ended()
+    return f"rank {find_process(os.environ).rank}: "
+
+
+def _wait_to_be_ended() -> None:
+    """Stay until the launcher has seen another rank fail, whose exit code then counts."""
+    if is_launched():
+        with suppress(KeyboardInterrupt):
+            time.sleep(HOLD_BACK_S)
+
+
+def _tell_torchrun(line: str) -> None:
+    """Have torchrun's closing report say it; its own ``record`` would put the traceback there."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        told = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": told}), encoding="utf-8")
+
+
+def _process_from_torchrun(env: Mapping[str, str]) -> Process:
+    world_size = _read_int(env, "WORLD_SIZE")
+    return Process(
+        rank=_read_int(env, "RANK"),
+        world_size=world_size,
+        local_rank=_read_int(env, "LOCAL_RANK"),
+        local_world_size=_read_int(env, "LOCAL_WORLD_SIZE", default=world_size),
+        master=(_read(env, "MASTER_ADDR"), _read_int(env, "MASTER_PORT")),
+    )
+
+
+def _process_from_slurm(env: Mapping[str, str]) -> Process:
+    world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
+    # One port per job, so that jobs on one node do not meet.
+    port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
+    return Process(
+        rank=_read_int(env, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_read_int(env, "SLURM_LOCALID"),
+        local_world_size=_first_number(env.get("SLURM_STEP_TASKS_PER_NODE"), default=world_size),
+        master=(
+            env.get("MASTER_ADDR") or first_host(_read(env, "SLURM_STEP_NODELIST")),
+            _read_int(env, "MASTER_PORT", default=port),
+        ),
+    )
+
+
+def _first_number(text: str | None, default: int) -> int:
+    match = re.match(r"\d+", text or "")
+    return int(match.group()) if match else default
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``gpu[003-005,9],cpu1`` -> ``gpu003``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodelist)
+    if match is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST: got {nodelist!r}, wanted a list of hosts")
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + suffix
+
+
+def _read(env: Mapping[str, str], key: str) -> str:
+    value = env.get(key)
+    if value is None:
+        raise ConfigError(f"environment variable {key}: it is missing, the launcher has to set it")
+    return value
+
+
+def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> int:
+    if default is not None and key not in env:
+        return default
+    value = _read(env, key)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None

@@ -1,0 +1,174 @@
+"""The whole job, by the commands that a person would use: from a base model to a served reward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from nemo_aligner.checkpoint.nemo.config_file import read_model_config
+from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
+from nemo_aligner.data.texts import write_first_replies
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.evaluation.gain import render_gain
+from nemo_aligner.quickstart.base import NAME, download_smollm2
+from nemo_aligner.quickstart.choices import (
+    HELDOUT_LINES,
+    STEPS,
+    LocalMachine,
+    find_local_machine,
+    frozen_layers,
+    training_settings,
+)
+from nemo_aligner.quickstart.commands import heading, run
+from nemo_aligner.serving.process import served
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """What the quickstart is asked for.
+
+    ``data`` and ``base`` are the user's own, or None for the demo's; ``settings`` are training's.
+    """
+
+    output: Path
+    data: Path | None = None
+    base: Path | None = None
+    settings: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Refuse what cannot work before anything is made.
+
+        Raises:
+            ConfigError: one of ``data`` and ``base`` is missing.
+        """
+        for name, path in (("data", self.data), ("base", self.base)):
+            if path is not None and not path.exists():
+                raise ConfigError(f"{name}: there is no {path}")
+        if (self.data is None) != (self.base is None):
+            raise ConfigError(
+                f"data: got {self.data}, and base: {self.base}; wanted both, or none of them"
+            )
+
+
+def run_quickstart(asked: Quickstart) -> None:
+    """Convert, train, evaluate, serve and score; what is there from before is not made again.
+
+    Raises:
+        AlignerError: a step failed.
+    """
+    asked.check()
+    start, machine = time.monotonic(), find_local_machine()
+    asked.output.mkdir(parents=True, exist_ok=True)
+    model = _get_base(asked, machine)
+    train, heldout = _get_data(asked, machine)
+    reward_model = _train(asked, machine, model, (train, heldout))
+    evaluation = asked.output / "evaluation.json"
+    heading("Evaluation of the saved reward model")
+    run(
+        "evaluate",
+        f"--processes={machine.processes}",
+        f"rm_model_file={reward_model}",
+        f"data.path={heldout}",
+        f"output={evaluation}",
+        f"model.tensor_model_parallel_size={machine.tensor_parallel}",
+    )
+    _serve_and_score(asked.output, reward_model, heldout)
+    seconds = int(time.monotonic() - start)
+    heading(f"Done in {seconds // 60} min {seconds % 60} s")
+    print(render_gain(asked.output / "run", evaluation))
+    print(_summary(asked.output, reward_model, model, (train, heldout)))
+
+
+def _get_base(asked: Quickstart, machine: LocalMachine) -> Path:
+    if asked.base is not None and asked.base.suffix == ".nemo":
+        return asked.base
+    model = asked.output / "base.nemo"
+    if model.exists():
+        return model
+    heading("Base model")
+    source = asked.base
+    if source is None:
+        source = asked.output / f"{NAME}.gguf"
+        if not source.exists():
+            download_smollm2(source)
+    run(
+        "convert",
+        f"--input={source}",
+        f"--output={model}",
+        f"--tensor-parallel={machine.tensor_parallel}",
+    )
+    return model
+
+
+def _get_data(asked: Quickstart, machine: LocalMachine) -> tuple[Path, Path]:
+    heading("Data")
+    folder = asked.output / "data"
+    if asked.data is None:
+        run("data demo", f"--output={folder}")
+    else:
+        run("data split", str(asked.data), f"--output={folder}", "--heldout=0.1")
+    heldout = folder / "heldout.jsonl"
+    with heldout.open(encoding="utf-8") as file:
+        lines = list(islice(file, HELDOUT_LINES + 1))
+    if not machine.gpus and len(lines) > HELDOUT_LINES:
+        heldout = folder / "heldout_first.jsonl"
+        heldout.write_text("".join(lines[:HELDOUT_LINES]), encoding="utf-8")
+        print(f"on the CPU the first {HELDOUT_LINES} of its lines are held out: {heldout}")
+    return folder / "train.jsonl", heldout
+
+
+def _train(asked: Quickstart, machine: LocalMachine, model: Path, data: tuple[Path, Path]) -> Path:
+    heading("Training")
+    layers = read_model_config(model)["num_layers"]
+    if not machine.gpus:
+        frozen = frozen_layers(layers)
+        print(
+            f"On the CPU, to be quick: the lower {frozen} of {layers} layers and the\n"
+            f"embeddings stay frozen, and training stops after {STEPS} steps. All is trained with\n"
+            "model.freeze_layers=0 trainer.rm.max_steps=null behind this command."
+        )
+    run(
+        "train",
+        f"--processes={machine.processes}",
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"model.data.data_prefix.train={data[0]}",
+        f"model.data.data_prefix.validation={data[1]}",
+        f"exp_manager.explicit_log_dir={asked.output / 'run'}",
+        *training_settings(machine, layers, is_demo=asked.data is None),
+        *asked.settings,
+    )
+    return asked.output / "run" / CHECKPOINTS_NAME / MODEL_NAME
+
+
+def _serve_and_score(output: Path, reward_model: Path, heldout: Path) -> None:
+    heading("Serving")
+    setting = f"rm_model_file={reward_model}"
+    print(f"$ nemo-aligner serve {setting} &", flush=True)
+    with served([setting], output / "server.log") as url:
+        print(f"the reward model answers at {url}")
+        # The first held-out prompt with its replies, as the server takes them.
+        replies = output / "two_replies.jsonl"
+        print(write_first_replies(heldout, replies))
+        run("score", f"--url={url}", f"--file={replies}")
+    print("the server is stopped")
+
+
+def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Path]) -> str:
+    rows = {
+        "reward model": reward_model,
+        "base model": model,
+        "data": data[0],
+        "": data[1],
+        "settings, metrics": output / "run",
+        "evaluation": output / "evaluation.json",
+        "server's log": output / "server.log",
+    }
+    listed = "\n".join(f"  {name:<20}{path}" for name, path in rows.items())
+    return (
+        f"\n{listed}\n\nServe it yourself:\n"
+        f"  nemo-aligner serve rm_model_file={reward_model}\n"
+        'and ask it:\n  nemo-aligner score "some text"'
+    )

@@ -1,0 +1,162 @@
+"""What a training run would do, without its weights: every check that needs none of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from nemo_aligner.checkpoint.nemo.config_file import read_model_config
+from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.checkpoint.runs import RunCheckpoints
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.console import show_bytes
+from nemo_aligner.data.loader import TrainLoader
+from nemo_aligner.data.training_data import TrainingData
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import check_freezing
+from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
+from nemo_aligner.planning.cost import Packs, Plan, attended_keys
+from nemo_aligner.planning.memory import Memory, fullest_stage
+from nemo_aligner.planning.request import GIB
+from nemo_aligner.training.build import build_data, build_loader
+from nemo_aligner.training.describe import describe_model, describe_steps
+from nemo_aligner.training.resume import changes_since, find_latest, new_state
+from nemo_aligner.training.run import check_settings, open_checkpoints
+
+_STEPS_LOOKED_AT = 20
+# Adam's moments and an fp32 copy of each parameter.
+_OPTIMIZER_BYTES = 12
+
+
+def check_run(config: TrainConfig, processes: int) -> str:
+    """What a run on so many ``processes`` would do; this one needs no process group.
+
+    All data is read and tokenized, and of the base checkpoint everything but its weights.
+
+    Raises:
+        AlignerError: the run would end before its first step: settings, data, base checkpoint or
+            layout are unfit, the output cannot be written, or another run lies there.
+    """
+    check_settings(config)
+    path = Path(str(config.pretrained_checkpoint.restore_from_path))
+    layout = _layout(config, processes)
+    tokenizer, start = read_text_rules(path)
+    model_config = read_model_config(path)
+    shape = ModelShape.from_config(model_config)
+    shape.check_fits(layout.tp, layout.pp)
+    check_freezing(config.model.freeze_layers, shape.num_layers)
+    tokenizer.check_fits(shape.vocab_size)
+    data = build_data(config)
+    loader = build_loader(config, data, layout.dp, 0, shape.query_key_cost())
+    loop = config.trainer.rm
+    total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
+    checkpoints = open_checkpoints(config.exp_manager, data)
+    head_is_new = start is None or config.pretrained_checkpoint.new_head
+    plan = _plan(config, layout, loader, total_steps, shape)
+    return "\n".join(
+        [
+            data.table(),
+            describe_model(config, shape, layout, head_is_new=head_is_new),
+            describe_steps(config, data, total_steps, loader.imbalance, checkpoints),
+            f"scoring contract: {data.contract.hash}",
+            _render_memory(fullest_stage(shape, plan), plan.packs),
+            _check_output(config, checkpoints, shape),
+            *_resuming(config, data, checkpoints, dict(model_config), total_steps),
+            f"The run can begin, on {processes} process{'es' * (processes > 1)}; nothing was "
+            "written, and no weight was read.",
+        ]
+    )
+
+
+def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
+    options = config.model
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    dp = check_sizes(processes, tp, pp, options.sequence_parallel)
+    return LayoutSizes(tp=tp, pp=pp, dp=dp, sequence_parallel=options.sequence_parallel)
+
+
+def _plan(
+    config: TrainConfig,
+    layout: LayoutSizes,
+    loader: TrainLoader,
+    total_steps: int,
+    shape: ModelShape,
+) -> Plan:
+    """What the largest packs of the first steps cost a rank."""
+    options = config.model
+    packs = [loader.plan(step).packs for step in range(min(total_steps, _STEPS_LOOKED_AT))]
+    largest = max((pack for of_step in packs for pack in of_step), key=lambda pack: pack.num_tokens)
+    sequences = largest.rows.numel()
+    return Plan(
+        Packs(
+            tokens=largest.num_tokens,
+            sequences=sequences,
+            keys=attended_keys(max(1, largest.num_tokens // sequences)),
+            count=max(map(len, packs)),
+        ),
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        sequence_parallel=layout.sequence_parallel,
+        precision=config.trainer.precision,
+        recompute=options.activations_checkpoint_granularity,
+        recompute_layers=options.activations_checkpoint_num_layers,
+        freeze_layers=options.freeze_layers,
+        cpu_offload=options.optim.cpu_offload,
+        num_attributes=options.num_attributes,
+    )
+
+
+def _render_memory(memory: Memory, packs: Packs) -> str:
+    parts = ("weights", "gradients", "optimizer", "activations", "transient")
+    listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.2f}" for part in parts)
+    return (
+        f"memory of the fullest rank, by arithmetic: {memory.total / GIB:.2f} GiB ({listed}), "
+        f"with packs of {packs.tokens} tokens, the largest of the first steps; libraries and "
+        "the allocator's gaps need some more"
+    )
+
+
+def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: ModelShape) -> str:
+    """Where a run writes to, and how much."""
+    folder = Path(config.exp_manager.explicit_log_dir)
+    existing = next(
+        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
+    )
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"exp_manager.explicit_log_dir: got {folder}, wanted a folder to write to: {existing} "
+            f"is {'not writable' if existing.is_dir() else 'no folder'}"
+        )
+    size = 4 if config.trainer.precision is Precision.fp32 else 2
+    one = shape.num_parameters() * (size + _OPTIMIZER_BYTES)
+    # The best, the newest, and one that is being written.
+    most = config.exp_manager.checkpoint_callback_params.save_top_k + 2
+    free = shutil.disk_usage(existing).free
+    note = "" if most * one <= free else ": TOO FEW for them"
+    return (
+        f"output: {folder}; a checkpoint takes up to {show_bytes(one)}, and up to {most} lie there "
+        f"at once; {show_bytes(free)} are free{note}"
+    )
+
+
+def _resuming(
+    config: TrainConfig,
+    data: TrainingData,
+    checkpoints: RunCheckpoints,
+    model_config: dict[str, object],
+    total_steps: int,
+) -> list[str]:
+    fresh = new_state(config, model_config, data)
+    latest = find_latest(checkpoints, config, fresh)
+    if latest is None:
+        return ["begins: a new run, at step 1"]
+    step = latest.state.step
+    if step >= total_steps:
+        begins = f"begins: after step {step} of {latest.path}, the last: it writes the model alone"
+    else:
+        begins = f"begins: after step {step} of {latest.path}, with {total_steps - step} steps left"
+    return [begins, *changes_since(latest, fresh)]

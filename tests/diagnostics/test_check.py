@@ -1,0 +1,29 @@
+"""The check of a checkpoint takes any pairs that can be scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.diagnostics.check import Check, _choose_texts
+from tests import tiny
+
+
+def test_pairs_that_cannot_be_scored_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 4)
+    bad = [
+        {"prompt": "why", "chosen": 3, "rejected": "a"},
+        {"prompt": "why", "chosen": "a<|im_end|>", "rejected": "a"},
+        {"prompt": "why", "chosen": "a " * 2000, "rejected": "a"},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in bad)
+    pairs.write_text(text + pairs.read_text())
+    model = tiny.write_reward_nemo(tmp_path / "rm.nemo")
+    texts = _choose_texts(Check(str(model), data=str(pairs)))
+    assert len(texts) == 8
+    shown = capsys.readouterr().out
+    assert "4 pairs, 2 left out as malformed, 1 left out as too long; scoring contract" in shown

@@ -1,0 +1,47 @@
+"""A world in which ranks fail: ``python failing.py WHO WHAT``, for tests of who says so."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from nemo_aligner.cli.parser import Parser
+from nemo_aligner.cli.running import run_verb
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.parallel.collectives import barrier, gather_objects
+from nemo_aligner.parallel.launch import launch
+
+
+def run(options: argparse.Namespace) -> int:
+    who, what = options.who, options.what
+    rank = os.environ["RANK"]
+    if what == "early" and rank in who:
+        raise ConfigError("model.x: got 3")
+    with launch():
+        barrier()
+        if rank in who:
+            fail(what, rank)
+        gather_objects("this waits for those who failed")
+    return 0
+
+
+def fail(what: str, rank: str) -> None:
+    if what == "data":
+        raise DataError("a.jsonl:3: got 3")
+    if what == "different":
+        raise DataError(f"{rank}.jsonl:3: got 3")
+    if what == "bug":
+        raise ZeroDivisionError("a bug")
+    if what == "exit":
+        sys.exit(3)
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    parser = Parser("failing", __doc__)
+    parser.add_argument("who")
+    parser.add_argument("what")
+    sys.exit(run_verb(run, parser.parse(sys.argv[1:])))

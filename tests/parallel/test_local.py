@@ -1,0 +1,154 @@
+"""Ranks of this machine: what they say is all that is said, and they end together."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.launching import ROOT
+
+STARTER = "import sys; from nemo_aligner.parallel.local import run_ranks; "
+START = STARTER + "sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1])))"
+# Ends with a program for each rank, which prints that it has begun.
+RANKS = """
+import os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+folder = pathlib.Path(sys.argv[1])
+
+def begin():
+    (folder / f"begun{rank}").touch()
+    while len(list(folder.glob("begun*"))) < 2:
+        time.sleep(0.01)
+
+"""
+
+
+def start(program: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", START, "2", "-c", RANKS + program, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tiny.environment(),
+        cwd=ROOT,
+    )
+
+
+def run(program: str, folder: Path) -> tuple[int, str, str]:
+    process = start(program, folder)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def wait_for_two(folder: Path) -> None:
+    end = time.monotonic() + 60
+    while len(list(folder.glob("begun*"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_the_ranks_meet_and_succeed(tmp_path: Path) -> None:
+    program = """
+import torch.distributed as dist
+from nemo_aligner.console import say
+from nemo_aligner.parallel.collectives import gather_objects
+from nemo_aligner.parallel.launch import launch
+for _ in range(2):
+    with launch() as world:
+        say(str(gather_objects((world.rank, world.local_rank, world.world_size))))
+"""
+    once = "[(0, 0, 2), (1, 1, 2)]\n"
+    assert run(program, tmp_path) == (0, 2 * once, "")
+
+
+def test_the_first_failing_rank_gives_the_exit_code_and_ends_the_others(tmp_path: Path) -> None:
+    program = "begin()\nif rank: sys.exit(7)\ntime.sleep(100)"
+    assert run(program, tmp_path) == (7, "", "")
+
+
+def test_a_rank_that_is_killed_cannot_say_so(tmp_path: Path) -> None:
+    program = "begin()\nif rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)"
+    assert run(program, tmp_path) == (137, "", "rank 1: it was ended by SIGKILL\n")
+
+
+@pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_stop_is_passed_on_once_and_waited_for(
+    order: signal.Signals, tmp_path: Path
+) -> None:
+    """Though one that was asked ends at once, and not with 0."""
+    program = f"""
+asked = []
+signal.signal({int(order)}, lambda number, frame: asked.append(number))
+begin()
+while not asked:
+    time.sleep(0.01)
+if rank == 0:
+    sys.exit(9)
+time.sleep(0.5)
+print("saved after", asked)
+"""
+    process = start(program, tmp_path)
+    wait_for_two(tmp_path)
+    process.send_signal(order)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (9, f"saved after [{int(order)}]\n", "")
+
+
+def test_asked_twice_they_end_at_once(tmp_path: Path) -> None:
+    program = """
+signal.signal(signal.SIGINT, lambda number, frame: (folder / f"asked{rank}").touch())
+begin()
+while True:
+    time.sleep(0.1)
+"""
+    process = start(program, tmp_path)
+    wait_for_two(tmp_path)
+    process.send_signal(signal.SIGINT)
+    while len(list(tmp_path.glob("asked*"))) < 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (137, "")
+
+
+def test_no_rank_is_left_where_one_cannot_be_started(tmp_path: Path) -> None:
+    program = (
+        STARTER
+        + """
+import subprocess, pathlib
+from nemo_aligner.parallel import local
+plain, started = local._start, []
+def start(*given):
+    if started:
+        raise OSError("no more processes")
+    started.append(plain(*given))
+    return started[0]
+local._start = start
+try:
+    run_ranks(["-c", "import time; time.sleep(100)"], 2)
+except OSError as error:
+    print(error, started[0].returncode)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=tiny.environment()
+    )
+    assert done.stdout == f"no more processes {-signal.SIGKILL}\n", done.stderr
+
+
+def test_what_a_launcher_told_this_process_is_not_told_to_the_ranks(tmp_path: Path) -> None:
+    program = """
+import json
+seen = {key: value for key, value in os.environ.items() if key.startswith("TORCHELASTIC")}
+print(json.dumps(seen)) if rank == 0 else None
+"""
+    command = [sys.executable, "-c", START, "2", "-c", RANKS + program, str(tmp_path)]
+    told = tiny.environment(TORCHELASTIC_ERROR_FILE="error.json", RANK="3", WORLD_SIZE="4")
+    done = subprocess.run(command, capture_output=True, text=True, env=told, cwd=ROOT)
+    assert done.stdout == '{"TORCHELASTIC_USE_AGENT_STORE": "True"}\n', done.stderr

@@ -1,0 +1,93 @@
+"""What a run shows, in a log file of 80 columns."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_aligner.training.console import StepProgress, render_validation
+
+STEP = {
+    "train/loss": 0.693147,
+    "train/accuracy": 0.875,
+    "train/grad_norm": 12.3456,
+    "train/lr": 1.97e-05,
+    "train/tokens_per_second": 123456.7,
+}
+
+
+def steps_shown(total: int, start: int, output: str) -> list[int]:
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert all(f"/{total}" in line for line in lines)
+    return [int(line.split()[1].partition("/")[0]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("total", "start", "shown"),
+    [
+        (5, 0, [1, 2, 3, 4, 5]),
+        (100, 95, [96, 97, 98, 99, 100]),
+        (100, 0, [1, 100]),
+        (100, 40, [41, 100]),
+    ],
+)
+def test_a_short_run_shows_every_step(
+    capsys: pytest.CaptureFixture[str], total: int, start: int, shown: list[int]
+) -> None:
+    progress = StepProgress(total, start, 10)
+    for step in range(start + 1, total + 1):
+        progress.show(step, STEP)
+    progress.close()
+    assert steps_shown(total, start, capsys.readouterr().out) == shown
+
+
+def test_a_line_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StepProgress(1000, 0, 10)
+    progress.show(1, STEP)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("  ")
+    assert lines[0].startswith("step 1/1000  ")
+    shown = " ".join(" ".join(lines).split())
+    assert shown.endswith(
+        "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 tokens_per_second 123457"
+    )
+
+
+def test_time_left_knows_steps_and_validations() -> None:
+    now = 100.0
+    progress = StepProgress(10, 0, 4)
+    progress._now = lambda: now
+    progress.begin()
+    now += 4.0
+    assert progress.seconds_left(2) == 16.0
+    now += 4.0 + 30.0  # two steps, and a validation
+    progress.add_validation(30.0)
+    assert progress.seconds_left(4) == 6 * 2.0 + 2 * 30.0
+
+
+def test_a_validation_before_the_first_step_tells_what_one_takes() -> None:
+    now = 100.0
+    progress = StepProgress(10, 0, None)
+    progress._now = lambda: now
+    now += 30.0
+    progress.add_validation(30.0)
+    progress.begin()
+    now += 5.0
+    assert progress.seconds_left(5) == 5.0 + 30.0
+
+
+def test_a_validation_is_told_set_by_set() -> None:
+    names = ("loss", "accuracy", "ties", "reward_margin", "ece", "brier")
+    lengths = ("accuracy_longer_chosen", "accuracy_shorter_chosen")
+    metrics = {f"validation-pairs/{name}": 0.25 for name in (*names, *lengths)}
+    metrics |= {f"validation-pairs/by_source/source {n}/accuracy": 0.5 for n in range(5)}
+    metrics |= {"validation-pairs/by_source/source 1/loss": 0.1, "validation-more/loss": 0.75}
+    assert render_validation(24, metrics).splitlines() == [
+        "step 24: validation-pairs",
+        "  loss 0.25  accuracy 0.25  ties 0.25  reward_margin 0.25  ece 0.25",
+        "  accuracy_longer_chosen 0.25  accuracy_shorter_chosen 0.25",
+        "  accuracy by source:  source 0 0.500  source 1 0.500  source 2 0.500",
+        "    source 3 0.500  source 4 0.500",
+        "step 24: validation-more",
+        "  loss 0.75",
+    ]

@@ -1,0 +1,133 @@
+"""A run that is only looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.errors import AlignerError
+from nemo_aligner.training.dry_run import check_run
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dry")
+    tiny.write_base_nemo(folder / "base.nemo")
+    tiny.write_pairs(folder / "pairs.jsonl", 37)
+    tiny.write_pairs(folder / "more.jsonl", 9, seed=1)
+    return folder
+
+
+def settings(folder: Path, *more: str) -> list[str]:
+    return [
+        f"pretrained_checkpoint.restore_from_path={folder / 'base.nemo'}",
+        f"model.data.data_prefix.train=[{folder / 'pairs.jsonl'}]",
+        f"model.data.data_prefix.validation=[{folder / 'more.jsonl'}]",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        "exp_manager.create_tensorboard_logger=false",
+        "exp_manager.create_csv_logger=false",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=256",
+        "model.global_batch_size=8",
+        "trainer.rm.max_epochs=2",
+        *more,
+    ]
+
+
+def check(folder: Path, *more: str, processes: int = 1) -> str:
+    return check_run(load_config(TrainConfig, settings(folder, *more)), processes)
+
+
+def test_it_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    said = check(folder, "model.tensor_model_parallel_size=2", processes=4)
+    for part in (
+        "train: ",
+        "  records                   37",
+        "validation-more: ",
+        "model: 0.2M parameters, 4 layers, a new head, fp32, TP=2 PP=1 DP=2",
+        "run: 9 steps of 8 records",
+        "best checkpoint by: validation-more/accuracy",
+        "memory of the fullest rank, by arithmetic: 0.00 GiB (weights 0.00, ",
+        "begins: a new run, at step 1",
+        "The run can begin, on 4 processes; nothing was written",
+    ):
+        assert part in said
+    assert sorted(folder.rglob("*")) == before
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("change", "processes", "message"),
+    [
+        ("model.tensor_model_parallel_size=2", 3, "got 3 processes, wanted a multiple of 2"),
+        ("model.tensor_model_parallel_size=4", 4, "divisor of the model's 2 query groups"),
+        ("model.pipeline_model_parallel_size=3", 3, "divisor of the model's 4 layers"),
+        ("model.freeze_layers=4", 1, "model.freeze_layers: got 4, wanted less than 4"),
+        ("model.global_batch_size=4", 5, "model.global_batch_size: got 4, wanted at least 5"),
+        ("model.global_batch_size=99", 1, "model.global_batch_size: got 99, wanted at most 74"),
+        ("model.micro_batch_tokens=50", 1, "model.micro_batch_tokens: got 50, wanted at least"),
+        (
+            "exp_manager.checkpoint_callback_params.monitor=val_loss",
+            1,
+            "monitor: got 'val_loss', wanted one of validation-more/loss",
+        ),
+        ("model.data.template=nowhere", 1, "nowhere"),
+    ],
+)
+def test_what_would_end_a_run_is_found(
+    folder: Path, change: str, processes: int, message: str
+) -> None:
+    with pytest.raises(AlignerError, match=message):
+        check(folder, change, processes=processes)
+
+
+def test_an_output_that_cannot_be_written_is_found(folder: Path) -> None:
+    file = folder / "pairs.jsonl"
+    with pytest.raises(AlignerError, match=r"explicit_log_dir: .*pairs\.jsonl is no folder"):
+        check(folder, f"exp_manager.explicit_log_dir={file}/run")
+
+
+def test_it_says_where_a_run_goes_on_and_what_has_changed(folder: Path, tmp_path: Path) -> None:
+    run = f"exp_manager.explicit_log_dir={tmp_path}"
+    two = "trainer.rm.max_steps=2"
+    tiny.run_script("examples/train_reward_model.py", *settings(folder, run, two))
+    said = check(folder, run, "model.optim.lr=1e-3")
+    assert (
+        f"begins: after step 2 of {tmp_path}/checkpoints/step_00000002, with 7 steps left" in said
+    )
+    assert "changed since: model.optim.lr: 2e-05 -> 0.001" in said
+    assert "the last: it writes the model alone" in check(folder, run, two)
+    with pytest.raises(AlignerError, match=r"model\.seed: the checkpoint has 1234, this run 5"):
+        check(folder, run, "model.seed=5")
+    with pytest.raises(AlignerError, match="resume_if_exists: got false"):
+        check(folder, run, "exp_manager.resume_if_exists=false")
+
+
+def test_the_verb_says_it_for_as_many_processes_as_it_is_asked_about(folder: Path) -> None:
+    layout = "model.tensor_model_parallel_size=2"
+    done = tiny.run_verb("train", "--dry-run", "--processes=2", *settings(folder, layout))
+    assert "TP=2 PP=1 DP=1" in done.stdout
+    assert done.stdout.endswith("nothing was written, and no weight was read.\n")
+    assert not (folder / "run").exists()
+
+
+def test_a_wrong_base_is_named_by_its_path(folder: Path) -> None:
+    wrong = "pretrained_checkpoint.restore_from_path=nowhere.nemo"
+    done = tiny.run_verb("train", "--dry-run", *settings(folder, wrong), check=False)
+    assert done.stderr == "CheckpointError: nowhere.nemo: no such .nemo archive or folder\n"
+
+
+def test_what_is_not_set_is_told_before_anything_is_imported() -> None:
+    done = tiny.run_verb("train", "model.seed=3", check=False)
+    assert done.stderr == (
+        "SettingsError: these settings cannot be used:\n"
+        "  pretrained_checkpoint.restore_from_path: it is not set, wanted a .nemo file, or the "
+        "folder it unpacks to\n"
+        "  model.data.data_prefix.train: it is not set, wanted files to train on\n"
+    )
