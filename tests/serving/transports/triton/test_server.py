@@ -255,5 +255,5 @@ def test_a_taken_port_is_an_error_at_once(launcher, speaker):
 
 
 def test_a_triton_that_does_not_start_is_an_error_at_once():
-    said = start_and_fail(PYTRITON_TRITON_CONFIG_HTTP_THREAD_COUNT="-1")
+    said = start_and_fail(PYTRITON_TRITON_CONFIG_CACHE_CONFIG="nonsense")
     assert "Triton did not start" in said
