@@ -126,6 +126,15 @@ def pack_sequences(
     return packs
 
 
+def take_oldest(sequences: Sequence[Sequence[int]], budget: int) -> int:
+    total = 0
+    for count, sequence in enumerate(sequences):
+        total += len(sequence)
+        if total > budget:
+            return max(1, count)
+    return len(sequences)
+
+
 @dataclass(frozen=True)
 class _PrefixGroup:
     """Sequences with a common prefix of ``prefix`` tokens, and their tokens in a pack."""

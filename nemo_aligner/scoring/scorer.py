@@ -59,6 +59,14 @@ class RewardScorer:
         """What the columns of the rewards are called."""
         return tuple(self.contract.attributes)
 
+    @property
+    def tokens_per_call(self) -> int:
+        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        return self._micro_batch_tokens * self._layout.dp * self._layout.pp
+
+    def forget(self) -> None:
+        pass
+
     def score(self, texts: Sequence[Text]) -> np.ndarray:
         """Rewards of raw texts and conversations.
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -32,25 +32,33 @@ _NO_LIMIT = timedelta(days=365)
 class ModelRanks:
     """``score`` on all ranks: ``execute`` on rank 0 while the others are in ``follow``.
 
-    A follower that cannot go on ends its process with exit code 1; on rank 0 ``failure`` says why,
-    so that the server can answer what it holds.
+    A follower that cannot go on ends its process with exit code 1. On rank 0 ``failure`` then says
+    why, None as long as the ranks can go on, and what was submitted has its error.
     """
 
     def __init__(
         self,
         score: Score,
+        forget: Callable[[], None] = lambda: None,
         device: torch.device | str = "cpu",
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
     ) -> None:
-        """Collective over all ranks of the default group, if there is one."""
+        """Collective over all ranks of the default group, if there is one.
+
+        ``forget`` is called on every rank after a call that failed on any: what ``score`` keeps
+        from call to call must be the same on all.
+        """
         self._score = score
+        self._forget = forget
         self._device = torch.device(device)
         self._heartbeat_secs = heartbeat_secs
         self._timeout_secs = worker_timeout_secs
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._lost: Future[Any] = Future()
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        self._open: set[Future[np.ndarray]] = set()
         self._leaving = threading.Event()
         # One thread for all forward passes: device and inference mode are settings of a thread.
         self._model_thread = ThreadPoolExecutor(1, "model", initializer=self._enter_model_thread)
@@ -62,24 +70,30 @@ class ModelRanks:
             self._pulse_thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
             self._pulse_thread.start()
 
-    @property
-    def failure(self) -> str | None:
-        """Why the ranks cannot go on; None while they can."""
-        return self._lost.result() if self._lost.done() else None
+    def submit(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
+        """Score on all ranks, after what was submitted before; rank 0 only, from any thread.
+
+        The future's error is a ServingError: ``score`` failed (the next call may succeed), or a
+        rank is lost, which is known before the model comes back, as it may never do.
+        """
+        answer: Future[np.ndarray] = Future()
+        answer.set_running_or_notify_cancel()
+        with self._lock:
+            if self.failure is not None:
+                answer.set_exception(ServingError(self.failure))
+                return answer
+            self._open.add(answer)
+        call = self._model_thread.submit(self._lead, token_lists)
+        call.add_done_callback(lambda done: self._settle(answer, done))
+        return answer
 
     def execute(self, token_lists: list[list[int]]) -> np.ndarray:
-        """Score on all ranks; rank 0 only, from any thread.
+        """``submit``, and wait.
 
         Raises:
-            ServingError: ``score`` failed (the next call may succeed), or a rank is lost.
+            ServingError: as above.
         """
-        if self.failure is not None:
-            raise ServingError(self.failure)
-        call: Future[Any] = self._model_thread.submit(self._lead, token_lists)
-        wait([call, self._lost], return_when=FIRST_COMPLETED)
-        if not call.done():
-            raise ServingError(self._lost.result())
-        return call.result()
+        return self.submit(token_lists).result()
 
     def follow(self) -> None:
         """Serve rank 0's calls until it stops; every rank but 0."""
@@ -107,8 +121,23 @@ class ModelRanks:
         if self.rank != 0:
             logger.error("rank %d leaves: %s", self.rank, why)
             os._exit(1)
-        if not self._lost.done():
-            self._lost.set_result(why)
+        with self._lock:
+            if self.failure is None:
+                self.failure = why
+            left, self._open = self._open, set()
+        for answer in left:
+            answer.set_exception(ServingError(self.failure))
+
+    def _settle(self, answer: Future[np.ndarray], call: Future[Any]) -> None:
+        with self._lock:
+            if answer not in self._open:
+                return  # a rank was lost, and it has its error
+            self._open.remove(answer)
+        error = call.exception()
+        if error is None:
+            answer.set_result(call.result())
+        else:
+            answer.set_exception(error)
 
     def _enter_model_thread(self) -> None:
         if self._device.type == "cuda":
@@ -148,6 +177,8 @@ class ModelRanks:
             error = caught
             logger.exception("rank %d could not score", self.rank)
         errors = self._acknowledge(error)
+        if errors:
+            self._forget()
         if self.rank == 0 and errors:
             raise ServingError("; ".join(errors)) from error
         return rewards

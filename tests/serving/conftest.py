@@ -14,9 +14,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pytest.importorskip("pytriton")
     folder = tmp_path_factory.mktemp("server")
     # The delay gathers what the tests send side by side into one batch.
-    with running(
-        folder, FAKE, *QUICK, "max_queue_delay_microseconds=100000", "max_batch_size=32"
-    ) as started:
+    with running(folder, FAKE, *QUICK, "max_batch_size=32") as started:
         yield started
         assert started.stop() == [0], started.output()[-3000:]
         started.assert_nothing_is_left()

@@ -51,6 +51,7 @@ def total(text: str) -> float:
 
 class FakeScorer:
     contract = CONTRACT
+    tokens_per_call = 256
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -69,6 +70,9 @@ class FakeScorer:
             raise DataError(f"got {len(token_ids)} tokens, wanted at most {SEQ_LENGTH}")
         if min(token_ids) < 0:
             raise DataError(f"got token id {min(token_ids)}, wanted 0 or more")
+
+    def forget(self) -> None:
+        print("FORGET", flush=True)
 
     def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
         tokens = sum(len(ids) for ids in token_lists)

@@ -9,16 +9,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.errors import AlignerError
+from nemo_aligner.errors import AlignerError, ServingError
+from nemo_aligner.serving.batcher import Batcher
+from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import ModelRanks
-from nemo_aligner.serving.services.reward import RewardEndpoint, ServableScorer
+from nemo_aligner.serving.services.reward import RewardService, ServableScorer
 from nemo_aligner.serving.transports.triton.internals import ended_early, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
 from nemo_aligner.serving.transports.triton.processes import (
@@ -33,6 +36,23 @@ _WATCH_SECS = 0.2
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 
+def check_port(config: ServerConfig) -> None:
+    """Collective: refuse on all ranks a port that rank 0 cannot have.
+
+    Raises:
+        ServingError: it is taken, or the host is no address of rank 0's machine.
+    """
+    said: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            free_port(config.host, config.port)
+        except ServingError as error:
+            said = [str(error)]
+    dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise ServingError(said[0])
+
+
 def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | str = "cpu") -> int:
     """Answer requests until SIGTERM or SIGINT; every rank calls it.
 
@@ -44,7 +64,11 @@ def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | s
         ServingError: it cannot start, on rank 0; the others are released.
     """
     ranks = ModelRanks(
-        scorer.score_token_lists, device, config.heartbeat_secs, config.worker_timeout_secs
+        scorer.score_token_lists,
+        scorer.forget,
+        device,
+        config.heartbeat_secs,
+        config.worker_timeout_secs,
     )
     if ranks.rank != 0:
         # The launcher signals every rank; rank 0 decides, after it has drained.
@@ -67,20 +91,27 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
         signal.signal(number, lambda received, _: stopping.append(received))
     port = free_port(config.host, config.port)
     ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
-    triton = build_triton(RewardEndpoint(scorer, ranks.execute), scorer.contract, config, port)
+    batcher = Batcher(ranks.submit, scorer.tokens_per_call)
+    meter = Meter()
+    service = RewardService(scorer, batcher, config, meter)
+    triton = build_triton(service, scorer.contract, config, port)
     _start(triton)
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
+    report = _Report(meter, batcher, config.report_every_secs)
+    watch = _Watch(triton, processes, ranks, report)
     with ready_file(config.ready_file, url):
         print(f"Serving {MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
         print(f"Scoring contract {scorer.contract.hash}", flush=True)
-        failure = _watch(triton, processes, ranks, stopping)
-        if failure is not None:
-            _die(failure, triton, processes)
+        watch.until(lambda: bool(stopping))
         print("Draining: in-flight requests are answered, new ones are refused", flush=True)
-        triton.stop()
-    if ranks.failure is not None:
-        _die(ranks.failure, triton, processes)
+        stop = threading.Thread(target=triton.stop, name="drain", daemon=True)
+        stop.start()
+        # Where a rank dies its launcher stops the others: what is in flight has no answer then.
+        watch.until(lambda: not stop.is_alive(), triton_may_end=True)
+    report.say()
+    service.close()
+    batcher.close()
     ranks.stop()
     print("Stopped", flush=True)
     return 0
@@ -100,19 +131,53 @@ def _start(triton: Any) -> None:
     started.set()
 
 
-def _watch(
-    triton: Any, processes: Mapping[int, str], ranks: ModelRanks, stopping: Sequence[int]
-) -> str | None:
-    """Wait for a signal; or say what died."""
-    while not stopping:
-        dead = [f"{name} (pid {pid})" for pid, name in processes.items() if not is_running(pid)]
-        failure = f"{', '.join(dead)} died" if dead else ranks.failure
-        if failure is None and not triton.is_alive():
-            failure = "Triton is not alive"
-        if failure is not None:
-            return failure
-        time.sleep(_WATCH_SECS)
-    return None
+class _Report:
+    """Says every few seconds how busy the server is, while it has work."""
+
+    def __init__(self, meter: Meter, batcher: Batcher, every_secs: float) -> None:
+        self._meter = meter
+        self._batcher = batcher
+        self._every_secs = every_secs
+        self._said = time.monotonic()
+
+    def when_due(self) -> None:
+        if self._every_secs and time.monotonic() - self._said >= self._every_secs:
+            self.say()
+
+    def say(self) -> None:
+        self._said = time.monotonic()
+        line = self._meter.take_line(self._batcher.waiting_rows)
+        if line is not None and self._every_secs:
+            print(line, flush=True)
+
+
+class _Watch:
+    """Looks whether everything lives that the server needs, and ends it where one does not."""
+
+    def __init__(
+        self, triton: Any, processes: Mapping[int, str], ranks: ModelRanks, report: _Report
+    ) -> None:
+        self._triton = triton
+        self._processes = processes
+        self._ranks = ranks
+        self._report = report
+
+    def until(self, is_over: Callable[[], bool], triton_may_end: bool = False) -> None:
+        """Wait; or leave with exit code 1, and the reason."""
+        while not is_over():
+            failure = self._ranks.failure or (None if triton_may_end else self._dead_triton())
+            if failure is not None:
+                _die(failure, self._triton, self._processes)
+            self._report.when_due()
+            time.sleep(_WATCH_SECS)
+        if self._ranks.failure is not None:
+            _die(self._ranks.failure, self._triton, self._processes)
+
+    def _dead_triton(self) -> str | None:
+        for pid, name in self._processes.items():
+            if not is_running(pid):
+                return f"{name} (pid {pid}) died"
+        return None if self._triton.is_alive() else "Triton is not alive"
 
 
 def _die(failure: str, triton: Any, processes: Mapping[int, str]) -> NoReturn:

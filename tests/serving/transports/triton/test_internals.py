@@ -8,7 +8,23 @@ from typing import Any
 import pytest
 
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.transports.triton.internals import bind_ragged, ended_early, workspace_of
+from nemo_aligner.serving.transports.triton.internals import (
+    bind_unbatched,
+    ended_early,
+    workspace_of,
+)
+
+PROXY = b"""
+class BatchResponsesHandler:
+    pass
+
+def _wrap_response(response):
+    pass
+
+class TritonRequestsServer:
+    def push(self, requests_id, triton_requests):
+        pass
+"""
 
 
 class FakeTriton:
@@ -17,35 +33,30 @@ class FakeTriton:
         self._model_manager = SimpleNamespace(models=[])
 
     def bind(self, model_name: str) -> None:
-        files = {"/store/1/model.py": self._proxy, "/store/1/other.py": b"other"}
-        model = SimpleNamespace(
-            get_model_config=lambda: {"model_name": model_name, "input": [{"name": "tokens"}]},
-            get_proxy_model_files=lambda: files,
-        )
+        files = {"file:1/model.py": self._proxy, "file:1/other.py": b"other"}
+        model = SimpleNamespace(get_proxy_model_files=lambda: dict(files))
         self._model_manager.models.append(model)
 
     def models(self) -> list[Any]:
         return self._model_manager.models
 
 
-def test_only_the_model_that_is_bound_so_is_ragged_and_has_errors_of_its_own() -> None:
-    proxy = b"import x\n\ndef _wrap_response(response):\n    pass\n"
-    triton = FakeTriton(proxy)
+def test_only_the_model_that_is_bound_so_has_our_proxy_with_pytritons_beside_it() -> None:
+    triton = FakeTriton(PROXY)
     triton.bind(model_name="before")
-    bind_ragged(triton, model_name="ragged")
-    before, ragged = triton.models()
-    assert before.get_model_config()["input"] == [{"name": "tokens"}]
-    assert before.get_proxy_model_files()["/store/1/model.py"] == proxy
-    assert ragged.get_model_config()["input"] == [{"name": "tokens", "allow_ragged_batch": True}]
-    files = ragged.get_proxy_model_files()
-    assert files["/store/1/model.py"].startswith(proxy)
-    assert b"TritonError" in files["/store/1/model.py"]
-    assert files["/store/1/other.py"] == b"other"
+    bind_unbatched(triton, model_name="unbatched")
+    before, unbatched = triton.models()
+    assert before.get_proxy_model_files()["file:1/model.py"] == PROXY
+    files = unbatched.get_proxy_model_files()
+    assert files["file:1/pytriton_model.py"] == PROXY
+    assert b"class TritonPythonModel" in files["file:1/model.py"]
+    assert files["file:1/other.py"] == b"other"
 
 
-def test_another_version_of_pytriton_is_refused() -> None:
-    triton = FakeTriton(b"def wrap_response(response):\n    pass\n")
-    bind_ragged(triton, model_name="ragged")
+@pytest.mark.parametrize("part", [b"BatchResponsesHandler", b"_wrap_response", b"push"])
+def test_another_version_of_pytriton_is_refused(part: bytes) -> None:
+    triton = FakeTriton(PROXY.replace(part, b"renamed"))
+    bind_unbatched(triton, model_name="unbatched")
     with pytest.raises(ServingError, match=r"model\.py is not that of version 0\.7"):
         triton.models()[0].get_proxy_model_files()
 

@@ -116,14 +116,16 @@ class TestPlainHttp:
         assert server.post({"inputs": [json_request("sentences", "BYTES", [["a"]])]})[0] == 200
 
 
-def test_requests_of_all_lengths_meet_in_one_batch_and_bad_ones_harm_nobody(server):
+def test_what_comes_while_the_model_is_busy_is_one_call_and_bad_requests_harm_nobody(server):
     from nemo_aligner.serving.client.reward import RewardClient
 
     before = len(batches(server))
     with RewardClient(server.url, timeout_s=30) as client:
         client.score(["warm"])
+        slow = client.score_tokens_future([[700]])
+        time.sleep(0.5)
         good = {
-            text: client.score_future([text]) for text in ("z" * length for length in range(1, 25))
+            text: client.score_future([text]) for text in ("z" * length for length in range(1, 20))
         }
         bad = [
             client.score_future([""]),
@@ -136,6 +138,7 @@ def test_requests_of_all_lengths_meet_in_one_batch_and_bad_ones_harm_nobody(serv
         for future in bad:
             with pytest.raises(ServingError):
                 future.result()
+        assert slow.result()[0, 0] == 700
     made = batches(server)[before:]
     assert max(sequences for sequences, _ in made) > 8, made
 
