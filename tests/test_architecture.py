@@ -27,6 +27,7 @@ FLOORS = {
     "config": 0,
     "parallel": 1,
     "batch": 1,
+    "cache_use": 0,
     "metrics": 1,
     "precision": 1,
     "subcommand": 1,

@@ -15,8 +15,8 @@ from nemo_aligner.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-Execute = Callable[[list[list[int]]], "Future[np.ndarray]"]
-"""Token lists -> the future of their rewards ``[N, A]``; calls are run in the order given."""
+Execute = Callable[[list[np.ndarray]], "Future[np.ndarray]"]
+"""N sequences of token ids -> the future of their rewards ``[N, A]``; one call after the other."""
 
 # One runs, and the next is ready for the moment in which it ends.
 _MOST_CALLS = 2
@@ -25,8 +25,8 @@ _LOOK_AHEAD = 8
 
 
 class _Request:
-    def __init__(self, token_lists: list[list[int]]) -> None:
-        self.token_lists = token_lists
+    def __init__(self, token_lists: Sequence[Sequence[int]]) -> None:
+        self.sequences = [np.asarray(token_ids, dtype=np.int64) for token_ids in token_lists]
         self.rewards: dict[int, np.ndarray] = {}
         self.answer: Future[np.ndarray] = Future()
         self.answer.set_running_or_notify_cancel()  # nobody can cancel it any more
@@ -61,7 +61,7 @@ class Batcher:
         """How many rows no call has taken yet."""
         return len(self._waiting)
 
-    def submit(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
+    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """The future of the rewards ``[N, A]`` of N token lists, at least one.
 
         Its error is the model's; of a call that fails, every request is tried again alone, so that
@@ -112,13 +112,13 @@ class Batcher:
             rows = list(self._waiting)
         for row in rows:
             oldest.append(row)
-            tokens += len(_token_list(row))
+            tokens += len(_sequence(row))
             if tokens >= _LOOK_AHEAD * self._tokens_per_call:
                 break
-        count = take_oldest([_token_list(row) for row in oldest], self._tokens_per_call)
+        count = take_oldest([_sequence(row) for row in oldest], self._tokens_per_call)
         with self._changed:
             taken = [self._waiting.popleft() for _ in range(count)]
-            self._waiting_tokens -= sum(len(_token_list(row)) for row in taken)
+            self._waiting_tokens -= sum(len(_sequence(row)) for row in taken)
         # One that has failed meanwhile needs no more rewards.
         return [row for row in taken if not row[0].answer.done()]
 
@@ -128,7 +128,7 @@ class Batcher:
         with self._changed:
             self._running += 1
         try:
-            scored = self._execute([_token_list(row) for row in call])
+            scored = self._execute([_sequence(row) for row in call])
         except Exception as error:
             scored = Future()
             scored.set_exception(error)
@@ -151,15 +151,15 @@ class Batcher:
                 _fail(request, error)
 
 
-def _token_list(row: _Row) -> list[int]:
+def _sequence(row: _Row) -> np.ndarray:
     request, number = row
-    return request.token_lists[number]
+    return request.sequences[number]
 
 
 def _hand_out(call: Sequence[_Row], rewards: np.ndarray) -> None:
     for (request, number), reward in zip(call, rewards, strict=True):
         request.rewards[number] = reward
-        count = len(request.token_lists)
+        count = len(request.sequences)
         if len(request.rewards) == count and not request.answer.done():
             request.answer.set_result(np.stack([request.rewards[row] for row in range(count)]))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +24,10 @@ from nemo_aligner.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-Score = Callable[[list[list[int]]], np.ndarray]
+Sequences = Sequence[Sequence[int] | np.ndarray]
+"""Token ids of N texts."""
+Score = Callable[[Sequences], np.ndarray]
+"""Their rewards ``[N, A]``."""
 
 _NO_LIMIT = timedelta(days=365)
 
@@ -70,7 +73,7 @@ class ModelRanks:
             self._pulse_thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
             self._pulse_thread.start()
 
-    def submit(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
+    def submit(self, sequences: Sequences) -> Future[np.ndarray]:
         """Score on all ranks, after what was submitted before; rank 0 only, from any thread.
 
         The future's error is a ServingError: ``score`` failed (the next call may succeed), or a
@@ -83,28 +86,28 @@ class ModelRanks:
                 answer.set_exception(ServingError(self.failure))
                 return answer
             self._open.add(answer)
-        call = self._model_thread.submit(self._lead, token_lists)
+        call = self._model_thread.submit(self._lead, sequences)
         call.add_done_callback(lambda done: self._settle(answer, done))
         return answer
 
-    def execute(self, token_lists: list[list[int]]) -> np.ndarray:
+    def execute(self, sequences: Sequences) -> np.ndarray:
         """``submit``, and wait.
 
         Raises:
             ServingError: as above.
         """
-        return self.submit(token_lists).result()
+        return self.submit(sequences).result()
 
     def follow(self) -> None:
         """Serve rank 0's calls until it stops; every rank but 0."""
         while True:
             header = self._broadcast(torch.zeros(2, dtype=torch.int64))
-            sequences, tokens = header.tolist()
-            if sequences == 0:
+            count, tokens = header.tolist()
+            if count == 0:
                 return
-            payload = self._broadcast(torch.zeros(sequences + tokens, dtype=torch.int64))
-            lengths, ids = payload[:sequences].tolist(), payload[sequences:]
-            self._attempt([part.tolist() for part in ids.split(lengths)])
+            payload = self._broadcast(torch.zeros(count + tokens, dtype=torch.int64))
+            bounds = payload[:count].cumsum(0)[:-1]
+            self._attempt(np.split(payload[count:].numpy(), bounds))
 
     def stop(self) -> None:
         """Release the followers and end the heartbeat; every rank calls it when idle."""
@@ -143,15 +146,14 @@ class ModelRanks:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def _lead(self, token_lists: list[list[int]]) -> np.ndarray | None:
+    def _lead(self, sequences: Sequences) -> np.ndarray | None:
         if self.world_size > 1:
             # Everything is built before the first byte goes out: nothing may raise in between.
-            lengths = [len(ids) for ids in token_lists]
-            flat = [token for ids in token_lists for token in ids]
-            payload = torch.tensor(lengths + flat, dtype=torch.int64)
-            self._broadcast(torch.tensor([len(lengths), len(flat)], dtype=torch.int64))
+            lengths = [len(token_ids) for token_ids in sequences]
+            payload = torch.from_numpy(np.concatenate([lengths, *sequences]).astype(np.int64))
+            self._broadcast(torch.tensor([len(lengths), sum(lengths)], dtype=torch.int64))
             self._broadcast(payload)
-        return self._attempt(token_lists)
+        return self._attempt(sequences)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._in_step():
@@ -168,11 +170,11 @@ class ModelRanks:
             self.lose(why)
             raise ServingError(why) from error
 
-    def _attempt(self, token_lists: list[list[int]]) -> np.ndarray | None:
+    def _attempt(self, sequences: Sequences) -> np.ndarray | None:
         """Score, and exchange errors with all ranks, so that they stay in step."""
         rewards, error = None, None
         try:
-            rewards = self._score(token_lists)
+            rewards = self._score(sequences)
         except Exception as caught:
             error = caught
             logger.exception("rank %d could not score", self.rank)

@@ -52,6 +52,7 @@ def total(text: str) -> float:
 class FakeScorer:
     contract = CONTRACT
     tokens_per_call = 256
+    prefix_cache_bytes = 0
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

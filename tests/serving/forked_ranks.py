@@ -25,9 +25,13 @@ from nemo_aligner.serving.ranks import ModelRanks
 HEARTBEAT_SECS, TIMEOUT_SECS = 0.1, 2.0
 
 
+# What a rank notes where it is told to forget.
+FORGOT: list[list[int]] = []
+
+
 def make_score(rank: int, heard: list[list[list[int]]]) -> Callable[[list[list[int]]], Any]:
     def score(token_lists: list[list[int]]) -> np.ndarray:
-        heard.append(token_lists)
+        heard.append([list(map(int, ids)) for ids in token_lists])
         mark = token_lists[0][0]
         if mark == 666 or mark == 668 + (1 - rank):
             raise RuntimeError(f"rank {rank}\ncannot")
@@ -100,6 +104,7 @@ def be_rank(rank: int, name: str, folder: Path) -> None:
     heard: list[list[list[int]]] = []
     ranks = ModelRanks(
         make_score(rank, heard),
+        lambda: heard.append(FORGOT),
         heartbeat_secs=HEARTBEAT_SECS,
         worker_timeout_secs=TIMEOUT_SECS,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,10 +25,10 @@ class Model:
         self._answers: list[Future[np.ndarray]] = []
         self._came = threading.Condition()
 
-    def __call__(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
+    def __call__(self, token_lists: Sequence[np.ndarray]) -> Future[np.ndarray]:
         answer: Future[np.ndarray] = Future()
         with self._came:
-            self.calls.append(token_lists)
+            self.calls.append([list(ids) for ids in token_lists])
             self._answers.append(answer)
             self._came.notify_all()
         return answer
@@ -152,7 +153,7 @@ def test_an_answer_that_nobody_waits_for_any_more_harms_nobody(model):
 
 
 def test_a_model_that_refuses_to_begin_is_an_error_of_its_call():
-    def broken(token_lists: list[list[int]]) -> Any:
+    def broken(token_lists: Sequence[np.ndarray]) -> Any:
         raise RuntimeError("no thread")
 
     batcher = Batcher(broken, tokens_per_call=100)
@@ -181,7 +182,7 @@ def test_many_threads_get_their_own_rewards():
 
     with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(8) as askers:
 
-        def score(token_lists: list[list[int]]) -> np.ndarray:
+        def score(token_lists: Sequence[np.ndarray]) -> np.ndarray:
             assert sum(map(len, token_lists)) <= 50 or len(token_lists) == 1
             return np.array([[sum(ids)] for ids in token_lists], dtype=np.float32)
 
@@ -189,7 +190,10 @@ def test_many_threads_get_their_own_rewards():
 
         def ask(seed: int) -> bool:
             draw = random.Random(seed)
-            lists = [[draw.randrange(9)] * draw.randint(1, 30) for _ in range(draw.randint(1, 9))]
+            # No two begin alike.
+            lists = [
+                [9 * seed + row] + [1] * draw.randint(0, 29) for row in range(draw.randint(1, 9))
+            ]
             return rewards(batcher.submit(lists)) == [sum(ids) for ids in lists]
 
         assert all(askers.map(ask, range(500)))

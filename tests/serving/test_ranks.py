@@ -21,11 +21,13 @@ def total(token_lists: list[list[int]]) -> np.ndarray:
 
 
 def test_one_rank_alone_outlives_an_error() -> None:
-    ranks = ModelRanks(total)
+    forgotten: list[None] = []
+    ranks = ModelRanks(total, lambda: forgotten.append(None))
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.execute([[1, 2], [3]]).tolist() == [[3], [3]]
     with pytest.raises(ServingError, match=r"^RuntimeError: no such token$"):
         ranks.execute([[666]])
+    assert len(forgotten) == 1
     assert ranks.failure is None
     assert ranks.execute([[4]]).tolist() == [[4]]
     ranks.stop()
@@ -100,7 +102,7 @@ def test_two_ranks_hear_the_same_and_outlive_an_error_that_both_have(pairs: dict
         "second": [[7]],
         "failure": None,
     }
-    assert found["follower"]["heard"] == [[[1, 2, 3], [4], [5, 6]], [[666]], [[7]]]
+    assert found["follower"]["heard"] == [[[1, 2, 3], [4], [5, 6]], [[666]], [], [[7]]]
     assert found["codes"] == [0, 0]
 
 

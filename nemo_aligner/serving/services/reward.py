@@ -40,13 +40,17 @@ class ServableScorer(Protocol):
     def tokens_per_call(self) -> int:
         """With how many tokens a call of ``score_token_lists`` keeps all ranks at work."""
 
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """What each rank keeps of texts before, at most."""
+
     def encode(self, text: Text) -> EncodedText:
         """Raises AlignerError where the scoring contract refuses the text."""
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises AlignerError where these ids cannot be scored as they stand."""
 
-    def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
+    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
 
     def forget(self) -> None:

@@ -8,12 +8,13 @@ copies this file into Triton's model store as ``model.py``, beside PyTriton's of
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import count
 from typing import Any
 
-import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
-
-from . import pytriton_model  # type: ignore[attr-defined]
+# Both are there where Triton runs this file, and nowhere else.
+pb_utils: Any = import_module("triton_python_backend_utils")
+pytriton_model: Any = import_module(".pytriton_model", __package__)
 
 _IDS = count()
 _wrap_rewards = pytriton_model._wrap_response
@@ -30,7 +31,7 @@ class _Asked:
         return self._names
 
 
-class _ResponsesHandler(pytriton_model.BatchResponsesHandler):  # type: ignore[misc,name-defined]
+class _ResponsesHandler(pytriton_model.BatchResponsesHandler):  # type: ignore[misc]
     async def handle_responses(self, scope: Any, queue: Any, future: Any) -> Any:
         asked = self._requests_map[scope["requests_id"]]
         found = await super().handle_responses(scope, queue, future)
@@ -55,12 +56,14 @@ pytriton_model._wrap_response = _wrap_response
 pytriton_model.BatchResponsesHandler = _ResponsesHandler
 
 
-class TritonPythonModel(pytriton_model.TritonPythonModel):  # type: ignore[misc,name-defined]
-    """What Triton looks for by this name."""
-
+class _Model(pytriton_model.TritonPythonModel):  # type: ignore[misc]
     def execute(self, requests: list[Any]) -> None:
         """Hand the requests on; each is answered by its own sender, in any order."""
         requests_id = (next(_IDS) % 2**32).to_bytes(4, "big")
         self._requests[requests_id] = [_Asked(request) for request in requests]
         # Until their tensors are copied.
         self._requests_server.push(requests_id, requests).result()
+
+
+# The name that Triton looks for.
+TritonPythonModel = _Model

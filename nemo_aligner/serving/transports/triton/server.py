@@ -103,6 +103,9 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
     with ready_file(config.ready_file, url):
         print(f"Serving {MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
         print(f"Scoring contract {scorer.contract.hash}", flush=True)
+        if scorer.prefix_cache_bytes:
+            kept, size = config.prefix_cache_tokens, scorer.prefix_cache_bytes / 2**20
+            print(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank", flush=True)
         watch.until(lambda: bool(stopping))
         print("Draining: in-flight requests are answered, new ones are refused", flush=True)
         stop = threading.Thread(target=triton.stop, name="drain", daemon=True)
