@@ -1,6 +1,6 @@
 """Rewards with and without a prefix cache at some layouts: ``cached_layouts.py ARCHIVE...``.
 
-Under torchrun; it prints what was found, and so do the functions for one process.
+Under torchrun; it prints what was found. With ``--one`` in this process alone, with ``--bf16`` so.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ CALLS = 20
 CACHES = (16, 64, 4096)
 
 
-def scorers(archive: Path, layout: ParallelLayout, caches: tuple[int, ...]) -> list[RewardScorer]:
+def scorers(
+    archive: Path,
+    layout: ParallelLayout,
+    caches: tuple[int, ...],
+    precision: Precision = Precision.fp32,
+) -> list[RewardScorer]:
     """One for each number of tokens to keep, all with the same model, and one without a cache."""
-    loaded = load_pretrained(archive, layout, num_attributes=2, precision=Precision.fp32)
+    loaded = load_pretrained(archive, layout, num_attributes=2, precision=precision)
     if layout.is_last_stage:
         torch.manual_seed(0)
         torch.nn.init.normal_(loaded.model.rm_head.weight, std=0.05)
@@ -47,7 +52,7 @@ def scorers(archive: Path, layout: ParallelLayout, caches: tuple[int, ...]) -> l
         regression=RegressionConfig(attributes=["helpfulness", "verbosity"]),
         data=DataConfig(seq_length=BUDGET),
     )
-    contract = build_contract(settings, loaded.tokenizer, Precision.fp32)
+    contract = build_contract(settings, loaded.tokenizer, precision)
     return [
         RewardScorer(
             loaded.model, contract, loaded.tokenizer, layout, BUDGET, prefix_cache_tokens=tokens
@@ -56,12 +61,14 @@ def scorers(archive: Path, layout: ParallelLayout, caches: tuple[int, ...]) -> l
     ]
 
 
-def compare(archive: Path, layout: ParallelLayout, calls: int = CALLS) -> dict[str, Any]:
+def compare(
+    archive: Path, layout: ParallelLayout, precision: Precision = Precision.fp32
+) -> dict[str, Any]:
     """The largest difference that each cache made, the range of rewards, and tokens counted."""
-    plain, *cached = scorers(archive, layout, CACHES)
+    plain, *cached = scorers(archive, layout, CACHES, precision)
     worst = dict.fromkeys(CACHES, 0.0)
     rewards = []
-    for call in traffic(random.Random(0), calls):
+    for call in traffic(random.Random(0), CALLS):
         rewards.append(plain.score_token_lists(call))
         for tokens, scorer in zip(CACHES, cached, strict=True):
             difference = np.abs(scorer.score_token_lists(call) - rewards[-1]).max()
@@ -104,12 +111,15 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
     return float(np.abs(cached.score_token_lists(again) - plain.score_token_lists(again)).max())
 
 
-def main(*archives: str) -> None:
+def main(*arguments: str) -> None:
+    archives = [Path(each) for each in arguments if not each.startswith("--")]
+    precision = Precision.bf16 if "--bf16" in arguments else Precision.fp32
+    layouts = {"one": (1, 1, False)} if "--one" in arguments else LAYOUTS
     with launch(60.0) as world:
         found: dict[str, dict[str, Any]] = {}
-        for name, sizes in LAYOUTS.items():
+        for name, sizes in layouts.items():
             layout = initialize_layout(*sizes)
-            found[name] = {Path(a).stem: compare(Path(a), layout) for a in archives}
+            found[name] = {path.stem: compare(path, layout, precision) for path in archives}
             destroy_layout()
         if world.is_main:
             print(json.dumps(found))
