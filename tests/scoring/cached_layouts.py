@@ -86,6 +86,11 @@ def compare(
 def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLayout) -> float:
     """How far rewards are off where a call failed before all its keys were stored."""
     exchange = KeyValuePool.exchange
+    cached.forget()
+    assert cached._pool is not None
+    for layer in cached._pool._layers.values():
+        for each in layer:
+            each.fill_(float("nan"))
 
     def refuse(pool: KeyValuePool, layer_number: int, *arguments: Any) -> Any:
         if layer_number == 2:
@@ -108,7 +113,8 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
         cached._cache.plan([np.array(text) for text in texts])
         cached.forget()
     again = [[*text, 3] for text in texts]
-    return float(np.abs(cached.score_token_lists(again) - plain.score_token_lists(again)).max())
+    difference = cached.score_token_lists(again) - plain.score_token_lists(again)
+    return float(np.abs(np.nan_to_num(difference, nan=np.inf)).max())
 
 
 def main(*arguments: str) -> None:

@@ -111,8 +111,6 @@ def test_a_text_that_came_before_computes_its_last_block(both: Any) -> None:
 
 def test_a_call_that_fails_leaves_nothing_to_be_found(both: Any) -> None:
     plain, cached = both
-    cached_layouts.after_failure(plain, cached, cached._layout)
-    cached.forget()
     assert cached_layouts.after_failure(plain, cached, cached._layout) < 1e-5
 
 
