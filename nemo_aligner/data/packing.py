@@ -231,23 +231,24 @@ class _Ordered:
     ) -> _Ordered:
         if cached is None:
             cached = dict.fromkeys(range(len(sequences)))
-        number = {prefix: number for number, prefix in enumerate(dict.fromkeys(cached.values()))}
         rests = {
             position: np.asarray(sequences[position])[_length(prefix) :]
             for position, prefix in cached.items()
         }
         # Big-endian, so that bytes are in the order of the tokens.
-        keys = {
-            position: (number[cached[position]], rest.astype(">i4").tobytes())
-            for position, rest in rests.items()
+        keys = {position: rest.astype(">i4").tobytes() for position, rest in rests.items()}
+        positions = sorted(cached, key=keys.__getitem__)
+        beginnings = {
+            prefix: number for number, prefix in enumerate(dict.fromkeys(cached.values()))
         }
-        positions = sorted(cached, key=lambda position: keys[position])
-        common = [
-            common_prefix(rests[before], rests[own]) if cached[before] is cached[own] else 0
-            for before, own in pairwise(positions)
-        ]
+        if len(beginnings) > 1:
+            positions.sort(key=lambda position: beginnings[cached[position]])
+        common = [0][: len(positions)]
+        for before, own in pairwise(positions):
+            is_same = cached[before] is cached[own]
+            common.append(common_prefix(rests[before], rests[own]) if is_same else 0)
         lengths = [len(rests[position]) for position in positions]
-        return cls(positions, lengths, [0, *common][: len(positions)], cached)
+        return cls(positions, lengths, common, cached)
 
     def runs(self, budget: int, end: int) -> Iterator[tuple[list[int], int, int]]:
         """Members, prefix and size of each group of those before position ``end``.
@@ -291,15 +292,14 @@ class _Ordered:
 def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
     """How many of the first sequences have ``budget`` tokens, common prefixes counted once.
 
-    At least one, and as many as can be found to fit by trying twice as many, then halves. Arrays
-    are looked at faster than lists.
+    At least one, and as many as can be found to fit by trying four times as many, then halves.
+    Arrays are looked at faster than lists.
     """
     lengths = list(accumulate(map(len, sequences)))
-    least = max(1, bisect_right(lengths, budget))
-    # Each has a token of its own.
-    most = min(len(sequences), budget)
+    least = min(len(sequences), max(1, bisect_right(lengths, budget)))
+    most = min(len(sequences), budget)  # each has a token of its own
     while least < most:
-        tried = min(2 * least, most)
+        tried = min(4 * least, most)
         ordered = _Ordered.of(sequences[:tried])
         if not ordered.fits(budget, tried):
             # Of the first counts above ``least``, so many fit.
