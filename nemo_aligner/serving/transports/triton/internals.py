@@ -51,11 +51,16 @@ def start_in_own_session() -> None:
     sh.Command._call_args["new_session"] = True
 
 
+def server_pid(triton: Any) -> int | None:
+    """The process of Triton's server, which is its session, too; None if it was not started yet."""
+    server = triton._triton_server
+    command = None if server is None else server._tritonserver_running_cmd
+    return None if command is None else command.pid
+
+
 def ended_early(triton: Any) -> bool:
     """Whether Triton's process was started and is gone; PyTriton tells of it only when it runs."""
-    server = triton._triton_server
-    begun = server is not None and server._tritonserver_running_cmd is not None
-    return begun and not server.is_alive()
+    return server_pid(triton) is not None and not triton._triton_server.is_alive()
 
 
 def workspace_of(triton: Any) -> Path:

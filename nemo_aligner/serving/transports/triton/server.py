@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,9 +19,10 @@ from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.services.reward import RewardService, ServableScorer
-from nemo_aligner.serving.transports.triton.internals import ended_early, workspace_of
+from nemo_aligner.serving.transports.triton.internals import ended_early, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
 from nemo_aligner.serving.transports.triton.processes import (
+    Guard,
     free_port,
     is_running,
     ready_file,
@@ -95,7 +93,7 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
     meter = Meter()
     service = RewardService(scorer, batcher, config, meter)
     triton = build_triton(service, scorer.contract, config, port)
-    _start(triton)
+    guard = _start(triton)
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
     report = _Report(meter, batcher, config.report_every_secs)
@@ -112,6 +110,7 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
         stop.start()
         # Where a rank dies its launcher stops the others: what is in flight has no answer then.
         watch.until(lambda: not stop.is_alive(), triton_may_end=True)
+    guard.dismiss()
     report.say()
     service.close()
     batcher.close()
@@ -120,18 +119,29 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
     return 0
 
 
-def _start(triton: Any) -> None:
+def _start(triton: Any) -> Guard:
     """Run Triton until its model is ready; PyTriton would wait two minutes for one that is dead."""
     started = threading.Event()
+    guards: list[Guard] = []
 
     def watch() -> None:
         while not started.wait(_WATCH_SECS):
+            guard_it()
             if ended_early(triton):
-                _die("Triton did not start, its own words are above", triton, {})
+                _die("Triton did not start, its own words are above")
 
-    threading.Thread(target=watch, name="start", daemon=True).start()
+    def guard_it() -> None:
+        pid = server_pid(triton)
+        if pid is not None and not guards:
+            guards.append(Guard(pid, workspace_of(triton)))
+
+    watcher = threading.Thread(target=watch, name="start", daemon=True)
+    watcher.start()
     triton.run()
     started.set()
+    watcher.join()
+    guard_it()
+    return guards[0]
 
 
 class _Report:
@@ -170,11 +180,11 @@ class _Watch:
         while not is_over():
             failure = self._ranks.failure or (None if triton_may_end else self._dead_triton())
             if failure is not None:
-                _die(failure, self._triton, self._processes)
+                _die(failure)
             self._report.when_due()
             time.sleep(_WATCH_SECS)
         if self._ranks.failure is not None:
-            _die(self._ranks.failure, self._triton, self._processes)
+            _die(self._ranks.failure)
 
     def _dead_triton(self) -> str | None:
         for pid, name in self._processes.items():
@@ -183,14 +193,8 @@ class _Watch:
         return None if self._triton.is_alive() else "Triton is not alive"
 
 
-def _die(failure: str, triton: Any, processes: Mapping[int, str]) -> NoReturn:
-    """Leave at once with exit code 1, and take Triton along; other ranks notice and do the same."""
+def _die(failure: str) -> NoReturn:
+    """Leave at once with exit code 1; Triton's guard and other ranks notice and do the same."""
     print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
-    for pid in processes:
-        if is_running(pid):
-            os.kill(pid, signal.SIGKILL)
-    for segment in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):
-        Path(segment).unlink(missing_ok=True)
-    shutil.rmtree(workspace_of(triton), ignore_errors=True)
     os._exit(1)

@@ -171,7 +171,11 @@ def test_a_dead_triton_ends_the_server(tmp_path, victim):
         assert server.wait(timeout=8) == [1]
         assert "The server cannot go on" in server.output()
         server.assert_nothing_is_left()
-        assert not list(Path("/dev/shm").glob(f"pytrtion{server.ranks[0].pid}-*"))
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return f"RANK={rank}".encode() in variables
 
 
 class TestTwoRanks:
@@ -208,7 +212,27 @@ class TestTwoRanks:
         with running(tmp_path, FAKE, *QUICK, ranks=2) as server:
             server.ranks[0].kill()
             assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
-            server.assert_nothing_is_left(killed=True)
+            server.assert_nothing_is_left()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_a_rank_killed_while_it_scores_ends_all_and_the_launcher(self, tmp_path, victim):
+        with (
+            running(tmp_path, FAKE, ranks=2, torchrun=True) as server,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            slow = pool.submit(one_slow_request, server)
+            time.sleep(1)
+            pid = next(pid for pid in server.processes(FAKE) if is_rank(pid, victim))
+            os.kill(pid, signal.SIGKILL)
+            killed = time.monotonic()
+            assert server.wait(timeout=10) == [1]
+            server.assert_nothing_is_left(within=killed + 10 - time.monotonic())
+            if victim == 0:
+                assert isinstance(slow.exception(), OSError)  # nobody is left to answer it
+            else:
+                assert slow.result()[0] == 500
+                assert "The server cannot go on: " in server.output()
 
     def test_a_rank_that_dies_or_fails_alone_while_it_scores_ends_all(self, tmp_path):
         for number, (mark, codes) in enumerate([(667, [1, 9]), (668, [1, 1])]):
