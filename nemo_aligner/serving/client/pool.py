@@ -37,6 +37,7 @@ class _Search:
     began: float = field(default_factory=time.monotonic)
     trouble_since: float | None = None
     tried: set[RemoteServer] = field(default_factory=set)
+    last_trouble: str = "no server answers"
 
     def note_trouble(self, now: float) -> float:
         """Since when no server has answered it."""
@@ -90,9 +91,7 @@ class ServerPool:
 
         async def ask(server: RemoteServer) -> ScoreReply:
             outputs = await server.infer(inputs)
-            if outputs.get("rewards") is None or outputs["rewards"].shape[:1] != (rows,):
-                raise ServingError(f"{server.name}: the answer has no reward for each row")
-            reply = kserve.decode_reply(outputs)
+            reply = _decoded(outputs, rows, server.name)
             self._agreement.check_hash(server.name, reply.contract_hash)
             self._agreement.columns = reply.rewards.shape[1]
             return reply
@@ -128,7 +127,10 @@ class ServerPool:
             except UnavailableError as error:
                 if error.again_in_s is None:
                     search.note_trouble(time.monotonic())
-                self._say_trouble(server, error)
+                else:  # it is there, and says when: only the deadline ends that
+                    search.trouble_since = None
+                search.last_trouble = f"{server.name}: {error}"
+                self._say_trouble(search.last_trouble)
             else:
                 self._said_trouble = False
                 return answer
@@ -138,7 +140,7 @@ class ServerPool:
         while True:
             now = time.monotonic()
             self._look_around(now, search)
-            is_over = self._patience_ends(search, now) <= now
+            is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
             ready = [
                 each
                 for each in self._servers
@@ -150,7 +152,7 @@ class ServerPool:
                 if not fitting:
                     raise TooManyRowsError(max(each.limit or 1 for each in ready))
                 return min(fitting, key=lambda each: each.in_flight)
-            if not unsure and not any(each.is_busy and each.limit for each in self._servers):
+            if not unsure and not any(each.is_full(now) for each in self._servers):
                 search.note_trouble(now)
                 self._give_up_if_over(search, now)
             await self._change(now, search)
@@ -194,7 +196,7 @@ class ServerPool:
             advice = f"none was ready within {self._wait_s:g} s (wait_s)"
         else:
             advice = "wait_s=60 (score: --wait=60) waits for one to come up"
-        raise ServingError(f"{self.trouble() or 'no server answers'}; {advice}")
+        raise ServingError(f"{self.trouble() or search.last_trouble}; {advice}")
 
     async def _change(self, now: float, search: _Search) -> None:
         """Wait until something may be otherwise."""
@@ -207,11 +209,21 @@ class ServerPool:
         else:
             await asyncio.sleep(pause)
 
-    def _say_trouble(self, server: RemoteServer, error: UnavailableError) -> None:
+    def _say_trouble(self, trouble: str) -> None:
         if not self._said_trouble:
             self._said_trouble = True
-            logger.warning("%s: %s; the request is sent again", server.name, error)
+            logger.warning("%s; the request is sent again", trouble)
 
 
 async def _all_done(meetings: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.wait(meetings)
+
+
+def _decoded(outputs: Tensors, rows: int, server: str) -> ScoreReply:
+    try:
+        reply = kserve.decode_reply(outputs)
+        if reply.rewards.ndim == 2 and len(reply.rewards) == rows:
+            return reply
+    except (KeyError, ValueError, TypeError, IndexError):
+        pass
+    raise ServingError(f"{server}: the answer has no reward for each row")

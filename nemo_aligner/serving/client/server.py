@@ -92,7 +92,7 @@ class RemoteServer:
         self.tried_at = -np.inf
         self.meeting: asyncio.Task[None] | None = None
         self.again_at = 0.0
-        self.is_busy = False
+        self._has_said_when = False
         self._failures = 0
         self._session, self._agreement = session, agreement
         self._model_name, self._reads_contract = model_name, reads_contract
@@ -100,6 +100,10 @@ class RemoteServer:
     def is_ready(self, now: float) -> bool:
         """Whether it may be asked for rewards."""
         return self.limit is not None and now >= self.again_at
+
+    def is_full(self, now: float) -> bool:
+        """Whether it has said when to come again, and that is not yet."""
+        return self.limit is not None and self._has_said_when and now < self.again_at
 
     def meet_if_due(self, now: float, tried_since: float) -> None:
         """Begin to meet it, if it was left out for long enough, or not tried since then."""
@@ -167,7 +171,7 @@ class RemoteServer:
         except ServingError as error:
             self.fault = error
             self._leave_out(UnavailableError(str(error)))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self._leave_out(UnavailableError("what answers there is no server of KServe v2"))
         finally:
             self.tried_at = time.monotonic()
@@ -182,7 +186,7 @@ class RemoteServer:
     def _leave_out(self, error: UnavailableError) -> None:
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 10)
-        self.is_busy = error.again_in_s is not None
+        self._has_said_when = error.again_in_s is not None
         if error.again_in_s is not None:
             pause = max(pause, error.again_in_s)
         # Clients that failed together do not come back together.
