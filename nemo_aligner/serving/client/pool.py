@@ -92,7 +92,7 @@ class ServerPool:
         async def ask(server: RemoteServer) -> ScoreReply:
             outputs = await server.infer(inputs)
             reply = _decoded(outputs, rows, server.name)
-            self._agreement.check_hash(server.name, reply.contract_hash)
+            self._agreement.check_reward(server.name, reply.contract_hash)
             self._agreement.columns = reply.rewards.shape[1]
             return reply
 
@@ -136,7 +136,7 @@ class ServerPool:
                 return answer
 
     async def _choose(self, rows: int, search: _Search) -> RemoteServer:
-        await self._meet_all_once()
+        await self._meet_all_once(search)
         while True:
             now = time.monotonic()
             self._look_around(now, search)
@@ -157,11 +157,11 @@ class ServerPool:
                 self._give_up_if_over(search, now)
             await self._change(now, search)
 
-    async def _meet_all_once(self) -> None:
+    async def _meet_all_once(self, search: _Search) -> None:
         """So that servers which score otherwise are noticed before any reward is used."""
         if self._introduction is None:
             for server in self._servers:
-                server.meet_if_due(time.monotonic(), 0.0)
+                server.meet_if_due(search.began, search.began)
             meetings = [server.meeting for server in self._servers if server.meeting is not None]
             self._introduction = asyncio.ensure_future(_all_done(meetings))
         await asyncio.shield(self._introduction)
@@ -171,10 +171,18 @@ class ServerPool:
         any_ready = any(server.is_ready(now) for server in self._servers)
         for server in self._servers:
             is_needed = server.fault is not None or not any_ready
-            server.meet_if_due(now, search.began if is_needed else 0.0)
+            server.meet_if_due(now, self._last_try(search, now) if is_needed else 0.0)
             if server.fault is not None and server.tried_at >= search.began:
+                self._forget_all()
                 raise server.fault
         self._has_met |= any_ready
+
+    def _forget_all(self) -> None:
+        """Where two do not agree, either may be mended."""
+        self._introduction = None
+        self._agreement.forget_published()
+        for server in self._servers:
+            server.limit = None
 
     def _is_unsure(self, search: _Search) -> bool:
         return any(each.fault and each.tried_at < search.began for each in self._servers)
@@ -183,9 +191,16 @@ class ServerPool:
         patience = self._retry_s if self._has_met else self._wait_s
         return (now if search.trouble_since is None else search.trouble_since) + patience
 
+    def _last_try(self, search: _Search, now: float) -> float:
+        """No server is given up that was not tried since then: in the end, once more."""
+        ends = self._patience_ends(search, now)
+        was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
+        return ends if was_patient else search.began
+
     def _give_up_if_over(self, search: _Search, now: float) -> None:
         asked = all(
-            server.limit is not None or (server.meeting is None and server.tried_at >= search.began)
+            server.limit is not None
+            or (server.meeting is None and server.tried_at >= self._last_try(search, now))
             for server in self._servers
         )
         if not asked or now < self._patience_ends(search, now):

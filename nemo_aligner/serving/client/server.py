@@ -25,7 +25,7 @@ from nemo_aligner.text.contract import ScoringContract
 
 _CONNECT_S = 3.0
 _MEET_S = 10.0  # for a question that costs a server nothing
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _UNAVAILABLE = (429, 502, 503, 504)
 _AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
@@ -142,11 +142,14 @@ class RemoteServer:
         try:
             yield
         except UnavailableError as error:
-            self._leave_out(error)
+            if self.is_ready(time.monotonic()):  # no other request has noticed
+                self._leave_out(error)
             raise
         finally:
             self.in_flight -= 1
-        self._failures, self.trouble = 0, ""
+        self._failures = 0
+        if self.limit is not None:
+            self.trouble = ""
 
     async def _contract(self) -> ScoringContract:
         asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
@@ -162,7 +165,7 @@ class RemoteServer:
             answer, _ = await self._ask("GET", f"models/{quote(self._model_name)}/config")
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
             if self._reads_contract:
-                self._agreement.check_contract(self.name, await self._published())
+                self._agreement.check_published(self.name, await self._published())
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
         except RefusedError as error:  # a model that is still being loaded
             self._leave_out(UnavailableError(f"it has no such model ready: {error.text}"))

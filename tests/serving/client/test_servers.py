@@ -288,22 +288,23 @@ class TestSeveral:
         with RewardClient([url, servers[0].come().url]) as client:
             assert client.score(["a"])[0, 0] == 97
 
-    def test_of_two_contracts_are_refused(self, servers: list[Misbehaving]) -> None:
-        first, second = (each.come() for each in servers[:2])
-        second.contract = replace(CONTRACT, seq_length=9)
-        with RewardClient([first.url, second.url]) as client:
-            _, error = seconds(client.score, ["a"])
-            assert f"{CONTRACT.hash}" in error
-            assert "seq_length" in error
-            assert "the rewards of one client are by one contract" in error
-            second.go()
-            second.contract = CONTRACT
-            second.come()
+    @pytest.mark.parametrize("mended", [0, 1])
+    def test_of_two_contracts_are_refused(self, servers: list[Misbehaving], mended: int) -> None:
+        two = [each.come() for each in servers[:2]]
+        contracts = [CONTRACT, replace(CONTRACT, seq_length=9)]
+        two[1].contract = contracts[1]
+        with RewardClient([each.url for each in two]) as client:
+            for _ in range(2):
+                _, error = seconds(client.score, ["a"])
+                assert all(contract.hash in error for contract in contracts)
+                assert "one client are by one contract: model.data.seq_length: " in error
+            two[mended].contract = contracts[1 - mended]
             assert client.score(["a"])[0, 0] == 97
+        assert sum(len(each.asked) for each in two) == 1
 
     def test_one_that_comes_back_with_another_contract_is_refused(self, lone: Misbehaving) -> None:
         with RewardClient(lone.url) as client:
             client.score(["a"])
             lone.contract = replace(CONTRACT, seq_length=9)
             for _ in range(2):
-                assert f"wanted {CONTRACT.hash}, as" in seconds(client.score, ["a"])[1]
+                assert f"wanted {CONTRACT.hash}, that of" in seconds(client.score, ["a"])[1]
