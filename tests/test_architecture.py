@@ -55,8 +55,9 @@ IMPORTERS = {
     "apex": ["models/"],
     "transformer_engine": ["models/"],
     "nemo": [],
-    "pytriton": ["serving/transports/triton/", "serving/client/"],
-    "tritonclient": ["serving/transports/triton/", "serving/client/"],
+    "pytriton": ["serving/transports/triton/"],
+    "tritonclient": ["serving/transports/triton/"],
+    "aiohttp": ["serving/"],
     "lightning": ["training/loggers.py"],
     "transformers": ["checkpoint/hf/"],
 }

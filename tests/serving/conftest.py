@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server):
     from nemo_aligner.serving.client.reward import RewardClient
 
-    with RewardClient(server.url, timeout_s=30, init_timeout_s=30) as client:
+    with RewardClient(server.url, timeout_s=30, wait_s=30) as client:
         yield client
 
 
