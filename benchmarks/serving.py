@@ -19,6 +19,8 @@ With ``--tiny`` a tiny model shows what the server itself costs (see serving_tin
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +38,7 @@ from common import (
     write_json,
 )
 from serving_model import export, prepare_reward_model
-from serving_servers import Clients, Load, Recipe
+from serving_servers import Clients, Load, Recipe, percentile
 from serving_work import Contestants, Draw, Pairs, Requests, Work
 
 OURS, UNCACHED = "nemo_aligner", "nemo_aligner without cache"
@@ -48,6 +50,7 @@ CHECKED = 8
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "pytriton")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -99,10 +102,10 @@ def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
 
 def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> list[Recipe]:
     own = tuple(arguments.server)
-    ours = [Recipe(OURS, reward_model, work, arguments.threads, own)]
+    ours = [Recipe(OURS, reward_model, arguments.threads, own)]
     if arguments.compare_cache:
         settings = (*own, "server.prefix_cache_tokens=0")
-        ours.append(Recipe(UNCACHED, reward_model, work, arguments.threads, settings))
+        ours.append(Recipe(UNCACHED, reward_model, arguments.threads, settings))
     if arguments.vllm_python is None:
         return ours
     folder = export(reward_model, work / "export")
@@ -111,8 +114,8 @@ def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> l
     warm = ("--enable-prefix-caching", "--enable-chunked-prefill")
     return [
         *ours,
-        Recipe(COLD, folder, work, threads, cold, python),
-        Recipe(WARM, folder, work, threads, warm, python),
+        Recipe(COLD, folder, threads, cold, python),
+        Recipe(WARM, folder, threads, warm, python),
     ]
 
 
@@ -154,7 +157,7 @@ def _largest_difference(
     difference = max(float(np.abs(ours - theirs).max()) for theirs in found.values())
     print(f"the largest difference of a reward: {difference:.1e} (of up to {abs(ours).max():.2f})")
     if difference > 1e-2 * float(np.abs(ours).max()):
-        raise SystemExit("the rewards differ: these are not the same computations")
+        sys.exit("the rewards differ: these are not the same computations")
     return difference
 
 
@@ -199,20 +202,14 @@ def rows_of(
 
 def _speed(asked: Sequence[Requests], loads: Sequence[Load]) -> dict[str, Any]:
     if not loads:
-        return dict.fromkeys(("rewards/s", "tokens/s", "p50 ms", "p99 ms"))
+        return dict.fromkeys(("rewards/s", "tokens/s", "p50 s", "p99 s"))
     both = list(zip(asked, loads, strict=True))
-    waited = [each for load in loads for each in load.waited]
     return {
         "rewards/s": median(len(each.token_lists) / load.seconds for each, load in both),
-        "tokens/s": median(each.tokens / load.seconds for each, load in both),
-        "p50 ms": percentile(waited, 50),
-        "p99 ms": percentile(waited, 99),
+        "tokens/s": round(median(each.tokens / load.seconds for each, load in both)),
+        "p50 s": percentile(loads, 50),
+        "p99 s": percentile(loads, 99),
     }
-
-
-def percentile(waited: Sequence[float | None], percent: float) -> float:
-    """In milliseconds, of the requests that were answered."""
-    return float(np.percentile([each for each in waited if each is not None], percent)) * 1000
 
 
 def _parse() -> argparse.Namespace:
@@ -253,4 +250,4 @@ if __name__ == "__main__":
     try:
         main()
     except WorkerFailed as error:
-        raise SystemExit(f"nemo_aligner: {error}") from None
+        sys.exit(f"nemo_aligner: {error}")

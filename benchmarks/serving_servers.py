@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
-from common import ROOT, Worker, WorkerFailed
+from common import ROOT, Worker, WorkerFailed, how_it_ended
 
 START_S = 600
 STOP_S = 60
@@ -27,11 +28,11 @@ _MODEL = "reward"
 
 
 class Server:
-    """A server in processes of its own; ``url`` once it answers.
+    """A server in processes of its own, waited for until it answers.
 
     Raises:
-        WorkerFailed: it ends before it answers, or takes too long; the message is the last line
-            that it printed.
+        WorkerFailed: it ends before it answers, or takes too long; the message says how, and ends
+            with the last line that it printed.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
@@ -62,10 +63,12 @@ class Server:
 
     def _wait_on(self) -> None:
         time.sleep(0.2)
-        if self._process.poll() is None and time.monotonic() < self._start + START_S:
+        code = self._process.poll()
+        if code is None and time.monotonic() < self._start + START_S:
             return
         self.stop()
-        raise WorkerFailed(f"it did not start: {self.last_line()}")
+        how = f"it did not answer within {START_S} s" if code is None else how_it_ended(code)
+        raise WorkerFailed(f"it did not start: {how}\n{self.last_line()}")
 
     def last_line(self) -> str:
         """The last that the server has printed."""
@@ -118,6 +121,12 @@ class Load:
         return sum(status != 200 for status in self.statuses)
 
 
+def percentile(loads: Sequence[Load], percent: float) -> float:
+    """Of the seconds that requests waited, where they were answered."""
+    waited = [each for load in loads for each in load.waited if each is not None]
+    return float(np.percentile(waited, percent))
+
+
 class Clients:
     """The process that asks every server."""
 
@@ -141,7 +150,6 @@ class Recipe:
 
     name: str
     model: Path
-    folder: Path
     threads: int
     settings: tuple[str, ...] = ()
     python: str | None = None

@@ -21,12 +21,14 @@ from typing import Any
 
 from common import WorkerFailed, render
 from serving_model import WORDS, prepare_reward_model, write_tiny
-from serving_servers import Clients, Load, Recipe, Server, kserve_request, tensor
+from serving_servers import Clients, Load, Recipe, Server, kserve_request, percentile, tensor
 
 LENGTH = 32
 BUSY_CLIENTS = 64
 MOST_ROWS = 8
-_DIFFERENT = 500  # requests, which are sent again in their order
+_WARM_UP = 50
+_FORWARDS = 200
+_DIFFERENT = 5000  # requests at most; more are the same again
 _FAR_OUT = 10**9
 
 
@@ -44,9 +46,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     hf = work / "tiny"
     model = prepare_reward_model(hf if hf.is_dir() else write_tiny(hf), work)
     rng = random.Random(0)
-    token_lists = [[rng.randrange(100, 250) for _ in range(LENGTH)] for _ in range(_DIFFERENT)]
-    alone = forward_seconds(model, token_lists[: min(200, arguments.tiny_requests)])
-    recipe = Recipe("nemo_aligner", model, work, 1, tuple(arguments.server))
+    count = arguments.tiny_requests
+    token_lists = [
+        [rng.randrange(100, 250) for _ in range(LENGTH)] for _ in range(_WARM_UP + _least(count))
+    ]
+    alone = forward_seconds(model, token_lists[:_FORWARDS])
+    recipe = Recipe("nemo_aligner", model, 1, tuple(arguments.server))
     server, url = recipe.start(work / "tiny.log")
     clients = Clients()
 
@@ -56,10 +61,10 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     try:
         tokens = [Ask(recipe.request(ids), 1) for ids in token_lists]
-        put(tokens, 1, 50)
-        content = {"latency": [_latency(put(tokens, 1, arguments.tiny_requests), alone)]}
+        put(tokens[:_WARM_UP], 1, _WARM_UP)
+        content = {"latency": [_latency(put(tokens[_WARM_UP:], 1, count), alone)]}
         print(f"\n{render(content['latency'])}", flush=True)
-        content["traffic"] = _traffic(put, arguments.tiny_requests)
+        content["traffic"] = _traffic(put, count)
         print(f"\n{render(content['traffic'])}", flush=True)
         if arguments.soak:
             content["soak"] = _soak(put, server, arguments.soak)
@@ -82,13 +87,12 @@ def forward_seconds(model: Path, token_lists: Sequence[list[int]]) -> float:
     with launch():
         scorer = load_scorer(model, initialize_layout())
         seconds = []
-        for number, token_ids in enumerate([*token_lists[:20], *token_lists]):
+        for token_ids in [*token_lists[:_WARM_UP], *token_lists]:
             start = time.perf_counter()
             scorer.score_token_lists([token_ids])
-            if number >= len(token_lists[:20]):
-                seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
         destroy_layout()
-    return median(seconds)
+    return median(seconds[_WARM_UP:])
 
 
 def check(asks: Sequence[Ask], load: Load) -> Load:
@@ -110,13 +114,12 @@ def check(asks: Sequence[Ask], load: Load) -> Load:
 
 
 def _latency(load: Load, alone: float) -> dict[str, Any]:
-    waited = sorted(seconds * 1000 for seconds in load.waited if seconds is not None)
-    p50 = median(waited)
+    p50 = percentile([load], 50) * 1000
     return {
-        "one client": f"{len(waited)} requests",
+        "one client": f"{len(load.waited)} requests",
         "p50 ms": p50,
-        "p99 ms": waited[min(len(waited) - 1, int(0.99 * len(waited)))],
-        "max ms": waited[-1],
+        "p99 ms": percentile([load], 99) * 1000,
+        "max ms": percentile([load], 100) * 1000,
         "forward ms": alone * 1000,
         "overhead ms": p50 - alone * 1000,
     }
@@ -124,9 +127,8 @@ def _latency(load: Load, alone: float) -> dict[str, Any]:
 
 def _traffic(put: Callable[[Sequence[Ask], int, int], Load], count: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for name, asks in (("uniform", uniform()), ("mixed", mixed(0))):
+    for name, asks in (("uniform", uniform(count)), ("mixed", mixed(count, 0))):
         load = put(asks, BUSY_CLIENTS, count)
-        waited = sorted(seconds * 1000 for seconds in load.waited if seconds is not None)
         scored = sum(len(rewards) for rewards in load.rewards if rewards is not None)
         rows.append(
             {
@@ -134,8 +136,8 @@ def _traffic(put: Callable[[Sequence[Ask], int, int], Load], count: int) -> list
                 "clients": BUSY_CLIENTS,
                 "requests/s": count / load.seconds,
                 "rows/s": scored / load.seconds,
-                "p50 ms": median(waited),
-                "p99 ms": waited[min(len(waited) - 1, int(0.99 * len(waited)))],
+                "p50 ms": percentile([load], 50) * 1000,
+                "p99 ms": percentile([load], 99) * 1000,
                 "of uniform rows/s": "",
             }
         )
@@ -151,28 +153,32 @@ def _soak(
     sent = 0
     for part in (first, count - first):
         if part > 0:
-            put(mixed(sent), BUSY_CLIENTS, part)
+            put(mixed(part, sent), BUSY_CLIENTS, part)
         sent += part
         found.append({"soak": f"after {sent} requests", "resident MiB": server.resident_mib()})
     return found
 
 
-def uniform() -> list[Ask]:
+def uniform(count: int) -> list[Ask]:
     """Sentences of equal length, four in each request."""
     rng = random.Random(1)
-    return [_sentences([_words(rng, 12) for _ in range(4)]) for _ in range(_DIFFERENT)]
+    return [_sentences([_words(rng, 12) for _ in range(4)]) for _ in range(_least(count))]
 
 
-def mixed(seed: int) -> list[Ask]:
+def mixed(count: int, seed: int) -> list[Ask]:
     """Of all kinds and sizes; every third is malformed, each kind of that in its turn."""
     rng = random.Random(seed + 2)
     asks = []
-    for number in range(_DIFFERENT):
+    for number in range(_least(count)):
         if number % 3 == 2:
             asks.append(_MALFORMED[number // 3 % len(_MALFORMED)](rng))
         else:
             asks.append(rng.choice([_any_sentences, _any_conversations, _any_tokens])(rng))
     return asks
+
+
+def _least(count: int) -> int:
+    return min(count, _DIFFERENT)
 
 
 def _words(rng: random.Random, count: int) -> str:

@@ -121,10 +121,11 @@ class Contestants:
         if name in self.failures or name not in self._recipes:
             return None
         recipe = self._recipes[name]
+        log = self._work / f"{name.replace(' ', '_')}.log"
         try:
             if name not in self._running:
                 print(f"starting {name} ...", flush=True)
-                self._running[name] = recipe.start(self._work / f"{name.replace(' ', '_')}.log")
+                self._running[name] = recipe.start(log)
             requests = [recipe.request(token_ids) for token_ids in token_lists]
             url = self._running[name][1]
             load = self._clients.put(url, requests, clients, limit_s, len(requests))
@@ -133,7 +134,7 @@ class Contestants:
                 raise WorkerFailed(f"{load.refused} requests have no reward: {said}")
         except WorkerFailed as error:
             if recipe.is_ours:
-                raise
+                raise WorkerFailed(f"{error}\nits log: {log}") from None
             self.failures[name] = str(error)
             self._stop(name)
             return None
