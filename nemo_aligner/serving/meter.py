@@ -39,7 +39,7 @@ class Meter:
         with self._lock:
             self._counts.refused += 1
 
-    def take_line(self, waiting_rows: int) -> str | None:
+    def take_line(self, waiting_rows: int, cached_tokens: int = 0) -> str | None:
         """What happened since the last one, in one line; None if nothing did."""
         now = time.monotonic()
         with self._lock:
@@ -56,6 +56,8 @@ class Meter:
         if counts.seconds:
             middle, late = np.percentile(counts.seconds, [50, 99]) * 1000
             parts.append(f"p50 {middle:,.0f} ms, p99 {late:,.0f} ms")
+        if cached_tokens and counts.tokens:
+            parts.append(f"{cached_tokens / counts.tokens:.0%} of tokens cached")
         if counts.refused:
             parts.append(f"{counts.refused} refused")
         return " | ".join(parts)

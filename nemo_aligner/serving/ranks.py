@@ -29,6 +29,11 @@ Sequences = Sequence[Sequence[int] | np.ndarray]
 Score = Callable[[Sequences], np.ndarray]
 """Their rewards ``[N, A]``."""
 
+
+class RanksLostError(ServingError):
+    """A rank is gone: this server answers nothing any more."""
+
+
 _NO_LIMIT = timedelta(days=365)
 
 
@@ -76,14 +81,14 @@ class ModelRanks:
     def submit(self, sequences: Sequences) -> Future[np.ndarray]:
         """Score on all ranks, after what was submitted before; rank 0 only, from any thread.
 
-        The future's error is a ServingError: ``score`` failed (the next call may succeed), or a
-        rank is lost, which is known before the model comes back, as it may never do.
+        The future's error is a ServingError: ``score`` failed (the next call may succeed); or a
+        RanksLostError, which comes before the model comes back, as it may never do.
         """
         answer: Future[np.ndarray] = Future()
         answer.set_running_or_notify_cancel()
         with self._lock:
             if self.failure is not None:
-                answer.set_exception(ServingError(self.failure))
+                answer.set_exception(RanksLostError(self.failure))
                 return answer
             self._open.add(answer)
         call = self._model_thread.submit(self._lead, sequences)
@@ -129,7 +134,7 @@ class ModelRanks:
                 self.failure = why
             left, self._open = self._open, set()
         for answer in left:
-            answer.set_exception(ServingError(self.failure))
+            answer.set_exception(RanksLostError(self.failure))
 
     def _settle(self, answer: Future[np.ndarray], call: Future[Any]) -> None:
         with self._lock:
@@ -168,7 +173,7 @@ class ModelRanks:
         except Exception as error:
             why = f"the ranks lost each other: {str(error).splitlines()[0][:200]}"
             self.lose(why)
-            raise ServingError(why) from error
+            raise RanksLostError(why) from error
 
     def _attempt(self, sequences: Sequences) -> np.ndarray | None:
         """Score, and exchange errors with all ranks, so that they stay in step."""

@@ -21,6 +21,7 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.processes import report
+from nemo_aligner.scoring.scorer import TokenCounts
 from nemo_aligner.serving.transports.triton.server import serve
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 
@@ -51,6 +52,7 @@ def total(text: str) -> float:
 
 class FakeScorer:
     contract = CONTRACT
+    counts = TokenCounts()
     tokens_per_call = 256
     prefix_cache_bytes = 0
 

@@ -15,8 +15,10 @@ import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError, one_line
+from nemo_aligner.scoring.scorer import TokenCounts
 from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
+from nemo_aligner.serving.ranks import RanksLostError
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
@@ -35,6 +37,7 @@ class ServableScorer(Protocol):
     """
 
     contract: ScoringContract
+    counts: TokenCounts
 
     @property
     def tokens_per_call(self) -> int:
@@ -102,6 +105,8 @@ class RewardService:
             answer = Failure(str(error), FailureKind.busy)
         except _TooLargeError as error:
             answer = Failure(str(error), FailureKind.too_large)
+        except RanksLostError as error:
+            answer = Failure(f"the server cannot go on: {one_line(error)}", FailureKind.busy)
         except _ModelError as error:
             answer = Failure(f"the model failed: {one_line(error)}", FailureKind.internal)
         except AlignerError as error:
@@ -134,6 +139,8 @@ class RewardService:
     async def _score(self, encoded: _Encoded) -> ScoreReply | Failure:
         try:
             rewards = await asyncio.wrap_future(self._batcher.submit(encoded.token_lists))
+        except RanksLostError:
+            raise
         except Exception as error:
             raise _ModelError(one_line(error)) from error
         wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))

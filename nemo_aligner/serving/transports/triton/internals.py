@@ -51,16 +51,20 @@ def start_in_own_session() -> None:
     sh.Command._call_args["new_session"] = True
 
 
-def server_pid(triton: Any) -> int | None:
-    """The process of Triton's server, which is its session, too; None if it was not started yet."""
-    server = triton._triton_server
-    command = None if server is None else server._tritonserver_running_cmd
-    return None if command is None else command.pid
+def server_pid(triton: Any) -> int:
+    """The process of a running Triton, which is also its session."""
+    return triton._triton_server._tritonserver_running_cmd.pid
 
 
-def ended_early(triton: Any) -> bool:
-    """Whether Triton's process was started and is gone; PyTriton tells of it only when it runs."""
-    return server_pid(triton) is not None and not triton._triton_server.is_alive()
+def call_at_exit(triton: Any, callback: Callable[[], None]) -> None:
+    """Have ``callback`` called where Triton's process ends by itself, before PyTriton cleans up."""
+    plain = triton._on_tritonserver_exit
+
+    def ended(*given: Any) -> None:
+        callback()
+        plain(*given)
+
+    triton._on_tritonserver_exit = ended
 
 
 def workspace_of(triton: Any) -> Path:

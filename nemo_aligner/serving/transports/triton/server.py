@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.services.reward import RewardService, ServableScorer
-from nemo_aligner.serving.transports.triton.internals import ended_early, server_pid, workspace_of
+from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
 from nemo_aligner.serving.transports.triton.processes import (
     Guard,
@@ -96,7 +97,7 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
     guard = _start(triton)
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
-    report = _Report(meter, batcher, config.report_every_secs)
+    report = _Report(meter, batcher, scorer, config.report_every_secs)
     watch = _Watch(triton, processes, ranks, report)
     with ready_file(config.ready_file, url):
         print(f"Serving {MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
@@ -122,34 +123,28 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
 def _start(triton: Any) -> Guard:
     """Run Triton until its model is ready; PyTriton would wait two minutes for one that is dead."""
     started = threading.Event()
-    guards: list[Guard] = []
 
-    def watch() -> None:
-        while not started.wait(_WATCH_SECS):
-            guard_it()
-            if ended_early(triton):
-                _die("Triton did not start, its own words are above")
+    def ended() -> None:
+        if not started.is_set():
+            shutil.rmtree(workspace_of(triton), ignore_errors=True)
+            _die("Triton did not start, its own words are above")
 
-    def guard_it() -> None:
-        pid = server_pid(triton)
-        if pid is not None and not guards:
-            guards.append(Guard(pid, workspace_of(triton)))
-
-    watcher = threading.Thread(target=watch, name="start", daemon=True)
-    watcher.start()
+    call_at_exit(triton, ended)
     triton.run()
     started.set()
-    watcher.join()
-    guard_it()
-    return guards[0]
+    return Guard(server_pid(triton), workspace_of(triton))
 
 
 class _Report:
     """Says every few seconds how busy the server is, while it has work."""
 
-    def __init__(self, meter: Meter, batcher: Batcher, every_secs: float) -> None:
+    def __init__(
+        self, meter: Meter, batcher: Batcher, scorer: ServableScorer, every_secs: float
+    ) -> None:
         self._meter = meter
         self._batcher = batcher
+        self._scorer = scorer
+        self._cached = 0
         self._every_secs = every_secs
         self._said = time.monotonic()
 
@@ -159,7 +154,9 @@ class _Report:
 
     def say(self) -> None:
         self._said = time.monotonic()
-        line = self._meter.take_line(self._batcher.waiting_rows)
+        cached = self._scorer.counts.cached
+        line = self._meter.take_line(self._batcher.waiting_rows, cached - self._cached)
+        self._cached = cached
         if line is not None and self._every_secs:
             print(line, flush=True)
 

@@ -10,7 +10,8 @@ import pytest
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.transports.triton.internals import (
     bind_unbatched,
-    ended_early,
+    call_at_exit,
+    server_pid,
     workspace_of,
 )
 
@@ -49,7 +50,7 @@ def test_only_the_model_that_is_bound_so_has_our_proxy_with_pytritons_beside_it(
     assert before.get_proxy_model_files()["file:1/model.py"] == PROXY
     files = unbatched.get_proxy_model_files()
     assert files["file:1/pytriton_model.py"] == PROXY
-    assert b"class TritonPythonModel" in files["file:1/model.py"]
+    assert b"TritonPythonModel = " in files["file:1/model.py"]
     assert files["file:1/other.py"] == b"other"
 
 
@@ -61,18 +62,18 @@ def test_another_version_of_pytriton_is_refused(part: bytes) -> None:
         triton.models()[0].get_proxy_model_files()
 
 
-@pytest.mark.parametrize(
-    ("server", "early"),
-    [
-        (None, False),
-        (SimpleNamespace(_tritonserver_running_cmd=None, is_alive=lambda: False), False),
-        (SimpleNamespace(_tritonserver_running_cmd="cmd", is_alive=lambda: True), False),
-        (SimpleNamespace(_tritonserver_running_cmd="cmd", is_alive=lambda: False), True),
-    ],
-    ids=["not_made", "not_started", "alive", "gone"],
-)
-def test_a_triton_that_was_started_and_is_gone_has_ended_early(server: Any, early: bool) -> None:
-    assert ended_early(SimpleNamespace(_triton_server=server)) == early
+def test_who_asks_is_told_of_an_exit_before_pytriton_is() -> None:
+    said: list[Any] = []
+    triton = SimpleNamespace(_on_tritonserver_exit=lambda *given: said.append(given))
+    call_at_exit(triton, lambda: said.append("ours"))
+    triton._on_tritonserver_exit(False, 1)
+    assert said == ["ours", (False, 1)]
+
+
+def test_a_servers_process_is_the_one_that_pytriton_has_started() -> None:
+    command = SimpleNamespace(pid=12)
+    server = SimpleNamespace(_tritonserver_running_cmd=command)
+    assert server_pid(SimpleNamespace(_triton_server=server)) == 12
 
 
 def test_the_workspace_is_pytritons(tmp_path: Any) -> None:
