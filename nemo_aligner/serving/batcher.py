@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ Execute = Callable[[list[np.ndarray]], "Future[np.ndarray]"]
 _MOST_CALLS = 2
 # A common prefix counts once, so more rows may fit than their lengths tell.
 _LOOK_AHEAD = 8
+_GATHER = 0.05
 
 
 class _Request:
@@ -41,7 +43,9 @@ class Batcher:
     A call of the model takes as many of the oldest rows as have ``tokens_per_call`` tokens, what
     several begin with counted once. A request's rows may fall into several calls, and a call has
     rows of many requests. While one call runs, a full one is made ready; one that is not full waits
-    for more rows until the model is free.
+    for more rows until the model is free, and a moment longer where many have just been answered:
+    they come back one by one, and the first would have a call of its own, and all others wait for
+    it.
     """
 
     def __init__(self, execute: Execute, tokens_per_call: int) -> None:
@@ -51,6 +55,7 @@ class Batcher:
         self._waiting_tokens = 0
         self._again: deque[list[_Row]] = deque()
         self._running = 0
+        self._last_rows = self._last_end = self._last_seconds = 0.0
         self._is_closing = False
         self._changed = Condition()
         self._thread = Thread(target=self._run, name="batcher", daemon=True)
@@ -92,6 +97,7 @@ class Batcher:
                 self._changed.wait_for(self._has_work)
                 if self._is_idle():
                     return
+                self._gather()
             self._start(self._again.popleft() if self._again else self._take())
 
     def _has_work(self) -> bool:
@@ -101,6 +107,16 @@ class Batcher:
             is_full = self._waiting_tokens >= self._tokens_per_call
             return self._running == 0 or (self._running < _MOST_CALLS and is_full)
         return False
+
+    def _gather(self) -> None:
+        """Wait for as many rows as the last call had, a twentieth of its time at most."""
+        if self._running == 0 and not self._again:
+            rest = self._last_end + _GATHER * self._last_seconds - time.monotonic()
+            self._changed.wait_for(self._has_come_back, max(0.0, rest))
+
+    def _has_come_back(self) -> bool:
+        is_full = self._waiting_tokens >= self._tokens_per_call
+        return is_full or self._is_closing or len(self._waiting) >= self._last_rows
 
     def _is_idle(self) -> bool:
         return not (self._waiting or self._again or self._running)
@@ -132,13 +148,16 @@ class Batcher:
         except Exception as error:
             scored = Future()
             scored.set_exception(error)
-        scored.add_done_callback(lambda done: self._finish(call, done))
+        begun = time.monotonic()
+        scored.add_done_callback(lambda done: self._finish(call, begun, done))
 
-    def _finish(self, call: list[_Row], scored: Future[np.ndarray]) -> None:
+    def _finish(self, call: list[_Row], begun: float, scored: Future[np.ndarray]) -> None:
         error = scored.exception()
         requests = list(dict.fromkeys(request for request, _ in call))
         with self._changed:
             self._running -= 1
+            self._last_rows, self._last_end = len(call), time.monotonic()
+            self._last_seconds = self._last_end - begun
             if error is not None and len(requests) > 1:
                 logger.error("a call of %d requests failed: %s", len(requests), error)
                 self._again.extend([row for row in call if row[0] is each] for each in requests)
