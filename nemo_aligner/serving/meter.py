@@ -51,7 +51,7 @@ class Meter:
             f"{len(counts.seconds) / passed:.3g} requests/s",
             f"{counts.rows / passed:.3g} rows/s",
             f"{counts.tokens / passed:,.0f} tokens/s",
-            f"{waiting_rows} rows wait",
+            f"{waiting_rows} in the queue",
         ]
         if counts.seconds:
             middle, late = np.percentile(counts.seconds, [50, 99]) * 1000

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from nemo_aligner.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Sequences = Sequence[Sequence[int] | np.ndarray]
 """Token ids of N texts."""
 Score = Callable[[Sequences], np.ndarray]
@@ -38,7 +40,7 @@ _NO_LIMIT = timedelta(days=365)
 
 
 class ModelRanks:
-    """``score`` on all ranks: ``execute`` on rank 0 while the others are in ``follow``.
+    """``score`` on all ranks: rank 0 is in ``lead``, the others in ``follow``.
 
     A follower that cannot go on ends its process with exit code 1. On rank 0 ``failure`` then says
     why, None as long as the ranks can go on, and what was submitted has its error.
@@ -48,7 +50,6 @@ class ModelRanks:
         self,
         score: Score,
         forget: Callable[[], None] = lambda: None,
-        device: torch.device | str = "cpu",
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
     ) -> None:
@@ -59,7 +60,6 @@ class ModelRanks:
         """
         self._score = score
         self._forget = forget
-        self._device = torch.device(device)
         self._heartbeat_secs = heartbeat_secs
         self._timeout_secs = worker_timeout_secs
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -68,8 +68,7 @@ class ModelRanks:
         self._lock = threading.Lock()
         self._open: set[Future[np.ndarray]] = set()
         self._leaving = threading.Event()
-        # One thread for all forward passes: device and inference mode are settings of a thread.
-        self._model_thread = ThreadPoolExecutor(1, "model", initializer=self._enter_model_thread)
+        self._calls: SimpleQueue[tuple[Future[np.ndarray], Sequences] | None] = SimpleQueue()
         if self.world_size > 1:
             self._work = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
             self._pulse = dist.new_group(
@@ -91,8 +90,7 @@ class ModelRanks:
                 answer.set_exception(RanksLostError(self.failure))
                 return answer
             self._open.add(answer)
-        call = self._model_thread.submit(self._lead, sequences)
-        call.add_done_callback(lambda done: self._settle(answer, done))
+        self._calls.put((answer, sequences))
         return answer
 
     def execute(self, sequences: Sequences) -> np.ndarray:
@@ -102,6 +100,20 @@ class ModelRanks:
             ServingError: as above.
         """
         return self.submit(sequences).result()
+
+    def lead(self, drive: Callable[[], T]) -> T:
+        """Rank 0: compute here what is submitted, until ``drive`` returns in a thread beside.
+
+        The caller is the thread that has loaded the model. OpenMP gives every thread that computes
+        its own helpers, and once there are more of them than cores, all of them go to sleep after
+        each operation: a forward pass took 1.3 to 1.5 times as long in a thread of its own.
+        """
+        with ThreadPoolExecutor(1, "drive") as beside:
+            driving = beside.submit(drive)
+            driving.add_done_callback(lambda _: self._calls.put(None))
+            while (call := self._calls.get()) is not None:
+                self._compute(*call)
+            return driving.result()
 
     def follow(self) -> None:
         """Serve rank 0's calls until it stops; every rank but 0."""
@@ -119,10 +131,9 @@ class ModelRanks:
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
                 nothing = torch.zeros(2, dtype=torch.int64)
-                self._model_thread.submit(self._broadcast, nothing).result()
+                self._broadcast(nothing)
             self._leaving.set()
             self._pulse_thread.join()
-        self._model_thread.shutdown()
 
     def lose(self, why: str) -> None:
         """Note that the ranks cannot go on; a follower's process ends here."""
@@ -136,22 +147,23 @@ class ModelRanks:
         for answer in left:
             answer.set_exception(RanksLostError(self.failure))
 
-    def _settle(self, answer: Future[np.ndarray], call: Future[Any]) -> None:
+    def _compute(self, answer: Future[np.ndarray], sequences: Sequences) -> None:
+        rewards: Any = None
+        error: Exception | None = None
+        try:
+            rewards = self._call_all(sequences)
+        except Exception as caught:
+            error = caught
         with self._lock:
             if answer not in self._open:
                 return  # a rank was lost, and it has its error
             self._open.remove(answer)
-        error = call.exception()
         if error is None:
-            answer.set_result(call.result())
+            answer.set_result(rewards)
         else:
             answer.set_exception(error)
 
-    def _enter_model_thread(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
-    def _lead(self, sequences: Sequences) -> np.ndarray | None:
+    def _call_all(self, sequences: Sequences) -> Any:
         if self.world_size > 1:
             # Everything is built before the first byte goes out: nothing may raise in between.
             lengths = [len(token_ids) for token_ids in sequences]

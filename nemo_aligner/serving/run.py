@@ -20,7 +20,7 @@ def run_server(config: ServeConfig) -> int:
     """
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
-    with launch() as world:
+    with launch():
         check_port(config.server)  # now, and not when a large model is loaded
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
@@ -36,4 +36,4 @@ def run_server(config: ServeConfig) -> int:
             prefix_cache_tokens=config.server.prefix_cache_tokens,
         )
         check_expected(scorer.contract, config.expect_contract, "expect_contract")
-        return serve(scorer, config.server, world.device)
+        return serve(scorer, config.server)

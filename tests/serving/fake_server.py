@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         kind = {"int": int, "float": float}.get(str(kinds[key]), str)
         setattr(config, key, kind(value))
     with launch() as run:
-        return serve(FakeScorer(run.rank, run.world_size), config, run.device)
+        return serve(FakeScorer(run.rank, run.world_size), config)
 
 
 if __name__ == "__main__":

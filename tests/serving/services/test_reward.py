@@ -147,7 +147,7 @@ def test_what_was_answered_and_refused_is_counted(service):
     service.ask(GOOD, {}, kserve.encode_tokens([[1, 2, 3]]))
     line = service.meter.take_line(7)
     assert line is not None
-    assert "7 rows wait" in line
+    assert "7 in the queue" in line
     assert "1 refused" in line
     assert "p50" in line
     assert service.meter.take_line(0) is None

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
@@ -52,7 +51,7 @@ def check_port(config: ServerConfig) -> None:
         raise ServingError(said[0])
 
 
-def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | str = "cpu") -> int:
+def serve(scorer: ServableScorer, config: ServerConfig) -> int:
     """Answer requests until SIGTERM or SIGINT; every rank calls it.
 
     Returns:
@@ -65,7 +64,6 @@ def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | s
     ranks = ModelRanks(
         scorer.score_token_lists,
         scorer.forget,
-        device,
         config.heartbeat_secs,
         config.worker_timeout_secs,
     )
@@ -88,6 +86,16 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
+    ranks.lead(lambda: _answer(scorer, ranks, config, lambda: bool(stopping)))
+    ranks.stop()
+    print("Stopped", flush=True)
+    return 0
+
+
+def _answer(
+    scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig, shall_stop: Callable[[], bool]
+) -> None:
+    """Have Triton hand requests over until it shall stop, while the model is at work beside."""
     port = free_port(config.host, config.port)
     ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
     batcher = Batcher(ranks.submit, scorer.tokens_per_call)
@@ -105,7 +113,7 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
         if scorer.prefix_cache_bytes:
             kept, size = config.prefix_cache_tokens, scorer.prefix_cache_bytes / 2**20
             print(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank", flush=True)
-        watch.until(lambda: bool(stopping))
+        watch.until(shall_stop)
         print("Draining: in-flight requests are answered, new ones are refused", flush=True)
         stop = threading.Thread(target=triton.stop, name="drain", daemon=True)
         stop.start()
@@ -115,9 +123,6 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
     report.say()
     service.close()
     batcher.close()
-    ranks.stop()
-    print("Stopped", flush=True)
-    return 0
 
 
 def _start(triton: Any) -> Guard:
