@@ -1,7 +1,7 @@
 """Matrix products of inference on a CPU: by oneDNN where they are large.
 
 torch gives fp32 products to MKL, which on processors of other makers than Intel leaves AVX-512
-unused: on an AMD Zen 4 oneDNN is 2.2 to 2.5 times as fast (``docs/performance.md``). It makes a
+unused: on an AMD Zen 5 oneDNN is 2.2 to 2.6 times as fast (``docs/performance.md``). It makes a
 kernel for every shape that it meets, which takes longer than a small product.
 """
 

@@ -151,6 +151,23 @@ def one_slow_request(server: Server) -> tuple[int, dict]:
     return server.post({"inputs": inputs})
 
 
+def test_a_full_queue_says_when_to_come_again(tmp_path):
+    from nemo_aligner.serving.client import RewardClient
+
+    settings = [*QUICK, "max_queue_rows=2"]
+    with running(tmp_path, FAKE, *settings) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(one_slow_request, server)
+        time.sleep(1)
+        body = {"inputs": [json_request("sentences", "BYTES", [["a"], ["b"]])]}
+        status, answer = server.post(body)
+        assert status == 503
+        assert answer["error"].startswith("the queue is full (1 rows wait of 2, ")
+        assert answer["error"].endswith("retry after 1 s")
+        with RewardClient(server.url) as client:  # which does
+            assert client.score(["a", "b"])[:, 0].tolist() == [97, 98]
+        assert slow.result()[0] == 200
+
+
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_stop_answers_what_is_in_flight(tmp_path, number, ranks):
     with running(tmp_path, FAKE, *QUICK, ranks=ranks) as server, ThreadPoolExecutor(1) as pool:
@@ -163,12 +180,15 @@ def test_a_stop_answers_what_is_in_flight(tmp_path, number, ranks):
 
 
 @pytest.mark.parametrize("victim", ["bin/tritonserver", "triton_python_backend_stub"])
-def test_a_dead_triton_ends_the_server(tmp_path, victim):
-    with running(tmp_path, FAKE, *QUICK) as server:
+def test_a_triton_that_dies_while_it_waits_for_rewards_ends_the_server(tmp_path, victim):
+    with running(tmp_path, FAKE, *QUICK) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(one_slow_request, server)
+        time.sleep(1)
         pids = server.processes(victim)
         assert pids, "nothing to kill"
-        os.kill(max(pids), signal.SIGKILL)
+        os.kill(min(pids), signal.SIGKILL)
         assert server.wait(timeout=8) == [1]
+        assert slow.exception(timeout=8) is not None or slow.result()[0] >= 500
         assert "The server cannot go on" in server.output()
         server.assert_nothing_is_left()
 
