@@ -116,7 +116,7 @@ def _last_line(command: Sequence[str], threads: int, text: str = "") -> dict[str
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        raise WorkerFailed(f"{_ending(done.returncode)}\n{done.stderr[-4000:]}".strip())
+        raise WorkerFailed(f"{how_it_ended(done.returncode)}\n{done.stderr[-4000:]}".strip())
     return json.loads(lines[-1])
 
 
@@ -129,7 +129,7 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
-def _ending(returncode: int) -> str:
+def how_it_ended(returncode: int) -> str:
     """How a process has ended, by the exit status that its parent is told."""
     if returncode >= 0:
         return f"it ended with exit status {returncode}"
@@ -168,7 +168,7 @@ class Worker:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            ending = _ending(self._process.wait())
+            ending = how_it_ended(self._process.wait())
             self._said.seek(0)
             raise WorkerFailed(f"{ending}\n{self._said.read()[-4000:]}".strip())
         return json.loads(answer)

@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from nemo_aligner.cache_use import CachedPrefix, CacheUse, Stored
+
+Tokens = Sequence[int] | np.ndarray | Tensor
 
 # Fewer tokens are not worth a segment of their own.
 _MIN_PREFIX = 8
 
 
-def common_prefix(first: Sequence[int] | Tensor, second: Sequence[int] | Tensor) -> int:
+def common_prefix(first: Tokens, second: Tokens) -> int:
     """How many tokens two sequences begin with together, where that is worth a segment, else 0.
 
-    It is less than the shorter one's length, as every sequence needs a last token of its own.
+    It is less than the shorter one's length, as every sequence needs a last token of its own. Lists
+    are made arrays each time.
     """
     most = min(len(first), len(second)) - 1
     if most < _MIN_PREFIX:
         return 0
-    differs = torch.as_tensor(first[:most]) != torch.as_tensor(second[:most])
-    prefix = int(differs.int().argmax()) if bool(differs.any()) else most
+    differs = np.asarray(first[:most]) != np.asarray(second[:most])
+    at = int(differs.argmax())
+    prefix = at if differs[at] else most
     return prefix if prefix >= _MIN_PREFIX else 0
 
 
@@ -161,38 +168,73 @@ class Records:
 
 @dataclass(frozen=True)
 class Group:
-    """``size`` adjacent sequences that begin with the same ``prefix`` tokens."""
+    """``size`` adjacent sequences that begin with the same ``prefix`` tokens.
+
+    Those of ``cached`` are the first of them, and need no computing.
+    """
 
     size: int
     prefix: int
+    cached: CachedPrefix | None = None
 
 
 class _Segments:
-    """The segments of a pack in the making."""
+    """The segments of a pack in the making; cached ones are numbered before its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.cached = list(dict.fromkeys(g.cached for g in groups if g.cached is not None))
+        self._numbers = {cached: number for number, cached in enumerate(self.cached)}
         self.tokens: list[Tensor] = []
         self.positions: list[Tensor] = []
         self.lengths: list[int] = []
         self.prefixes: list[int] = []
         self.ends: list[int] = []  # the segment that each sequence ends with
+        self.num_tokens = 0
+        self._stored: list[Tensor] = []
+        self._slots: list[Tensor] = []
 
-    def add_group(self, sequences: Sequence[Sequence[int] | Tensor], prefix: int) -> None:
-        if prefix >= min(map(len, sequences)):
-            raise ValueError(f"a prefix of {prefix} tokens leaves no last token to a sequence")
-        segment = -1
-        if prefix:
-            segment = len(self.lengths)
-            self._add(sequences[0], 0, prefix, -1)
-        for sequence in sequences:
+    def add_group(
+        self, sequences: Sequence[Tokens], group: Group, stored: Sequence[Stored | None]
+    ) -> None:
+        if group.prefix >= min(map(len, sequences)):
+            raise ValueError(
+                f"a prefix of {group.prefix} tokens leaves no last token to a sequence"
+            )
+        segment, known = -1, 0
+        if group.cached is not None:
+            segment, known = self._numbers[group.cached], len(group.cached.slots)
+        # What stands before ``prefix`` is there once, what follows for each sequence.
+        first = self.num_tokens - known
+        if group.prefix > known:
+            self._add(sequences[0], known, group.prefix, segment)
+            segment = len(self.cached) + len(self.lengths) - 1
+        for sequence, its in zip(sequences, stored, strict=True):
+            own = self.num_tokens - group.prefix
             self.ends.append(len(self.lengths))
-            self._add(sequence, prefix, len(sequence), segment)
+            self._add(sequence, group.prefix, len(sequence), segment)
+            if its is not None:
+                positions = torch.arange(its.start, its.start + len(its.slots))
+                offsets = torch.where(positions < group.prefix, first, own)
+                self._stored.append(positions + offsets)
+                self._slots.append(its.slots)
 
-    def _add(self, sequence: Sequence[int] | Tensor, start: int, stop: int, prefix: int) -> None:
+    def _add(self, sequence: Tokens, start: int, stop: int, prefix: int) -> None:
         self.tokens.append(torch.as_tensor(sequence[start:stop], dtype=torch.int64))
         self.positions.append(torch.arange(start, stop))
         self.lengths.append(stop - start)
         self.prefixes.append(prefix)
+        self.num_tokens += stop - start
+
+    def cache_use(self) -> CacheUse | None:
+        if not self.cached and not self._stored:
+            return None
+        none = torch.zeros(0, dtype=torch.int64)
+        return CacheUse(
+            tuple(len(cached.slots) for cached in self.cached),
+            torch.cat([none, *(cached.slots for cached in self.cached)]),
+            torch.cat([none, *self._stored]),
+            torch.cat([none, *self._slots]),
+        )
 
 
 @dataclass(frozen=True)
@@ -204,18 +246,21 @@ class PackedBatch:
     The pack is made of G segments. A sequence is one segment, or two: a prefix that adjacent
     sequences begin with, too, and the rest of its own. In attention a segment sees itself,
     causally, and the whole of its prefix; so every token has the hidden state that it has in its
-    sequence.
+    sequence. A beginning whose keys and values were kept is one more segment, which others have as
+    their prefix, and of which no token is in the pack.
 
     Attributes:
         tokens: ``[T]`` int64 token ids.
         position_ids: ``[T]`` int64 positions in the sequences, counted from 0.
         cu_seqlens: ``[G + 1]`` int32 bounds of the segments, from 0 to T.
-        prefixes: ``[G]`` int64, the segment that a segment begins with, -1 for none.
+        prefixes: ``[G]`` int64, the segment that a segment begins with, -1 for none. P cached
+            segments, if there are any, are counted first: the pack's own begin with number P.
         scored_tokens: ``[S]`` int64 index into ``tokens`` of every token that the head reads,
             record by record.
         rows: ``[S]`` int64, where their rewards belong among those of the step, the data set or
             the request that the pack is a part of.
         records: the records that own them.
+        cached: what is taken from a pool of keys and values, and stored there; None is nothing.
     """
 
     tokens: Tensor
@@ -225,20 +270,23 @@ class PackedBatch:
     scored_tokens: Tensor
     rows: Tensor
     records: Records
+    cached: CacheUse | None = None
 
     @classmethod
     def pack(
         cls,
-        sequences: Sequence[Sequence[int] | Tensor],
+        sequences: Sequence[Tokens],
         records: Records | None = None,
         rows: Sequence[int] | Tensor | None = None,
         groups: Sequence[Group] | None = None,
+        stored: Sequence[Stored | None] | None = None,
     ) -> PackedBatch:
         """Lay ``sequences`` (S of them, in record order, none empty) end to end.
 
         The last token of each is scored. Without ``records`` every sequence is one; without
         ``rows`` the rewards belong where the sequences stand. ``groups`` says which of them have
-        a common prefix; without it none do.
+        a common prefix; without it none do. ``stored`` says of each which of its tokens' keys and
+        values are to be kept, and where; these are tokens that are not cached.
 
         Raises:
             ValueError: records or rows are not of as many sequences, or a sequence is empty.
@@ -257,10 +305,12 @@ class PackedBatch:
             )
         if len(sequences) == 0 or min(map(len, sequences)) < 1:
             raise ValueError("a pack needs at least one sequence, and no sequence may be empty")
-        segments = _Segments()
-        rest = iter(sequences)
-        for group in groups or [Group(1, 0)] * len(sequences):
-            segments.add_group([next(rest) for _ in range(group.size)], group.prefix)
+        groups = groups or [Group(1, 0)] * len(sequences)
+        stored = stored or [None] * len(sequences)
+        segments, end = _Segments(groups), 0
+        for group in groups:
+            start, end = end, end + group.size
+            segments.add_group(sequences[start:end], group, stored[start:end])
         bounds = torch.tensor([0, *segments.lengths], dtype=torch.int32).cumsum(0).int()
         return cls(
             tokens=torch.cat(segments.tokens),
@@ -270,6 +320,7 @@ class PackedBatch:
             scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1,
             rows=rows,
             records=records,
+            cached=segments.cache_use(),
         )
 
     @property
@@ -304,4 +355,5 @@ class PackedBatch:
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
             scored_tokens=self.scored_tokens.to(device, non_blocking=True),
             records=replace(self.records, labels=moved),
+            cached=None if self.cached is None else self.cached.to(device),
         )

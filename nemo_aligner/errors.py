@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 _MOST_SHOWN = 300
+_MOST_IN_LINE = 500
 
 
 class AlignerError(Exception):
@@ -45,6 +46,11 @@ class PeerError(AlignerError, RuntimeError):
 
 class LostRankError(AlignerError, RuntimeError):
     """Another rank is gone, and nobody has said why."""
+
+
+def one_line(text: object) -> str:
+    """What another program says, without line breaks, and not more than fits an answer."""
+    return " ".join(str(text).split())[:_MOST_IN_LINE]
 
 
 def shown(value: object) -> str:

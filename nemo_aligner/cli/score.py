@@ -36,8 +36,8 @@ def new_parser() -> Parser:
     parser.add_argument("--file", type=Path, metavar="JSONL", help="texts of a file")
     parser.add_argument("--expect", metavar="HASH", help="refuse rewards by another contract")
     parser.add_argument(
-        "--wait", type=float, default=60, metavar="SECONDS",
-        help="for the server to get ready (default: 60)",
+        "--wait", type=float, default=0, metavar="SECONDS",
+        help="for a server that is not up yet (default: 0)",
     )  # fmt: skip
     return parser
 
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
     from nemo_aligner.serving.client.reward import RewardClient
 
-    with RewardClient(options.url, expect=options.expect, init_timeout_s=options.wait) as client:
-        patience = f"waiting for a server at {options.url}, up to {options.wait:g} s ..."
+    with RewardClient(options.url, expect=options.expect, wait_s=options.wait) as client:
+        patience = f"waiting for an answer of {options.url} ..."
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
         waiting.start()
         try:

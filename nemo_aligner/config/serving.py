@@ -14,9 +14,11 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
     port: int = setting(5555, "0: any free port")
-    max_batch_size: int = setting(1024, "rows of a request, and of requests scored together")
-    max_queue_delay_microseconds: int = setting(2000, "how long to wait for more requests")
-    max_queue_size: int = setting(4096, "requests that may wait; more are refused")
+    max_batch_size: int = setting(1024, "rows of a request")
+    max_request_bytes: int = setting(16 * 2**20, "bytes of a request")
+    max_queue_rows: int = setting(8192, "rows that may wait; more are refused, to be sent later")
+    prefix_cache_tokens: int = setting(16384, "tokens of text beginnings to keep; 0 keeps none")
+    report_every_secs: float = setting(10.0, "a line on how busy it is, this often; 0 is never")
     exit_timeout_secs: int = setting(20, "seconds to answer what is in flight after SIGTERM")
     heartbeat_secs: float = setting(3.0, "how often rank 0 makes itself heard by the others")
     worker_timeout_secs: float = setting(30.0, "silence after which a rank counts as gone")
@@ -27,10 +29,13 @@ class ServerConfig:
             checks.require(0 <= self.port < 65536, "port", "0 (any free port) to 65535")
             checks.positive(
                 "max_batch_size",
+                "max_request_bytes",
+                "max_queue_rows",
                 "exit_timeout_secs",
                 "heartbeat_secs",
                 "worker_timeout_secs",
             )
+            checks.not_negative("prefix_cache_tokens", "report_every_secs")
 
 
 @dataclass

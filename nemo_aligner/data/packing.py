@@ -11,17 +11,22 @@ holds for every template and for raw text.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate, pairwise
 
 import numpy as np
-from torch import Tensor
 
-from nemo_aligner.batch import Group, PackedBatch, common_prefix
+from nemo_aligner.batch import Group, PackedBatch, Tokens, common_prefix
+from nemo_aligner.cache_use import CachedPrefix, Stored
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.errors import DataError
+
+# Where beginnings are cached, a pack has at most so many times its budget of keys, which a GPU's
+# kernel has one after the other.
+_KEYS_PER_TOKEN = 8
 
 
 def packed_size(dataset: TokenizedDataset, record: int) -> int:
@@ -102,9 +107,7 @@ def _pack(
     )
 
 
-def pack_sequences(
-    sequences: Sequence[Sequence[int] | Tensor], micro_batch_tokens: int
-) -> list[PackedBatch]:
+def pack_sequences(sequences: Sequence[Tokens], micro_batch_tokens: int) -> list[PackedBatch]:
     """Packs of single sequences to score; ``rows`` are positions in ``sequences``.
 
     Raises:
@@ -116,57 +119,194 @@ def pack_sequences(
                 f"sequence {index}: got {len(sequence)} tokens, wanted 1 to "
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
-    found = _find_prefix_groups(sequences, micro_batch_tokens)
+    groups = find_prefix_groups(sequences, micro_batch_tokens)
+    return pack_groups(sequences, groups, micro_batch_tokens)
+
+
+def pack_groups(
+    sequences: Sequence[Tokens],
+    groups: Sequence[PrefixGroup],
+    micro_batch_tokens: int,
+    stored: Mapping[int, Stored | None] | None = None,
+) -> list[PackedBatch]:
+    """Packs of ``groups``, whose members are positions in ``sequences``, as ``rows`` are.
+
+    ``stored`` says of each member what of it is kept.
+    """
     packs = []
-    sizes = [each.size for each in found]
-    for chosen in _assign(sizes, sizes, micro_batch_tokens):
-        members = [member for index in chosen for member in found[index].members]
-        groups = [Group(len(found[index].members), found[index].prefix) for index in chosen]
-        packs.append(PackedBatch.pack([sequences[m] for m in members], rows=members, groups=groups))
+    weights = [group.weight for group in groups]
+    for chosen in _assign(weights, weights, micro_batch_tokens):
+        members = [member for index in chosen for member in groups[index].members]
+        packs.append(
+            PackedBatch.pack(
+                [sequences[member] for member in members],
+                rows=members,
+                groups=[groups[index].in_pack for index in chosen],
+                stored=None if stored is None else [stored[member] for member in members],
+            )
+        )
     return packs
 
 
 @dataclass(frozen=True)
-class _PrefixGroup:
-    """Sequences with a common prefix of ``prefix`` tokens, and their tokens in a pack."""
+class PrefixGroup:
+    """Sequences with a common prefix of ``prefix`` tokens, and what they are in a pack.
+
+    Attributes:
+        members: which sequences.
+        prefix: tokens that all of them begin with, after what is cached.
+        size: tokens to compute.
+        cached: what stands before the prefix, and needs no computing.
+    """
 
     members: list[int]
     prefix: int
     size: int
+    cached: CachedPrefix | None = None
+
+    @property
+    def weight(self) -> int:
+        """What it takes of a pack's budget."""
+        return _weight(self.size, len(self.members), self.prefix, _length(self.cached))
+
+    @property
+    def in_pack(self) -> Group:
+        return Group(len(self.members), _length(self.cached) + self.prefix, self.cached)
 
 
-def _find_prefix_groups(
-    sequences: Sequence[Sequence[int] | Tensor], budget: int
-) -> list[_PrefixGroup]:
+def _length(cached: CachedPrefix | None) -> int:
+    return 0 if cached is None else len(cached.slots)
+
+
+def _weight(size: int, members: int, prefix: int, known: int) -> int:
+    """Tokens to compute, or a share of the keys that are gathered for them, if that is more.
+
+    Only where some are cached: without, keys are bounded by the tokens.
+    """
+    if not known:
+        return size
+    keys = size + (members + 1) * (known + prefix)
+    return max(size, keys // _KEYS_PER_TOKEN)
+
+
+def find_prefix_groups(
+    sequences: Sequence[Tokens],
+    budget: int,
+    cached: Mapping[int, CachedPrefix | None] | None = None,
+) -> list[PrefixGroup]:
     """All sequences, those with a long common prefix together, in groups of at most ``budget``.
 
     In the order of their tokens, adjacent ones have the longest prefix in common. One joins the
-    group before it if that saves tokens.
+    group before it if that saves tokens. Of ``cached``, the keys are the positions to group, which
+    is all without it, the values what those begin with: groups have one and the same.
     """
-    # Big-endian, so that bytes are in the order of the tokens.
-    keys = [np.asarray(sequence).astype(">i4").tobytes() for sequence in sequences]
-    groups: list[_PrefixGroup] = []
-    for index in sorted(range(len(sequences)), key=lambda index: keys[index]):
-        joined = _join(groups[-1], index, sequences) if groups else None
-        if joined is not None and joined.size <= budget:
-            groups[-1] = joined
-        else:
-            groups.append(_PrefixGroup([index], 0, len(sequences[index])))
-    return groups
+    ordered = _Ordered.of(sequences, cached)
+    return [
+        PrefixGroup(members, prefix, size, ordered.cached[members[0]])
+        for members, prefix, size in ordered.runs(budget, len(sequences))
+    ]
 
 
-def _join(
-    group: _PrefixGroup, index: int, sequences: Sequence[Sequence[int] | Tensor]
-) -> _PrefixGroup | None:
-    """The group with one more member, or None if that saves nothing."""
-    size, own = len(group.members), sequences[index]
-    prefix = common_prefix(sequences[group.members[0]], own)
-    if size > 1:
-        prefix = min(prefix, group.prefix)
-    if size * prefix <= (size - 1) * group.prefix:
-        return None
-    total = group.size + (size - 1) * group.prefix + len(own) - size * prefix
-    return _PrefixGroup([*group.members, index], prefix, total)
+@dataclass(frozen=True)
+class _Ordered:
+    """Sequences in the order of what they begin with and of their tokens.
+
+    Attributes:
+        positions: where each stood.
+        lengths: its tokens that are not cached.
+        common: how many of them the one before it begins with, too.
+        cached: by position.
+    """
+
+    positions: list[int]
+    lengths: list[int]
+    common: list[int]
+    cached: Mapping[int, CachedPrefix | None]
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[Tokens],
+        cached: Mapping[int, CachedPrefix | None] | None = None,
+    ) -> _Ordered:
+        if cached is None:
+            cached = dict.fromkeys(range(len(sequences)))
+        rests = {
+            position: np.asarray(sequences[position])[_length(prefix) :]
+            for position, prefix in cached.items()
+        }
+        # Big-endian, so that bytes are in the order of the tokens.
+        keys = {position: rest.astype(">i4").tobytes() for position, rest in rests.items()}
+        positions = sorted(cached, key=keys.__getitem__)
+        beginnings = {
+            prefix: number for number, prefix in enumerate(dict.fromkeys(cached.values()))
+        }
+        if len(beginnings) > 1:
+            positions.sort(key=lambda position: beginnings[cached[position]])
+        common = [0][: len(positions)]
+        for before, own in pairwise(positions):
+            is_same = cached[before] is cached[own]
+            common.append(common_prefix(rests[before], rests[own]) if is_same else 0)
+        lengths = [len(rests[position]) for position in positions]
+        return cls(positions, lengths, common, cached)
+
+    def runs(self, budget: int, end: int) -> Iterator[tuple[list[int], int, int]]:
+        """Members, prefix and size of each group of those before position ``end``.
+
+        Neither counts what is cached.
+        """
+        members: list[int] = []
+        prefix = size = 0
+        common = 0  # with the last of the members
+        for position, length, with_before in zip(
+            self.positions, self.lengths, self.common, strict=True
+        ):
+            common = min(common, with_before)
+            if position >= end:
+                continue
+            count = len(members)
+            joined = min(common, prefix) if count > 1 else common
+            if count * joined > (count - 1) * prefix:
+                total = size + (count - 1) * prefix + length - count * joined
+                known = _length(self.cached[position])
+                if _weight(total, count + 1, joined, known) <= budget:
+                    members.append(position)
+                    prefix, size, common = joined, total, length
+                    continue
+            if members:
+                yield members, prefix, size
+            members, prefix, size, common = [position], 0, length, length
+        if members:
+            yield members, prefix, size
+
+    def fits(self, budget: int, end: int) -> bool:
+        """Whether those before position ``end`` fit into one pack."""
+        total = 0
+        for _, _, size in self.runs(budget, end):
+            total += size
+            if total > budget:
+                return False
+        return True
+
+
+def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
+    """How many of the first sequences have ``budget`` tokens, common prefixes counted once.
+
+    At least one, and as many as can be found to fit by trying four times as many, then halves.
+    Arrays are looked at faster than lists.
+    """
+    lengths = list(accumulate(map(len, sequences)))
+    least = min(len(sequences), max(1, bisect_right(lengths, budget)))
+    most = min(len(sequences), budget)  # each has a token of its own
+    while least < most:
+        tried = min(4 * least, most)
+        ordered = _Ordered.of(sequences[:tried])
+        if not ordered.fits(budget, tried):
+            # Of the first counts above ``least``, so many fit.
+            counts = range(least + 1, tried)
+            return least + bisect_left(counts, True, key=lambda n: not ordered.fits(budget, n))
+        least = tried
+    return least
 
 
 def _assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:

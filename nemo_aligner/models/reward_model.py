@@ -15,6 +15,8 @@ from torch import Tensor
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
+from nemo_aligner.models.attention.packed import PackedAttention
+from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.backbone import layer_spec, transformer_config
 from nemo_aligner.models.heads import RewardHead
@@ -27,9 +29,11 @@ class GPTRewardModel(GPTModel):
     """megatron-core's GPTModel with a reward head instead of the output layer.
 
     ``reads_every_token`` makes it a critic: the head gives a value for each token of a pack.
+    ``key_value_pool`` is what packs with cached prefixes take them from.
     """
 
     reads_every_token = False
+    key_value_pool: KeyValuePool | None = None
 
     def __init__(
         self,
@@ -91,7 +95,10 @@ class GPTRewardModel(GPTModel):
             # The attention rotates; megatron-core's way takes many more passes over memory.
             rotary_pos_emb=None,
             packed_seq_params=PackedSegments.of(
-                batch, *self._rotation(batch.position_ids), self._rows_of_head(rows)
+                batch,
+                *self._rotation(batch.position_ids),
+                self._rows_of_head(rows),
+                self.key_value_pool,
             ),
         )
         if not self.post_process:
@@ -102,6 +109,19 @@ class GPTRewardModel(GPTModel):
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return self.rm_head(hidden[: len(rows), 0])
+
+    def new_key_value_pool(self, slots: int) -> KeyValuePool:
+        """A pool for this rank's layers and query groups, on the model's device, in its dtype."""
+        layers = [each for each in self.modules() if isinstance(each, PackedAttention)]
+        config = self.config
+        return KeyValuePool(
+            [layer.layer_number for layer in layers],
+            slots,
+            config.num_query_groups // config.tensor_model_parallel_size,
+            config.kv_channels,
+            config.params_dtype,
+            next(self.parameters()).device,
+        )
 
     def _rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[T, 1, 1, rotary channels / 2]`` at ``position_ids [T]``."""

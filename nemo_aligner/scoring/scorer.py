@@ -7,6 +7,7 @@ scored in process or over HTTP, alone or among others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,32 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.scoring.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of all calls, on all ranks.
+
+    Attributes:
+        asked: of the texts to score.
+        computed: that went through the model; what texts of one call have in common, once.
+        cached: that did not, as their keys and values were kept.
+    """
+
+    asked: int = 0
+    computed: int = 0
+    cached: int = 0
+
+    def after(self, asked: int, computed: int, cached: int) -> TokenCounts:
+        """With those of one more call."""
+        return TokenCounts(self.asked + asked, self.computed + computed, self.cached + cached)
 
 
 class RewardScorer:
@@ -29,16 +51,21 @@ class RewardScorer:
 
     The ``score`` methods are collective: every rank calls them with the same arguments and gets all
     rewards. The packs are shared out over the data parallel ranks.
+
+    With a prefix cache the keys and values of ``prefix_cache_tokens`` tokens are kept on each data
+    parallel replica, the last ones used, and a text that begins as one before it is computed from
+    there on. After a call that failed on any rank, every rank has to ``forget``.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: GPTRewardModel,
         contract: ScoringContract,
         tokenizer: Tokenizer,
         layout: ParallelLayout,
         micro_batch_tokens: int,
         watch: Watch = unwatched,
+        prefix_cache_tokens: int = 0,
     ) -> None:
         """Raises ConfigError when a text of the contract's ``seq_length`` exceeds the budget."""
         if micro_batch_tokens < contract.seq_length:
@@ -53,11 +80,28 @@ class RewardScorer:
         self._watch = watch
         self._label_means = torch.tensor(contract.label_means, dtype=torch.float32)
         self.contract = contract
+        self.counts = TokenCounts()
+        self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens)
+        self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
 
     @property
     def attributes(self) -> tuple[str, ...]:
         """What the columns of the rewards are called."""
         return tuple(self.contract.attributes)
+
+    @property
+    def tokens_per_call(self) -> int:
+        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        return self._micro_batch_tokens * self._layout.dp * self._layout.pp
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """What the prefix cache takes on this rank."""
+        return 0 if self._pool is None else self._pool.num_bytes
+
+    def forget(self) -> None:
+        """Forget what is cached, as keys and values of a call that failed may not be there."""
+        self._cache.forget()
 
     def score(self, texts: Sequence[Text]) -> np.ndarray:
         """Rewards of raw texts and conversations.
@@ -100,24 +144,40 @@ class RewardScorer:
             wrong = lowest if lowest < 0 else highest
             raise DataError(f"got token id {wrong}, wanted 0 to {self._tokenizer.vocab_size - 1}")
 
-    def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
+    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
         if not token_lists:
             return np.zeros((0, len(self.attributes)), dtype=np.float32)
-        count, budget = len(token_lists), self._micro_batch_tokens
-        mine = pack_sequences(token_lists, budget)[self._layout.dp_rank :: self._layout.dp]
-        parts = count_parts(sum(map(len, token_lists)), budget, self._layout)
+        try:
+            return self._score([np.array(tokens, dtype=np.int64) for tokens in token_lists])
+        except BaseException:
+            self.forget()
+            raise
+
+    def _score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        count = len(sequences)
+        plan = self._plan(sequences)
+        parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
+        self._model.key_value_pool = self._pool
         self._watch(0, count)
         rewards = infer_in_parts(
             self._model,
-            mine,
+            plan.packs,
             self._layout,
             parts,
             lambda share: self._watch(round(share * count), count),
         )
         shape = (count, len(self.attributes))
-        everyone = gather_rewards(rewards, mine, shape, self._layout)
+        everyone = gather_rewards(rewards, plan.packs, shape, self._layout)
+        self.counts = self.counts.after(sum(map(len, sequences)), plan.computed, plan.cached)
         return (everyone + self._label_means).numpy()
+
+    def _plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
+        if self._pool is not None:
+            return self._cache.plan(sequences)
+        packs = pack_sequences(sequences, self._micro_batch_tokens)
+        mine = packs[self._layout.dp_rank :: self._layout.dp]
+        return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
 
     def _encode_numbered(self, number: int, text: Text) -> list[int]:
         try:
@@ -133,10 +193,11 @@ def load_scorer(
     precision: Precision | None = None,
     micro_batch_tokens: int = 8192,
     watch: Watch = unwatched,
+    prefix_cache_tokens: int = 0,
 ) -> RewardScorer:
     """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
 
-    ``precision`` None is the contract's.
+    ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
@@ -144,5 +205,11 @@ def load_scorer(
     """
     loaded = load_reward_model(path, layout, precision)
     return RewardScorer(
-        loaded.model, loaded.contract, loaded.tokenizer, layout, micro_batch_tokens, watch
+        loaded.model,
+        loaded.contract,
+        loaded.tokenizer,
+        layout,
+        micro_batch_tokens,
+        watch,
+        prefix_cache_tokens,
     )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,36 +25,50 @@ from nemo_aligner.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-Score = Callable[[list[list[int]]], np.ndarray]
+T = TypeVar("T")
+Sequences = Sequence[Sequence[int] | np.ndarray]
+"""Token ids of N texts."""
+Score = Callable[[Sequences], np.ndarray]
+"""Their rewards ``[N, A]``."""
+
+
+class RanksLostError(ServingError):
+    """A rank is gone: this server answers nothing any more."""
+
 
 _NO_LIMIT = timedelta(days=365)
 
 
 class ModelRanks:
-    """``score`` on all ranks: ``execute`` on rank 0 while the others are in ``follow``.
+    """``score`` on all ranks: rank 0 is in ``lead``, the others in ``follow``.
 
-    A follower that cannot go on ends its process with exit code 1; on rank 0 ``failure`` says why,
-    so that the server can answer what it holds.
+    A follower that cannot go on ends its process with exit code 1. On rank 0 ``failure`` then says
+    why, None as long as the ranks can go on, and what was submitted has its error.
     """
 
     def __init__(
         self,
         score: Score,
-        device: torch.device | str = "cpu",
+        forget: Callable[[], None] = lambda: None,
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
     ) -> None:
-        """Collective over all ranks of the default group, if there is one."""
+        """Collective over all ranks of the default group, if there is one.
+
+        ``forget`` is called on every rank after a call that failed on any: what ``score`` keeps
+        from call to call must be the same on all.
+        """
         self._score = score
-        self._device = torch.device(device)
+        self._forget = forget
         self._heartbeat_secs = heartbeat_secs
         self._timeout_secs = worker_timeout_secs
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._lost: Future[Any] = Future()
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        self._open: set[Future[np.ndarray]] = set()
         self._leaving = threading.Event()
-        # One thread for all forward passes: device and inference mode are settings of a thread.
-        self._model_thread = ThreadPoolExecutor(1, "model", initializer=self._enter_model_thread)
+        self._calls: SimpleQueue[tuple[Future[np.ndarray], Sequences] | None] = SimpleQueue()
         if self.world_size > 1:
             self._work = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
             self._pulse = dist.new_group(
@@ -62,67 +77,100 @@ class ModelRanks:
             self._pulse_thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
             self._pulse_thread.start()
 
-    @property
-    def failure(self) -> str | None:
-        """Why the ranks cannot go on; None while they can."""
-        return self._lost.result() if self._lost.done() else None
+    def submit(self, sequences: Sequences) -> Future[np.ndarray]:
+        """Score on all ranks, after what was submitted before; rank 0 only, from any thread.
 
-    def execute(self, token_lists: list[list[int]]) -> np.ndarray:
-        """Score on all ranks; rank 0 only, from any thread.
+        The future's error is a ServingError: ``score`` failed (the next call may succeed); or a
+        RanksLostError, which comes before the model comes back, as it may never do.
+        """
+        answer: Future[np.ndarray] = Future()
+        answer.set_running_or_notify_cancel()
+        with self._lock:
+            if self.failure is not None:
+                answer.set_exception(RanksLostError(self.failure))
+                return answer
+            self._open.add(answer)
+        self._calls.put((answer, sequences))
+        return answer
+
+    def execute(self, sequences: Sequences) -> np.ndarray:
+        """``submit``, and wait.
 
         Raises:
-            ServingError: ``score`` failed (the next call may succeed), or a rank is lost.
+            ServingError: as above.
         """
-        if self.failure is not None:
-            raise ServingError(self.failure)
-        call: Future[Any] = self._model_thread.submit(self._lead, token_lists)
-        wait([call, self._lost], return_when=FIRST_COMPLETED)
-        if not call.done():
-            raise ServingError(self._lost.result())
-        return call.result()
+        return self.submit(sequences).result()
+
+    def lead(self, drive: Callable[[], T]) -> T:
+        """Rank 0: compute here what is submitted, until ``drive`` returns in a thread beside.
+
+        The caller is the thread that has loaded the model. OpenMP gives every thread that computes
+        its own helpers, and once there are more of them than cores, all of them go to sleep after
+        each operation: a forward pass took 1.3 to 1.5 times as long in a thread of its own.
+        """
+        with ThreadPoolExecutor(1, "drive") as beside:
+            driving = beside.submit(drive)
+            driving.add_done_callback(lambda _: self._calls.put(None))
+            while (call := self._calls.get()) is not None:
+                self._compute(*call)
+            return driving.result()
 
     def follow(self) -> None:
         """Serve rank 0's calls until it stops; every rank but 0."""
         while True:
             header = self._broadcast(torch.zeros(2, dtype=torch.int64))
-            sequences, tokens = header.tolist()
-            if sequences == 0:
+            count, tokens = header.tolist()
+            if count == 0:
                 return
-            payload = self._broadcast(torch.zeros(sequences + tokens, dtype=torch.int64))
-            lengths, ids = payload[:sequences].tolist(), payload[sequences:]
-            self._attempt([part.tolist() for part in ids.split(lengths)])
+            payload = self._broadcast(torch.zeros(count + tokens, dtype=torch.int64))
+            bounds = payload[:count].cumsum(0)[:-1]
+            self._attempt(np.split(payload[count:].numpy(), bounds))
 
     def stop(self) -> None:
         """Release the followers and end the heartbeat; every rank calls it when idle."""
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
                 nothing = torch.zeros(2, dtype=torch.int64)
-                self._model_thread.submit(self._broadcast, nothing).result()
+                self._broadcast(nothing)
             self._leaving.set()
             self._pulse_thread.join()
-        self._model_thread.shutdown()
 
     def lose(self, why: str) -> None:
         """Note that the ranks cannot go on; a follower's process ends here."""
         if self.rank != 0:
             logger.error("rank %d leaves: %s", self.rank, why)
             os._exit(1)
-        if not self._lost.done():
-            self._lost.set_result(why)
+        with self._lock:
+            if self.failure is None:
+                self.failure = why
+            left, self._open = self._open, set()
+        for answer in left:
+            answer.set_exception(RanksLostError(self.failure))
 
-    def _enter_model_thread(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+    def _compute(self, answer: Future[np.ndarray], sequences: Sequences) -> None:
+        rewards: Any = None
+        error: Exception | None = None
+        try:
+            rewards = self._call_all(sequences)
+        except Exception as caught:
+            error = caught
+        with self._lock:
+            if answer not in self._open:
+                return  # a rank was lost, and it has its error
+            self._open.remove(answer)
+        if error is None:
+            answer.set_result(rewards)
+        else:
+            answer.set_exception(error)
 
-    def _lead(self, token_lists: list[list[int]]) -> np.ndarray | None:
+    def _call_all(self, sequences: Sequences) -> Any:
         if self.world_size > 1:
             # Everything is built before the first byte goes out: nothing may raise in between.
-            lengths = [len(ids) for ids in token_lists]
-            flat = [token for ids in token_lists for token in ids]
-            payload = torch.tensor(lengths + flat, dtype=torch.int64)
-            self._broadcast(torch.tensor([len(lengths), len(flat)], dtype=torch.int64))
+            lengths = [len(token_ids) for token_ids in sequences]
+            payload = torch.from_numpy(np.concatenate([lengths, *sequences]).astype(np.int64))
+            self._broadcast(torch.tensor([len(lengths), sum(lengths)], dtype=torch.int64))
             self._broadcast(payload)
-        return self._attempt(token_lists)
+        return self._attempt(sequences)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._in_step():
@@ -137,17 +185,19 @@ class ModelRanks:
         except Exception as error:
             why = f"the ranks lost each other: {str(error).splitlines()[0][:200]}"
             self.lose(why)
-            raise ServingError(why) from error
+            raise RanksLostError(why) from error
 
-    def _attempt(self, token_lists: list[list[int]]) -> np.ndarray | None:
+    def _attempt(self, sequences: Sequences) -> np.ndarray | None:
         """Score, and exchange errors with all ranks, so that they stay in step."""
         rewards, error = None, None
         try:
-            rewards = self._score(token_lists)
+            rewards = self._score(sequences)
         except Exception as caught:
             error = caught
             logger.exception("rank %d could not score", self.rank)
         errors = self._acknowledge(error)
+        if errors:
+            self._forget()
         if self.rank == 0 and errors:
             raise ServingError("; ".join(errors)) from error
         return rewards

@@ -8,7 +8,7 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.scoring.scorer import load_scorer
-from nemo_aligner.serving.transports.triton.server import serve
+from nemo_aligner.serving.transports.triton.server import check_port, serve
 from nemo_aligner.text.contract import check_expected
 
 
@@ -20,7 +20,8 @@ def run_server(config: ServeConfig) -> int:
     """
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
-    with launch() as world:
+    with launch():
+        check_port(config.server)  # now, and not when a large model is loaded
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -32,6 +33,7 @@ def run_server(config: ServeConfig) -> int:
             layout,
             precision=config.precision,
             micro_batch_tokens=config.model.micro_batch_tokens,
+            prefix_cache_tokens=config.server.prefix_cache_tokens,
         )
         check_expected(scorer.contract, config.expect_contract, "expect_contract")
-        return serve(scorer, config.server, world.device)
+        return serve(scorer, config.server)

@@ -198,7 +198,39 @@ class ScoringContract:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
             DataError: it is empty, malformed, or a conversation and there is no chat template.
         """
-        return self.fit(self.tokenize(tokenizer, [text])[0])
+        written = self._write(tokenizer, text)
+        end = self._encode_end(tokenizer, text, written)
+        if end is not None:
+            return end
+        ids = tokenizer.encode_batch([written])[0]
+        return self.fit(self._complete(ids, text))
+
+    def _encode_end(self, tokenizer: Tokenizer, text: Text, written: str) -> EncodedText | None:
+        """What ``fit`` makes of a text that is much too long, by its end alone; None if unknown.
+
+        Raises:
+            OverlongError: it is too long, and the rule is not ``truncate_left``.
+        """
+        # No text of so few letters is too long for every tokenizer.
+        if len(written) <= self.seq_length:
+            return None
+        bounds = tokenizer.bounds
+        if self.overlong != Overlong.truncate_left.value:
+            most, got = bounds.most_bytes(self.seq_length), len(written.encode())
+            if most is not None and got > most:
+                raise OverlongError(
+                    f"got a text of {got} bytes, wanted at most {self.seq_length} tokens, "
+                    f"which have {most} bytes at most"
+                )
+            return None
+        ids = bounds.encode_end(tokenizer.encode, written, self.seq_length + 1)
+        if ids is None:
+            return None
+        # The rules for BOS look at the first two tokens.
+        bos, begins = tokenizer.bos_token, 0
+        if bos and tokenizer.encode(bos) == [self.bos_id]:
+            begins = written.startswith(bos) + written.startswith(2 * bos)
+        return self.fit(self._complete(tokenizer.encode(bos * begins) + ids, text))
 
     def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
         """Token ids of many texts at their full lengths; ``fit`` is the rule for long ones."""

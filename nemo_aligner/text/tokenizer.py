@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.errors import DataError, short, shown
 from nemo_aligner.text.contract_fields import is_text
+from nemo_aligner.text.long_texts import TextBounds
 
 if TYPE_CHECKING:
     import tokenizers
@@ -170,6 +171,11 @@ class Tokenizer:
         """The ids of tokens that stand for no text of people's."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def bounds(self) -> TextBounds:
+        """What can be said of a text before it is tokenized."""
+        return TextBounds.of(json.loads(self._files[_JSON]))
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, nothing added."""

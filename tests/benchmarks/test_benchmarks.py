@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,49 @@ def test_memory_of_a_run_is_told_step_by_step(folder: Path) -> None:
     assert [row["when"] for row in rows] == [*starts, *(f"step {step}" for step in range(1, 5))]
     assert all(row["peak"] >= row["resident"] > row["in use"] > 0 for row in rows)
     assert all(row["at most"] >= row["in use"] for row in rows)
+
+
+def serve(folder: Path, *arguments: str) -> tuple[str, dict]:
+    pytest.importorskip("pytriton")
+    few = ("--clients=2", "--requests=6", "--turns=1", "--threads=1")
+    return report("benchmarks/serving.py", folder, *few, *arguments)
+
+
+@pytest.mark.slow(seconds=25)
+def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    fake = tiny.ROOT / "tests/benchmarks/fake_vllm.py"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
+    python.chmod(0o755)
+    _, content = serve(folder, f"--vllm-python={python}", "--kinds=shared")
+    rows = content["rows"]
+    assert [row["server"] for row in rows] == ["nemo_aligner", "vLLM with prefix cache"]
+    assert [row["clients"] for row in rows] == [1, 1]
+    assert all(row[key] > 0 for row in rows for key in ("rewards/s", "tokens/s", "p50 s", "p99 s"))
+    assert rows[1]["ours is faster by"] > 0
+    assert content["difference"] < 1e-5
+    assert content["failures"] == {}
+
+
+@pytest.mark.slow(seconds=20)
+def test_serving_is_measured_where_its_peer_dies(folder: Path, dying_python: Path) -> None:
+    shown, content = serve(folder, f"--vllm-python={dying_python}", "--kinds=pairs")
+    ours, *theirs = content["rows"]
+    assert ours["rewards/s"] > 0
+    assert [row["rewards/s"] for row in theirs] == [None] * 2
+    assert set(content["failures"].values()) == {f"it did not start: {KILLED}"}
+    assert f"\nvLLM: it did not start: {KILLED}\n" in shown
+
+
+@pytest.mark.slow(seconds=20)
+def test_what_the_server_itself_costs(folder: Path) -> None:
+    pytest.importorskip("pytriton")
+    _, content = report(
+        "benchmarks/serving.py", folder, "--tiny", "--tiny-requests=40", "--soak=40"
+    )
+    (latency,) = content["latency"]
+    assert 0 < latency["forward ms"] < latency["p50 ms"] <= latency["p99 ms"] <= latency["max ms"]
+    assert [row["traffic"] for row in content["traffic"]] == ["uniform", "mixed"]
+    assert all(row["rows/s"] > 0 for row in content["traffic"])
+    assert [row["soak"] for row in content["soak"]] == ["after 4 requests", "after 40 requests"]
+    assert all(row["resident MiB"] > 100 for row in content["soak"])

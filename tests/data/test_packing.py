@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from nemo_aligner.batch import LabelColumns, PackedBatch, Records
+from nemo_aligner.cache_use import CachedPrefix
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset, prefixes_of
 from nemo_aligner.data.packing import (
+    find_prefix_groups,
     pack_records,
     pack_sequences,
     packed_size,
     record_cost,
     share_out,
+    take_oldest,
 )
 from nemo_aligner.data.records import Origin
 from nemo_aligner.errors import DataError
@@ -245,3 +248,49 @@ def test_a_budget_is_used_to_the_last_token() -> None:
     assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 10)] == [10, 10]
     assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 20)] == [20]
     assert [pack.num_tokens for pack in pack_sequences([[1] * 10], 10)] == [10]
+
+
+def grouped_size(sequences: list[list[int]], budget: int) -> int:
+    return sum(group.size for group in find_prefix_groups(sequences, budget))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_oldest_that_fit_are_taken(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [rng.choices(range(90), k=rng.choice([9, 40, 100])) for _ in range(5)]
+    waiting = [
+        [*rng.choice(prompts), *rng.choices(range(90), k=rng.randint(1, 30))] for _ in range(100)
+    ]
+    for budget in (150, 400, 1000, 2500):
+        count = take_oldest(waiting, budget)
+        assert grouped_size(waiting[:count], budget) <= budget
+        # One more sequence can change who shares with whom by few tokens.
+        assert count == 100 or grouped_size(waiting[: count + 1], budget) > budget - 10
+        assert len(pack_sequences(waiting[:count], budget)) == 1
+    assert take_oldest(waiting, 10**6) == 100
+    # Whatever its size, one goes on.
+    assert take_oldest(waiting, 3) == take_oldest(waiting[:1], 3) == 1
+    assert take_oldest([], 3) == 0
+    assert take_oldest([[1, 2], [3, 4], [5]], 4) == 2
+
+
+def test_one_prompt_is_counted_once_among_those_that_wait() -> None:
+    prompt = list(range(100))
+    waiting = [[*prompt, 200 + n] for n in range(50)]
+    assert take_oldest(waiting, 120) == 20
+    assert take_oldest(waiting, 150) == 50
+
+
+def test_groups_stand_on_one_cached_beginning_each() -> None:
+    first, second = (CachedPrefix(torch.arange(start, start + 16)) for start in (0, 16))
+    beginnings = {first: list(range(16)), second: list(range(20, 36)), None: []}
+    common = list(range(50, 60))
+    cached = dict(enumerate([first, None, second, first, None, second, first]))
+    sequences = [[*beginnings[cached[n]], *common, 100 + n] for n in range(7)]
+    groups = find_prefix_groups(sequences, 1000, cached)
+    found = {frozenset(group.members): (group.cached, group.prefix, group.size) for group in groups}
+    assert found == {
+        frozenset({0, 3, 6}): (first, 10, 13),
+        frozenset({1, 4}): (None, 10, 12),
+        frozenset({2, 5}): (second, 10, 12),
+    }

@@ -47,6 +47,64 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
         torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=5e-2)
 
 
+@pytest.mark.parametrize("window", [None, 1, 30])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_varlen_kernel_sees_cached_beginnings(groups: int, window: int | None) -> None:
+    from nemo_aligner.batch import Group, PackedBatch
+    from nemo_aligner.cache_use import CachedPrefix, CacheUse
+    from nemo_aligner.models.attention.packed import _attend_one_by_one
+    from nemo_aligner.models.attention.pool import KeyValuePool
+    from nemo_aligner.models.attention.segments import PackedSegments, Scores
+    from nemo_aligner.models.attention.varlen import varlen_kernel
+
+    kernel = varlen_kernel(window is not None)
+    if kernel is None:
+        pytest.skip("this torch has no such varlen attention (2.10 has it, 2.11 with windows)")
+    torch.manual_seed(0)
+    pool = KeyValuePool([1], 256, groups, 64, torch.bfloat16, "cuda")
+    sequences = [[1] * length for length in (130, 200, 129, 90)]
+    cached = CachedPrefix(torch.randperm(256)[:128])
+    packed = [Group(2, 129, cached), Group(1, 128, cached), Group(1, 0)]
+    batch = PackedBatch.pack(sequences, groups=packed).to("cuda")
+    unused = torch.zeros(0, device="cuda")
+    segments = PackedSegments.of(batch, unused, unused, unused, pool)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+
+    none, every = torch.zeros(0, dtype=torch.int64), torch.arange(256)
+    stored = CacheUse((), none, every, every).to("cuda")
+    pool.exchange(1, draw(256, groups), draw(256, groups), stored)
+    tokens = batch.num_tokens
+    key, value = segments.with_cached(1, draw(tokens, groups), draw(tokens, groups))
+    assert len(key) == 128 + tokens
+    query, scores = draw(tokens, 8), Scores(window=window)
+    ours, wanted = (
+        each(query, key, value, segments, scores) for each in (kernel, _attend_one_by_one)
+    )
+    torch.testing.assert_close(ours.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:
+    """In bf16 what is put together in another order differs by roundings, and by no more."""
+    import json
+
+    from tests import families
+
+    archive = families.write_base_nemo(tmp_path / "llama3.nemo", "llama3")
+    done = tiny.run_script(
+        "tests/scoring/cached_layouts.py",
+        "--one",
+        "--bf16",
+        str(archive),
+        env={"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    found = json.loads(done.stdout.splitlines()[-1])["one"]["llama3"]
+    assert found["range"] > 0.3
+    assert max(found["worst"].values()) < 0.05 * found["range"]
+    assert found["counts"]["4096"]["cached"] > 0
+
+
 def test_bf16_training_learns(tmp_path: Path) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 64)

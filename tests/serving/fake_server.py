@@ -21,6 +21,7 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.processes import report
+from nemo_aligner.scoring.scorer import TokenCounts
 from nemo_aligner.serving.transports.triton.server import serve
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 
@@ -51,6 +52,9 @@ def total(text: str) -> float:
 
 class FakeScorer:
     contract = CONTRACT
+    counts = TokenCounts()
+    tokens_per_call = 256
+    prefix_cache_bytes = 0
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -69,6 +73,9 @@ class FakeScorer:
             raise DataError(f"got {len(token_ids)} tokens, wanted at most {SEQ_LENGTH}")
         if min(token_ids) < 0:
             raise DataError(f"got token id {min(token_ids)}, wanted 0 or more")
+
+    def forget(self) -> None:
+        print("FORGET", flush=True)
 
     def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
         tokens = sum(len(ids) for ids in token_lists)
@@ -98,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         kind = {"int": int, "float": float}.get(str(kinds[key]), str)
         setattr(config, key, kind(value))
     with launch() as run:
-        return serve(FakeScorer(run.rank, run.world_size), config, run.device)
+        return serve(FakeScorer(run.rank, run.world_size), config)
 
 
 if __name__ == "__main__":

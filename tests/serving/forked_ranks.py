@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,13 @@ from nemo_aligner.serving.ranks import ModelRanks
 HEARTBEAT_SECS, TIMEOUT_SECS = 0.1, 2.0
 
 
+# What a rank notes where it is told to forget.
+FORGOT: list[list[int]] = []
+
+
 def make_score(rank: int, heard: list[list[list[int]]]) -> Callable[[list[list[int]]], Any]:
     def score(token_lists: list[list[int]]) -> np.ndarray:
-        heard.append(token_lists)
+        heard.append([list(map(int, ids)) for ids in token_lists])
         mark = token_lists[0][0]
         if mark == 666 or mark == 668 + (1 - rank):
             raise RuntimeError(f"rank {rank}\ncannot")
@@ -38,6 +44,17 @@ def make_score(rank: int, heard: list[list[list[int]]]) -> Callable[[list[list[i
         return rewards.unsqueeze(1).numpy()
 
     return score
+
+
+@contextmanager
+def led(ranks: ModelRanks) -> Iterator[None]:
+    """Calls are computed in a thread, which may hang in one that fails."""
+    done = threading.Event()
+    threading.Thread(target=ranks.lead, args=[done.wait], daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def attempt(ranks: ModelRanks, token_lists: list[list[int]]) -> Any:
@@ -100,11 +117,13 @@ def be_rank(rank: int, name: str, folder: Path) -> None:
     heard: list[list[list[int]]] = []
     ranks = ModelRanks(
         make_score(rank, heard),
+        lambda: heard.append(FORGOT),
         heartbeat_secs=HEARTBEAT_SECS,
         worker_timeout_secs=TIMEOUT_SECS,
     )
     if rank == 0:
-        found = SCENARIOS[name](ranks)
+        with led(ranks):
+            found = SCENARIOS[name](ranks)
     elif name == "second_dies_idle":
         os._exit(9)
     else:

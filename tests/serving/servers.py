@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -73,25 +74,36 @@ class Server:
             rank.send_signal(number)
         return self.wait(timeout)
 
-    def assert_nothing_is_left(self, killed: bool = False) -> None:
-        """No process; and no file of Triton's, unless rank 0 was killed."""
-        end = time.monotonic() + 5
+    def assert_nothing_is_left(self, within: float = 5) -> None:
+        """No process, and no file of Triton's."""
+        end = time.monotonic() + within
         while self.processes() and time.monotonic() < end:
             time.sleep(0.1)
         assert self.processes() == []
-        assert killed or list(self.home.iterdir()) == []
+        assert list(self.home.iterdir()) == []
+        segments = [f"/dev/shm/pytrtion{rank.pid}-*" for rank in self.ranks]
+        assert [found for segment in segments for found in glob.glob(segment)] == []
 
 
 @contextlib.contextmanager
-def running(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Iterator[Server]:
-    """Start ``script`` with a ready file, and make sure that it is gone afterwards."""
+def running(
+    folder: Path, script: str, *arguments: str, ranks: int = 1, torchrun: bool = False
+) -> Iterator[Server]:
+    """Start ``script`` with a ready file, and make sure that it is gone afterwards.
+
+    By ``torchrun`` it is the one process that ``ranks`` of the server has.
+    """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
-    with turn, _running(folder, script, *arguments, ranks=ranks) as server:
+    command = [sys.executable, str(ROOT / script), *arguments]
+    if torchrun:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[1:1], ranks = launcher, 1
+    with turn, _running(folder, [*command, f"{prefix(script)}ready_file="], ranks) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _running(folder: Path, script: str, *arguments: str, ranks: int) -> Iterator[Server]:
+def _running(folder: Path, command: list[str], ranks: int) -> Iterator[Server]:
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
     environment = {
@@ -104,12 +116,7 @@ def _running(folder: Path, script: str, *arguments: str, ranks: int) -> Iterator
     }
     port = free_port()
     server = Server("", [], log, mark, home)
-    command = [
-        sys.executable,
-        str(ROOT / script),
-        *arguments,
-        f"{prefix(script)}ready_file={ready}",
-    ]
+    command[-1] += str(ready)
     with log.open("wb") as output:
         for rank in range(ranks):
             variables = {} if ranks == 1 else rank_environment(rank, ranks, port)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
 
 pytest.importorskip("pytriton")
 PAGES = [ROOT / "README.md", ROOT / "docs" / "serving.md"]
-URL = "http://127.0.0.1:5555"
+URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"
 TEXT = "What is red? A rose."
 
 
@@ -68,11 +68,17 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
 ) -> None:
     names: dict[str, Any] = {}
     for block in blocks(PAGES[1], "python"):
-        exec(compile(block.replace(URL, server.url), "serving.md", "exec"), names)
+        block = block.replace(URL, server.url).replace(
+            SECOND_URL, f"http://127.0.0.1:{free_port()}"
+        )
+        exec(compile(block, "serving.md", "exec"), names)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "(2, 2)"
-    assert said[-2].endswith("row 1: the text is empty")
-    assert said[-1] == str(np.array([total(TEXT)], dtype=np.float32))
+    refused, reasons, several, checked = said[-4:]
+    assert refused.endswith("row 1: the text is empty")
+    assert reasons == f"[{total('A text.'):.0f}.  nan] {{1: 'the text is empty'}}"
+    assert several == str(np.array([total(text) for text in names["texts"]], dtype=np.float32))
+    assert checked == str(np.array([total(TEXT)], dtype=np.float32))
     assert names["contract"] == CONTRACT
 
 
@@ -81,6 +87,7 @@ def test_the_reward_function_takes_texts_and_conversations(server: Any) -> None:
     names: dict[str, Any] = {}
     exec(block.replace(URL, server.url), names)
     assert names["reward"](["a", "b"], completions=["c", "d"], step=1) == [196.0, 198.0]
+    assert str(names["reward"](["a", ""], completions=["c", ""])) == "[196.0, nan]"
     asked = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
     said = [[{"role": "assistant", "content": "c"}], [{"role": "assistant", "content": "d"}]]
     assert names["reward"](prompts=asked, completions=said) == [196.0, 198.0]

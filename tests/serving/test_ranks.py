@@ -12,6 +12,7 @@ import pytest
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.ranks import ModelRanks
 from tests import tiny
+from tests.serving.forked_ranks import led
 
 
 def total(token_lists: list[list[int]]) -> np.ndarray:
@@ -21,18 +22,20 @@ def total(token_lists: list[list[int]]) -> np.ndarray:
 
 
 def test_one_rank_alone_outlives_an_error() -> None:
-    ranks = ModelRanks(total)
+    forgotten: list[None] = []
+    ranks = ModelRanks(total, lambda: forgotten.append(None))
     assert (ranks.rank, ranks.world_size) == (0, 1)
-    assert ranks.execute([[1, 2], [3]]).tolist() == [[3], [3]]
-    with pytest.raises(ServingError, match=r"^RuntimeError: no such token$"):
-        ranks.execute([[666]])
-    assert ranks.failure is None
-    assert ranks.execute([[4]]).tolist() == [[4]]
+    with led(ranks):
+        assert ranks.execute([[1, 2], [3]]).tolist() == [[3], [3]]
+        with pytest.raises(ServingError, match=r"^RuntimeError: no such token$"):
+            ranks.execute([[666]])
+        assert len(forgotten) == 1
+        assert ranks.failure is None
+        assert ranks.execute([[4]]).tolist() == [[4]]
     ranks.stop()
 
 
-def test_all_calls_are_computed_in_one_thread() -> None:
-    """The device and the inference mode are settings of a thread."""
+def test_calls_of_all_threads_are_computed_where_they_are_led() -> None:
     threads = set()
 
     def score(token_lists: list[list[int]]) -> np.ndarray:
@@ -40,14 +43,29 @@ def test_all_calls_are_computed_in_one_thread() -> None:
         return total(token_lists)
 
     ranks = ModelRanks(score)
-    askers = [threading.Thread(target=ranks.execute, args=[[[n]]]) for n in range(4)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join()
+
+    def drive() -> str:
+        askers = [threading.Thread(target=ranks.execute, args=[[[n]]]) for n in range(4)]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+        return "done"
+
+    assert ranks.lead(drive) == "done"
     ranks.stop()
-    assert len(threads) == 1
-    assert not threads & {threading.current_thread(), *askers}
+    assert threads == {threading.current_thread()}
+
+
+def test_what_drives_the_calls_may_fail() -> None:
+    ranks = ModelRanks(total)
+
+    def drive() -> None:
+        assert ranks.execute([[1]]).tolist() == [[1]]
+        raise ServingError("no port")
+
+    with pytest.raises(ServingError, match="no port"):
+        ranks.lead(drive)
 
 
 def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
@@ -60,25 +78,26 @@ def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
 
     ranks = ModelRanks(score)
     said = []
+    with led(ranks):
 
-    def ask() -> None:
-        try:
-            ranks.execute([[1]])
-        except ServingError as error:
-            said.append(str(error))
+        def ask() -> None:
+            try:
+                ranks.execute([[1]])
+            except ServingError as error:
+                said.append(str(error))
 
-    waiting = threading.Thread(target=ask)
-    waiting.start()
-    assert started.wait(30)
-    ranks.lose("a rank died")
-    ranks.lose("another one, too")
-    waiting.join(30)
-    assert not waiting.is_alive()
-    assert said == ["a rank died"]
-    assert ranks.failure == "a rank died"
-    with pytest.raises(ServingError, match=r"^a rank died$"):
-        ranks.execute([[2]])
-    may_end.set()
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        assert started.wait(30)
+        ranks.lose("a rank died")
+        ranks.lose("another one, too")
+        waiting.join(30)
+        assert not waiting.is_alive()
+        assert said == ["a rank died"]
+        assert ranks.failure == "a rank died"
+        with pytest.raises(ServingError, match=r"^a rank died$"):
+            ranks.execute([[2]])
+        may_end.set()
     ranks.stop()
 
 
@@ -100,7 +119,7 @@ def test_two_ranks_hear_the_same_and_outlive_an_error_that_both_have(pairs: dict
         "second": [[7]],
         "failure": None,
     }
-    assert found["follower"]["heard"] == [[[1, 2, 3], [4], [5, 6]], [[666]], [[7]]]
+    assert found["follower"]["heard"] == [[[1, 2, 3], [4], [5, 6]], [[666]], [], [[7]]]
     assert found["codes"] == [0, 0]
 
 

@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tests import tiny
 from tests.serving.servers import Server, json_request, running
 
 SERVE = "examples/serve_reward_model.py"
-SEQ_LENGTH = 64
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
@@ -44,42 +42,6 @@ class Archive:
 
     path: Path
     rewards: np.ndarray
-
-
-@pytest.fixture(scope="module")
-def scorer_and_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    import torch
-
-    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
-    from nemo_aligner.config.common import Overlong, Precision, RewardModelType
-    from nemo_aligner.config.data import DataConfig, RegressionConfig
-    from nemo_aligner.config.model import ModelConfig
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.scoring.scorer import load_scorer
-    from nemo_aligner.text.contract import build_contract
-
-    folder = tmp_path_factory.mktemp("model")
-    config = ModelConfig(
-        reward_model_type=RewardModelType.regression,
-        regression=RegressionConfig(attributes=["helpfulness", "verbosity"]),
-        data=DataConfig(seq_length=SEQ_LENGTH, overlong=Overlong.truncate_left),
-    )
-    with launch():
-        layout = initialize_layout()
-        base = load_pretrained(
-            tiny.write_base_nemo(folder / "base.nemo"),
-            layout,
-            num_attributes=2,
-            precision=Precision.fp32,
-        )
-        torch.nn.init.normal_(base.model.rm_head.weight, std=0.05)
-        contract = build_contract(config, base.tokenizer, Precision.fp32)
-        contract = contract.with_label_means([1.5, 2.5])
-        path = folder / "rm.nemo"
-        save_reward_model(path, base.model, base.config, base.tokenizer, contract)
-        yield load_scorer(path, layout, micro_batch_tokens=128), path
-        destroy_layout()
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,25 @@
 """Attention over the segments of a pack on a CPU: no padding, no mask, no copy of a prefix.
 
 Each segment attends causally to itself in one call of torch's flash attention; all the segments
-that have a prefix in common attend to it together, in one more. What a token got from both is put
-together by the log-sum-exp of its scores, and the backward of each part follows from the whole's
-output and log-sum-exp (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
+that have a prefix in common attend to it together, in one more, and so do all those that begin with
+the same cached one. What a token got from all of them is put together by the log-sum-exp of its
+scores, and the backward of each part follows from the whole's output and log-sum-exp
+(FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.internals import cpu_flash_attention, cpu_flash_attention_backward
 
 
@@ -36,31 +40,37 @@ def attend(
     prefixes: Sequence[int],
     scale: float | None,
 ) -> Tensor:
-    """``query [T, heads, c]`` on ``key`` and ``value [T, groups, c]`` -> ``[T, heads, c]``.
+    """``query [T, heads, c]`` on ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``.
 
     Args:
-        lengths: tokens of every segment, T in all.
-        prefixes: the segment that is a segment's prefix, -1 for none.
+        lengths: tokens of every segment: of cached ones, C in all, then of those with queries.
+        prefixes: of each segment with queries the one that is its prefix, -1 for none.
         scale: of the scores; None is ``c ** -0.5``.
     """
-    return _PackedAttention.apply(query, key, value, list(_blocks(lengths, prefixes)), scale)
+    blocks = _blocks(tuple(lengths), tuple(prefixes))
+    return _PackedAttention.apply(query, key, value, blocks, scale)
 
 
-def _blocks(lengths: Sequence[int], prefixes: Sequence[int]) -> Iterator[_Block]:
-    """Every segment on itself, then every run of segments with one prefix on that."""
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-        yield _Block(slice(*bounds[-2:]), slice(*bounds[-2:]), True)
-    start = 0
-    for own in range(1, len(prefixes) + 1):
-        prefix = prefixes[start]
-        if own < len(prefixes) and prefixes[own] == prefix:
-            continue
-        if prefix >= 0:
-            keys = slice(bounds[prefix], bounds[prefix + 1])
-            yield _Block(slice(bounds[start], bounds[own]), keys, False)
-        start = own
+@lru_cache(maxsize=4)  # it is asked for by every layer
+def _blocks(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> tuple[_Block, ...]:
+    """Every segment on itself, then every run of segments that begin with the same on that."""
+    cached = len(lengths) - len(prefixes)
+    bounds = [0, *accumulate(lengths)]
+    first = bounds[cached]
+    ends = [end - first for end in bounds[cached:]]  # of the queries
+    blocks = [
+        _Block(slice(*queries), slice(*keys), True)
+        for queries, keys in zip(pairwise(ends), pairwise(bounds[cached:]), strict=True)
+    ]
+    chains = chains_of(prefixes, cached)
+    for depth in range(max(map(len, chains))):
+        own = 0
+        for number, run in groupby(chain[depth] if len(chain) > depth else -1 for chain in chains):
+            start, own = own, own + len(list(run))
+            if number >= 0:
+                keys = slice(bounds[number], bounds[number + 1])
+                blocks.append(_Block(slice(ends[start], ends[own]), keys, False))
+    return tuple(blocks)
 
 
 def _as_heads(x: Tensor, groups: int) -> Tensor:
@@ -79,7 +89,7 @@ class _PackedAttention(Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        blocks: list[_Block],
+        blocks: tuple[_Block, ...],
         scale: float | None,
     ) -> Tensor:
         # Contiguous, or the views below would keep the whole of the projection's output alive.
@@ -116,6 +126,8 @@ class _PackedAttention(Function):
         groups = key.size(1)
         repeats = query.size(1) // groups
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
+        for cached in (to_key, to_value):  # what has queries is first written by its causal block
+            cached[: len(key) - len(query)] = 0
         q, k, v, o, d = (_as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (_as_heads(x, groups) for x in (to_query, to_key, to_value))
         for block in ctx.blocks:

@@ -23,13 +23,14 @@ class PackedAttention(MegatronModule):
     """Core attention of ``query [T, 1, heads, c]`` on ``key`` and ``value [T, 1, groups, c]``.
 
     Query and key are rotated to their positions; then each segment attends causally to itself, and
-    to all of its prefix. The output is ``[T, 1, heads * c]``.
+    to all that it begins with. The output is ``[T, 1, heads * c]``.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *, shape: ModelShape, **unused: Any
     ) -> None:
         super().__init__(config)
+        self.layer_number = layer_number
         self.scores = Scores(
             shape.softmax_scale, shape.window_of(layer_number), shape.attn_logit_softcapping
         )
@@ -51,7 +52,8 @@ class PackedAttention(MegatronModule):
         if scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         attend = _attention_for(query, scores)
-        return attend(query, key, value.squeeze(1), segments, scores).flatten(1).unsqueeze(1)
+        key, value = segments.with_cached(self.layer_number, key, value.squeeze(1))
+        return attend(query, key, value, segments, scores).flatten(1).unsqueeze(1)
 
 
 def _attention_for(query: Tensor, scores: Scores) -> Attend:
@@ -68,7 +70,7 @@ def _attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
     return cpu_attention.attend(
-        query, key, value, segments.lengths, segments.prefixes, scores.scale
+        query, key, value, segments.all_lengths, segments.prefixes, scores.scale
     )
 
 
@@ -77,17 +79,18 @@ def _attend_one_by_one(
 ) -> Tensor:
     """By one SDPA call per segment, where no kernel takes them all; or by the scores themselves."""
     grouped = query.size(1) != key.size(1)
+    lengths, all_lengths = segments.lengths, segments.all_lengths
     queries, keys, values = (
-        [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(segments.lengths)]
-        for packed in (query, key, value)
+        [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(split)]
+        for packed, split in ((query, lengths), (key, all_lengths), (value, all_lengths))
     )
     pieces = []
-    for own, prefix in enumerate(segments.prefixes):
-        q, k, v = queries[own], keys[own], values[own]
-        if prefix >= 0:
-            k, v = torch.cat([keys[prefix], k], dim=2), torch.cat([values[prefix], v], dim=2)
+    for own, chain in enumerate(segments.chains, len(all_lengths) - len(lengths)):
+        q, k, v = queries[own - len(all_lengths)], keys[own], values[own]
+        if chain:
+            k, v = (torch.cat([x[i] for i in (*chain, own)], dim=2) for x in (keys, values))
         mask = None
-        if prefix >= 0 or scores.window is not None or scores.soft_cap is not None:
+        if chain or scores.window is not None or scores.soft_cap is not None:
             mask = _sees(q.size(2), k.size(2), scores.window, q.device)
         if scores.soft_cap is None:
             piece = F.scaled_dot_product_attention(

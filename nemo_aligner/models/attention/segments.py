@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
+from nemo_aligner.cache_use import CacheUse
+from nemo_aligner.models.attention.pool import KeyValuePool
+
+
+def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
+    """What every segment begins with, as numbers of segments, the sequence's beginning first.
+
+    The first ``cached`` numbers are of cached segments, which begin with nothing.
+    """
+    chains: list[tuple[int, ...]] = []
+    for prefix in prefixes:
+        # A prefix stands before all that begin with it.
+        before = chains[prefix - cached] if prefix >= cached else ()
+        chains.append((*before, prefix) if prefix >= 0 else ())
+    return chains
 
 
 @dataclass(frozen=True)
@@ -22,11 +38,13 @@ class PackedSegments:
         cos: ``[T, 1, 1, r]`` in the model's dtype, for the token's position in its sequence.
         sin: the same of the sines.
         lengths: tokens of every segment.
-        prefixes: the segment that is a segment's prefix, -1 for none.
+        prefixes: the segment that is a segment's prefix, -1 for none; cached ones count first.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
         kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, prefixes included.
-        kv_index: ``[K]`` int64 token of every key; None where the keys are the tokens.
+        kv_index: ``[K]`` int64 which of the C cached tokens and, counted on, the T of the pack
+            every key is of; None where the keys are the tokens.
         last_token: ``[R]`` int64 rows that the head reads.
+        cached: what the pack takes from ``pool``, and stores there.
     """
 
     cos: Tensor
@@ -37,51 +55,77 @@ class PackedSegments:
     kv_cu_seqlens: Tensor
     kv_index: Tensor | None
     last_token: Tensor
+    cached: CacheUse | None = None
+    pool: KeyValuePool | None = None
     qkv_format: str = "packed"
 
     @classmethod
-    def of(cls, batch: PackedBatch, cos: Tensor, sin: Tensor, last_token: Tensor) -> PackedSegments:
+    def of(
+        cls,
+        batch: PackedBatch,
+        cos: Tensor,
+        sin: Tensor,
+        last_token: Tensor,
+        pool: KeyValuePool | None = None,
+    ) -> PackedSegments:
         """On the device of ``cos``."""
+        if batch.cached is not None and pool is None:
+            raise ValueError("a pack uses cached keys, but its model has no pool of them")
         device = cos.device
-        bounds = batch.cu_seqlens.cpu()
-        lengths = tuple((bounds[1:] - bounds[:-1]).tolist())
+        lengths = tuple(batch.cu_seqlens.cpu().diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
-        cu_seqlens = batch.cu_seqlens.to(device, torch.int32)
-        if max(prefixes) < 0:
-            bounds_of_both = cu_seqlens, cu_seqlens
-            return cls(cos, sin, lengths, prefixes, *bounds_of_both, None, last_token)
-        starts = bounds.tolist()
-        keys = [
-            torch.arange(starts[segment], starts[segment] + lengths[segment])
-            for own, prefix in enumerate(prefixes)
-            for segment in (prefix, own)
-            if segment >= 0
-        ]
-        sizes = [
-            length + (lengths[prefix] if prefix >= 0 else 0)
-            for length, prefix in zip(lengths, prefixes, strict=True)
-        ]
-        return cls(
-            cos,
-            sin,
-            lengths,
-            prefixes,
-            cu_seqlens,
-            torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32),
-            torch.cat(keys).to(device),
-            last_token,
-        )
+        queries = keys = batch.cu_seqlens.to(device, torch.int32)
+        index = None
+        if max(prefixes) >= 0:
+            cached_lengths = batch.cached.lengths if batch.cached is not None else ()
+            sizes, index = _keys_of(lengths, prefixes, cached_lengths)
+            keys = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+            index = index.to(device)
+        rows = last_token
+        return cls(cos, sin, lengths, prefixes, queries, keys, index, rows, batch.cached, pool)
 
-    @property
+    def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T, groups, c]`` of this layer as ``[C + T, groups, c]``, what is cached first.
+
+        What the pack is to leave in the pool is stored.
+        """
+        if self.cached is None or self.pool is None:
+            return key, value
+        return self.pool.exchange(layer_number, key, value, self.cached)
+
+    @cached_property
+    def all_lengths(self) -> tuple[int, ...]:
+        """Tokens of every segment, by its number: the cached ones, then the pack's own."""
+        return self.lengths if self.cached is None else self.cached.lengths + self.lengths
+
+    @cached_property
+    def chains(self) -> list[tuple[int, ...]]:
+        """What every segment of the pack begins with, the sequence's beginning first."""
+        return chains_of(self.prefixes, len(self.all_lengths) - len(self.lengths))
+
+    @cached_property
     def max_length(self) -> int:
         """The longest segment's queries."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def max_kv_length(self) -> int:
         """The longest segment's keys."""
-        prefixes = (self.lengths[prefix] if prefix >= 0 else 0 for prefix in self.prefixes)
-        return max(map(sum, zip(self.lengths, prefixes, strict=True)))
+        return max(
+            length + sum(self.all_lengths[number] for number in chain)
+            for length, chain in zip(self.lengths, self.chains, strict=True)
+        )
+
+
+def _keys_of(
+    lengths: Sequence[int], prefixes: Sequence[int], cached: Sequence[int]
+) -> tuple[list[int], Tensor]:
+    """How many keys every segment sees, and which, in the order of their positions."""
+    chains = chains_of(prefixes, len(cached))
+    starts = torch.tensor([0, *cached, *lengths]).cumsum(0).tolist()
+    seen = [(*chain, len(cached) + own) for own, chain in enumerate(chains)]
+    keys = [[torch.arange(starts[number], starts[number + 1]) for number in own] for own in seen]
+    return [sum(map(len, own)) for own in keys], torch.cat([key for own in keys for key in own])
 
 
 @dataclass(frozen=True)
@@ -100,4 +144,4 @@ class Scores:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
-"""``query [T, heads, c]``, ``key`` and ``value [T, groups, c]`` -> ``[T, heads, c]``."""
+"""``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from nemo_aligner.parallel.cpu.collectives import work_in_place
 from nemo_aligner.parallel.cpu.gradients import accumulate_weight_gradients
+from nemo_aligner.parallel.cpu.products import multiply_by_onednn
 
 _PACKAGE = "megatron.core"
 _LITERALS = {
@@ -117,9 +118,14 @@ def _disable_jit(jit: Any) -> None:
     jit.disable_jit_fuser()  # TorchInductor would need a C++ compiler and seconds per start
 
 
+def _adjust_linear_layers(layers: Any) -> None:
+    accumulate_weight_gradients(layers)
+    multiply_by_onednn(layers)
+
+
 _AFTER_IMPORT = {
     "megatron.core.distributed.param_and_grad_buffer": work_in_place,
     "megatron.core.jit": _disable_jit,
-    "megatron.core.tensor_parallel.layers": accumulate_weight_gradients,
+    "megatron.core.tensor_parallel.layers": _adjust_linear_layers,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
 }

@@ -1,4 +1,4 @@
-"""A connection in an event loop beside the program, which may end at any time."""
+"""The servers of a client in an event loop beside the program, which may end at any time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from contextlib import suppress
 from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 
-from nemo_aligner.serving.client.connection import Connection
+from nemo_aligner.serving.client.pool import ServerPool
 
 T = TypeVar("T")
 
 
 class Background:
-    """Runs coroutines in a thread, around a connection, until it is told to leave.
+    """Runs coroutines in a thread, around a pool of servers, until it is told to leave.
 
     A process that ends does not wait for it: what it has not answered by then, nobody reads.
     """
 
-    def __init__(self, connect: Callable[[], Connection]) -> None:
+    def __init__(self, connect: Callable[[], ServerPool]) -> None:
         """Raises what ``connect`` does, which is called in the thread."""
         self._process = os.getpid()
         self._lock = Lock()
@@ -43,16 +43,16 @@ class Background:
         """Whether the caller stands in its thread, as what is called when a future is done."""
         return current_thread() is self._thread
 
-    def submit(self, work: Callable[[Connection], Coroutine[Any, Any, T]]) -> Future[T]:
+    def submit(self, work: Callable[[ServerPool], Coroutine[Any, Any, T]]) -> Future[T]:
         """The future of what ``work`` gives; to cancel it cancels the work."""
-        future = asyncio.run_coroutine_threadsafe(work(self._connection), self._loop)
+        future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)
         future.add_done_callback(self._forget)
         return future
 
     def close(self) -> None:
-        """Wait for everything that was submitted, and until the connection is gone."""
+        """Wait for everything that was submitted, and until the connections are gone."""
         with self._lock:
             running = list(self._running)
         wait(running)
@@ -69,10 +69,10 @@ class Background:
         with self._lock:
             self._running.discard(future)
 
-    async def _live(self, connect: Callable[[], Connection], begun: Future[None]) -> None:
+    async def _live(self, connect: Callable[[], ServerPool], begun: Future[None]) -> None:
         self._loop, self._leaving = asyncio.get_running_loop(), asyncio.Event()
         try:
-            self._connection = connect()
+            self._pool = connect()
         except Exception as error:
             begun.set_exception(error)
             return
@@ -82,4 +82,4 @@ class Background:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await self._connection.close()
+        await self._pool.close()

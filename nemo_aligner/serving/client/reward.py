@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -11,67 +10,75 @@ from functools import partial
 from threading import Lock
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 
-from nemo_aligner.errors import CheckpointError, ConfigError, ServingError
+from nemo_aligner.errors import ConfigError, ServingError
+from nemo_aligner.serving.client.agreement import Agreement
 from nemo_aligner.serving.client.background import Background
-from nemo_aligner.serving.client.connection import Connection
-from nemo_aligner.serving.client.quiet import silence_pytriton_client
-from nemo_aligner.serving.client.split import (
-    PartialRequest,
-    Tensors,
-    join_replies,
-    split_texts,
-    split_tokens,
+from nemo_aligner.serving.client.pool import ServerPool
+from nemo_aligner.serving.client.rows import (
+    OnError,
+    RowCollector,
+    ScoredRows,
+    Split,
+    check_on_error,
 )
+from nemo_aligner.serving.client.split import split_texts, split_tokens
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_changes import describe_differences
 from nemo_aligner.text.messages import Text
 
 T = TypeVar("T")
 
 # A fork has its parent's sockets, but neither the thread nor the right to close them.
 _NEVER_FREED: list[Background] = []
-_HASH = re.compile("[0-9a-f]{64}")
 
 
 class RewardClient:
-    """Scores on a reward model server; a text is a raw string or a conversation's messages.
+    """Scores on reward model servers; a text is a raw string or a conversation's messages.
 
-    Conversations get the model's chat template on the server. Calls are split into requests of at
-    most the server's ``max_batch_size`` rows, sent side by side. Safe to use from several threads.
+    Conversations get the model's chat template on the server. A call is split into requests that
+    are sent side by side, each to the least busy of the servers; one that is gone is left out, and
+    tried again. Safe to use from several threads.
 
-    ``expect`` is the scoring contract (or its hash) that every reward must have been made by: a
-    server that scores by another one is refused, also when it takes the place of another later.
+    All rewards of a client are by one scoring contract: ``expect`` (a contract, or its hash), else
+    the first that it meets. A server that scores by another one is refused.
     """
 
     def __init__(
         self,
-        url: str = kserve.DEFAULT_URL,
+        url: str | Sequence[str] = kserve.DEFAULT_URL,
         model_name: str = kserve.MODEL_NAME,
         *,
         expect: ScoringContract | str | None = None,
         timeout_s: float = 600.0,
-        init_timeout_s: float = 60.0,
+        wait_s: float = 0.0,
+        retry_s: float = 5.0,
         max_connections: int = 16,
     ) -> None:
-        """``timeout_s`` is for one request, ``init_timeout_s`` for the server to get ready.
+        """One ``url``, or those of several servers of the same model.
+
+        Args:
+            url: ``http://host:port``
+            model_name: what it is called on the servers
+            expect: see above
+            timeout_s: for one call with all that it takes
+            wait_s: for a server that is not up yet
+            retry_s: for a server that has answered before and is gone, or has no room
+            max_connections: requests at once, for each server
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash.
+            ConfigError: ``expect`` is neither a contract nor a hash, or a URL is none.
         """
-        silence_pytriton_client()
-        self._expect = expect
-        self._expected_hash = _checked_hash(expect)
-        self._url = url
-        self._model_name = model_name
-        self._timeouts = (timeout_s, init_timeout_s)
+        urls = _checked_urls([url] if isinstance(url, str) else url)
+        self._agreement = Agreement(expect)
+        self._name = f"{', '.join(urls)}, {model_name}"
+        self._timeout_s = timeout_s
         self._connect = partial(
-            Connection, url, model_name, timeout_s, init_timeout_s, max_connections
+            ServerPool, urls, model_name, self._agreement, wait_s, retry_s, max_connections
         )
-        self._max_batch_size: int | None = None
         self._lock = Lock()
         self._background: Background | None = None
         self._is_closed = False
@@ -100,57 +107,72 @@ class RewardClient:
             self._background.close()
 
     def contract(self) -> ScoringContract:
-        """The contract that the server scores by.
+        """The contract that the servers score by.
 
         Raises:
             ServingError: there is no server, or it publishes none.
         """
-        return self._wait(self._submit(self._read_contract))
+        return self._wait(self._submit(ServerPool.ask_contract))
 
-    def score(self, texts: Sequence[Text]) -> np.ndarray:
+    def score(self, texts: Sequence[Text], *, on_error: OnError = "raise") -> np.ndarray:
         """Rewards ``[N, A]`` float32 of N texts.
 
+        With ``on_error="nan"`` a text that the server refuses has NaN, and the others their
+        rewards; what is wrong with it is logged. ``score_rows`` returns it.
+
         Raises:
-            ServingError: the server refused a request (in its words), there is none, or it scores
-                by another contract than the expected one.
+            ServingError: the server refused a text (in its words), there is none, it failed, or it
+                scores by another contract.
         """
-        return self._wait(self.score_future(texts))
+        return self._wait(self.score_future(texts, on_error=on_error))
 
-    def score_tokens(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
+    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+        """Rewards, NaN for the texts that the server refuses, and why it does.
+
+        Raises:
+            ServingError: as above, but for a refused text.
+        """
+        return self._wait(self._submit(self._collect, *_of_texts(texts), "nan"))
+
+    def score_tokens(
+        self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
+    ) -> np.ndarray:
         """Rewards ``[N, A]`` float32 of N token sequences, scored as they stand."""
-        return self._wait(self.score_tokens_future(token_lists))
+        return self._wait(self.score_tokens_future(token_lists, on_error=on_error))
 
-    def score_future(self, texts: Sequence[Text]) -> Future[np.ndarray]:
-        """Like ``score``, in the background; only the first call waits for the server."""
-        return self._submit(self._send, split_texts(texts, self._batch_limit()))
+    def score_future(
+        self, texts: Sequence[Text], *, on_error: OnError = "raise"
+    ) -> Future[np.ndarray]:
+        """Like ``score``, in the background."""
+        return self._submit(self._rewards, *_of_texts(texts), on_error)
 
-    def score_tokens_future(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+    def score_tokens_future(
+        self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
+    ) -> Future[np.ndarray]:
         """Like ``score_tokens``, in the background."""
-        return self._submit(self._send, split_tokens(token_lists, self._batch_limit()))
+        rows = list(token_lists)
+        return self._submit(self._rewards, len(rows), partial(split_tokens, rows), on_error)
 
-    async def score_async(self, texts: Sequence[Text]) -> np.ndarray:
+    async def score_async(
+        self, texts: Sequence[Text], *, on_error: OnError = "raise"
+    ) -> np.ndarray:
         """Like ``score``, for asyncio."""
-        limit = self._max_batch_size
-        if limit is None:
-            limit = await asyncio.wrap_future(self._submit(self._meet))
-        return await asyncio.wrap_future(self._submit(self._send, split_texts(texts, limit)))
-
-    def _batch_limit(self) -> int:
-        return self._max_batch_size or self._wait(self._submit(self._meet))
+        return await asyncio.wrap_future(self.score_future(texts, on_error=on_error))
 
     def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> Future[T]:
-        """``work(connection, *given)`` in the background."""
-        return self._started().submit(lambda connection: work(connection, *given))
+        """``work(pool, *given)`` in the background, for ``timeout_s`` at most."""
+        limited = partial(_in_time, work, given, self._timeout_s, self._name)
+        return self._started().submit(limited)
 
     def _started(self) -> Background:
         """The background of this process: a forked one has none yet.
 
         Raises:
-            ServingError: the client is closed, or its URL is none.
+            ServingError: the client is closed.
         """
         with self._lock:
             if self._is_closed:
-                raise ServingError(f"{self._url}, {self._model_name}: the client is closed")
+                raise ServingError(f"{self._name}: the client is closed")
             inherited = self._background
             if inherited is not None and not inherited.belongs_here():
                 _NEVER_FREED.append(inherited)
@@ -170,54 +192,50 @@ class RewardClient:
             future.cancel()  # an interruption: the server is spared what nobody waits for
             raise
 
-    async def _meet(self, connection: Connection) -> int:
-        """How many texts the server takes at once, if it scores as expected."""
-        limit = await connection.max_batch_size()
-        if self._expected_hash is not None:
-            self._check_published(await self._read_contract(connection))
-        self._max_batch_size = limit
-        return limit
+    async def _rewards(
+        self, pool: ServerPool, total: int, split: Split, on_error: OnError
+    ) -> np.ndarray:
+        return (await self._collect(pool, total, split, on_error)).rewards
 
-    async def _read_contract(self, _: Connection) -> ScoringContract:
-        connection = Connection(self._url, kserve.CONTRACT_MODEL_NAME, *self._timeouts)
-        try:
-            outputs = await connection.infer({"dummy_var": np.zeros(1, dtype=np.int64)})
-            return kserve.decode_contract(outputs)
-        except CheckpointError as error:
-            raise ServingError(f"{self._url}: {error}") from error
-        finally:
-            await connection.close()
-
-    async def _send(self, connection: Connection, parts: Sequence[PartialRequest]) -> np.ndarray:
-        requests = [asyncio.ensure_future(connection.infer(part.inputs)) for part in parts]
-        try:
-            outputs = await asyncio.gather(*requests)
-        finally:
-            for request in requests:  # where one failed, nobody wants the others
-                request.cancel()
-        return self._join(parts, outputs)
-
-    def _join(self, parts: Sequence[PartialRequest], outputs: Sequence[Tensors]) -> np.ndarray:
-        replies = [kserve.decode_reply(each) for each in outputs]
-        for reply in replies:
-            self._check_hash(reply.contract_hash)
-        return join_replies(parts, replies)
-
-    def _check_published(self, contract: ScoringContract) -> None:
-        if isinstance(self._expect, ScoringContract):
-            differences = self._expect.differences(contract)
-            self._check_hash(contract.hash, describe_differences(differences))
-        self._check_hash(contract.hash)
-
-    def _check_hash(self, got: str | None, differences: str = "") -> None:
-        if self._expected_hash not in (None, got):
-            raise ServingError(
-                f"{self._url}, {self._model_name}: got the scoring contract {got or '(none)'}, "
-                f"wanted {self._expected_hash}" + (f": {differences}" if differences else "")
-            )
+    async def _collect(
+        self, pool: ServerPool, total: int, split: Split, on_error: OnError
+    ) -> ScoredRows:
+        check_on_error(on_error)
+        return await RowCollector(pool, on_error).collect(total, split, self._agreement.columns)
 
 
-def _checked_hash(expect: ScoringContract | str | None) -> str | None:
-    if isinstance(expect, str) and not _HASH.fullmatch(expect):
-        raise ConfigError(f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash")
-    return expect.hash if isinstance(expect, ScoringContract) else expect
+async def _in_time(
+    work: Callable[..., Coroutine[Any, Any, T]],
+    given: Sequence[Any],
+    timeout_s: float,
+    name: str,
+    pool: ServerPool,
+) -> T:
+    try:
+        return await asyncio.wait_for(work(pool, *given), timeout_s)
+    except asyncio.TimeoutError:
+        trouble = pool.trouble()
+        raise ServingError(
+            f"{name}: timed out: no answer within {timeout_s:g} s (timeout_s)"
+            + (f"; {trouble}" if trouble else "")
+        ) from None
+
+
+def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:
+    if isinstance(texts, str):
+        raise TypeError(f"texts: got one string ({texts[:40]!r}), wanted a list of texts")
+    rows = list(texts)
+    return len(rows), partial(split_texts, rows)
+
+
+def _checked_urls(urls: Sequence[str]) -> list[str]:
+    checked = []
+    for url in urls:
+        whole = (url if "://" in url else f"http://{url}").rstrip("/")
+        parts = urlsplit(whole)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"url: got {url!r:.80}, wanted http://host:port")
+        checked.append(whole)
+    if not checked:
+        raise ConfigError("url: got no URL, wanted http://host:port, or several")
+    return list(dict.fromkeys(checked))

@@ -1,30 +1,52 @@
-"""Scoring as a service: check each request of a batch, score them together, answer each."""
+"""Scoring as a service: check a request, queue its rows for the model, answer it."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
-from nemo_aligner.errors import AlignerError, ServingError
-from nemo_aligner.serving.wire.types import Failure, ScoreReply, ScoreRequest
+from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.errors import AlignerError, ServingError, one_line
+from nemo_aligner.scoring.scorer import TokenCounts
+from nemo_aligner.serving.batcher import Batcher
+from nemo_aligner.serving.meter import Meter
+from nemo_aligner.serving.ranks import RanksLostError
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
 
 logger = logging.getLogger(__name__)
 
-Execute = Callable[[list[list[int]]], np.ndarray]
-T = TypeVar("T")
+# Beside the model: one would let a long text hold up all others.
+_ENCODERS = 2
+_SHORT = 2000  # bytes
+_FIRST_GUESS = 100.0  # rows/s, before any was scored
 
 
 class ServableScorer(Protocol):
-    """What a server needs of a scorer; only ``score_token_lists`` is collective over the ranks."""
+    """What a server needs of a scorer.
+
+    ``score_token_lists`` and ``forget`` are collective over the ranks, the others are not.
+    """
 
     contract: ScoringContract
+    counts: TokenCounts
+
+    @property
+    def tokens_per_call(self) -> int:
+        """With how many tokens a call of ``score_token_lists`` keeps all ranks at work."""
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """What each rank keeps of texts before, at most."""
 
     def encode(self, text: Text) -> EncodedText:
         """Raises AlignerError where the scoring contract refuses the text."""
@@ -32,56 +54,118 @@ class ServableScorer(Protocol):
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises AlignerError where these ids cannot be scored as they stand."""
 
-    def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
+    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
+
+    def forget(self) -> None:
+        """Keep nothing of earlier calls."""
+
+
+class BusyError(ServingError):
+    """More rows wait than may."""
 
 
 @dataclass
-class _Job:
+class _Encoded:
     token_lists: list[list[int]] = field(default_factory=list)
     exceeded: list[bool] = field(default_factory=list)
-    answer: ScoreReply | Failure | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_lists))
 
 
-class RewardEndpoint:
-    """Answers a batch of requests at once; ``execute`` scores token lists on all ranks."""
+class RewardService:
+    """Answers requests, as many at once as come; for one event loop.
 
-    def __init__(self, scorer: ServableScorer, execute: Execute) -> None:
+    Texts are tokenized in threads of their own while the model is at work.
+    """
+
+    def __init__(
+        self, scorer: ServableScorer, batcher: Batcher, config: ServerConfig, meter: Meter
+    ) -> None:
         self._scorer = scorer
-        self._execute = execute
+        self._batcher = batcher
+        self._max_bytes = config.max_request_bytes
+        self._admission = _Admission(config.max_queue_rows)
+        self._meter = meter
+        self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
         self._contract_hash = scorer.contract.hash
 
-    def answer(self, requests: Sequence[ScoreRequest | Failure]) -> list[ScoreReply | Failure]:
-        """One reply or failure per request, in order.
+    async def answer(
+        self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
+    ) -> ScoreReply | Failure:
+        """The reply to a request of so many rows and bytes, which ``read`` takes apart."""
+        begun = time.monotonic()
+        try:
+            self._check_size(num_bytes)
+            with self._admission.of(rows):
+                # A short request is sooner tokenized than handed to another thread.
+                is_short = num_bytes <= _SHORT
+                encoded = self._encode(read()) if is_short else await self._in_encoder(read)
+                answer = await self._score(encoded)
+        except BusyError as error:
+            answer = Failure(str(error), FailureKind.busy)
+        except _TooLargeError as error:
+            answer = Failure(str(error), FailureKind.too_large)
+        except RanksLostError as error:
+            answer = Failure(f"the server cannot go on: {one_line(error)}", FailureKind.busy)
+        except _ModelError as error:
+            answer = Failure(f"the model failed: {one_line(error)}", FailureKind.internal)
+        except AlignerError as error:
+            answer = Failure(one_line(error), FailureKind.bad_request)
+        except Exception as error:
+            logger.exception("a request could not be answered")
+            what = f"internal error: {type(error).__name__}: {one_line(error)}"
+            answer = Failure(what, FailureKind.internal)
+        if isinstance(answer, Failure):
+            self._meter.refused()
+        else:
+            self._meter.answered(time.monotonic() - begun, rows, encoded.num_tokens)
+        return answer
 
-        A request that nobody could read comes as the failure that it is answered with.
-        """
-        jobs = [self._prepare(request) for request in requests]
-        ready = [job for job in jobs if job.answer is None]
-        if ready and not self._score(ready) and len(ready) > 1:
-            # Whoever made the batch fail fails alone.
-            for job in ready:
-                self._score([job])
-        return [job.answer or Failure("the request was not scored", False) for job in jobs]
+    def close(self) -> None:
+        """End the threads; nothing may be in flight."""
+        self._encoders.shutdown()
 
-    def _prepare(self, request: ScoreRequest | Failure) -> _Job:
-        job = request if isinstance(request, Failure) else or_failure(self._encode, request)
-        return _Job(answer=job) if isinstance(job, Failure) else job
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise _TooLargeError(
+                f"got a request of {num_bytes} bytes, wanted at most {self._max_bytes} "
+                "(server.max_request_bytes)"
+            )
 
-    def _encode(self, request: ScoreRequest) -> _Job:
+    async def _in_encoder(self, read: Callable[[], ScoreRequest]) -> _Encoded:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
+
+    async def _score(self, encoded: _Encoded) -> ScoreReply | Failure:
+        try:
+            rewards = await asyncio.wrap_future(self._batcher.submit(encoded.token_lists))
+        except RanksLostError:
+            raise
+        except Exception as error:
+            raise _ModelError(one_line(error)) from error
+        wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
+        if wrong.size:
+            what = f"row {wrong[0]}: the model's reward is not a finite number"
+            return Failure(what, FailureKind.internal)
+        return ScoreReply(rewards, np.array(encoded.exceeded, dtype=bool), self._contract_hash)
+
+    def _encode(self, request: ScoreRequest) -> _Encoded:
         self._check_add_eos(request)
-        job = _Job()
+        encoded = _Encoded()
         for row, token_list in enumerate(request.token_lists or ()):
             with _naming(row):
                 self._scorer.check_tokens(token_list)
-            job.token_lists.append(token_list)
-            job.exceeded.append(False)
+            encoded.token_lists.append(token_list)
+            encoded.exceeded.append(False)
         for row, text in enumerate(request.texts or ()):
             with _naming(row):
-                encoded = self._scorer.encode(text)
-            job.token_lists.append(list(encoded.token_ids))
-            job.exceeded.append(encoded.truncated)
-        return job
+                found = self._scorer.encode(text)
+            encoded.token_lists.append(list(found.token_ids))
+            encoded.exceeded.append(found.truncated)
+        return encoded
 
     def _check_add_eos(self, request: ScoreRequest) -> None:
         raw_text = request.texts is not None and isinstance(request.texts[0], str)
@@ -93,32 +177,43 @@ class RewardEndpoint:
                     f"add_EOS, row {row}: got {flag}, wanted {wanted} ({why}) or no add_EOS at all"
                 )
 
-    def _score(self, jobs: list[_Job]) -> bool:
+
+class _TooLargeError(ServingError):
+    """More bytes than a request may have."""
+
+
+class _ModelError(ServingError):
+    """The rows were fit, and could not be scored."""
+
+
+class _Admission:
+    """How many rows are in the server, of all that may; for one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._inside = 0
+        self._rows_per_second = _FIRST_GUESS
+
+    @contextmanager
+    def of(self, rows: int) -> Iterator[None]:
+        """Let so many in for a block; alone, a request is always let in.
+
+        Raises:
+            BusyError: too many are inside, with a guess at when there is room.
+        """
+        if self._inside and self._inside + rows > self._most:
+            seconds = max(1, round(self._inside / self._rows_per_second))
+            raise BusyError(
+                f"the queue is full ({self._inside} rows wait of {self._most}, "
+                f"server.max_queue_rows); retry after {seconds} s"
+            )
+        ahead, begun = self._inside, time.monotonic()
+        self._inside += rows
         try:
-            rewards = self._execute([ids for job in jobs for ids in job.token_lists])
-        except Exception as error:
-            failure = Failure(f"the model failed: {_one_line(error)}", False)
-            logger.error("a batch of %d requests: %s", len(jobs), failure.message)
-            for job in jobs:
-                job.answer = failure
-            return False
-        start = 0
-        for job in jobs:
-            stop = start + len(job.token_lists)
-            job.answer = _reply(rewards[start:stop], job.exceeded, self._contract_hash)
-            start = stop
-        return True
-
-
-def or_failure(step: Callable[..., T], *arguments: object) -> T | Failure:
-    """What ``step`` makes of a request, or why it cannot; a bug fails that one request alone."""
-    try:
-        return step(*arguments)
-    except AlignerError as error:
-        return Failure(_one_line(error), True)
-    except Exception as error:
-        logger.exception("a request could not be prepared")
-        return Failure(f"internal error: {type(error).__name__}: {_one_line(error)}", False)
+            yield
+        finally:
+            self._inside -= rows
+            self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
 
 
 @contextmanager
@@ -128,14 +223,3 @@ def _naming(row: int) -> Iterator[None]:
         yield
     except AlignerError as error:
         raise ServingError(f"row {row}: {error}") from error
-
-
-def _reply(rewards: np.ndarray, exceeded: list[bool], contract_hash: str) -> ScoreReply | Failure:
-    rows = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
-    if rows.size:
-        return Failure(f"row {rows[0]}: the model's reward is not a finite number", False)
-    return ScoreReply(rewards, np.array(exceeded, dtype=bool), contract_hash)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]

@@ -148,6 +148,16 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     return ScoreRequest(texts=list(conversations), add_eos=flags)
 
 
+def size_of_request(inputs: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """Rows and bytes of a request's tensors, before any is looked into."""
+    rows = max((len(array) for array in inputs.values() if array.ndim), default=0)
+    return rows, sum(map(_num_bytes, inputs.values()))
+
+
+def _num_bytes(array: np.ndarray) -> int:
+    return sum(map(len, array.reshape(-1))) if array.dtype == np.object_ else array.nbytes
+
+
 def _bytes_column(rows: Any) -> np.ndarray:
     return np.array([[row] for row in rows], dtype=np.object_)
 

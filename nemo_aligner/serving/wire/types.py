@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,18 @@ class ScoreReply:
     contract_hash: str | None = None
 
 
+class FailureKind(Enum):
+    """Whose fault it is, and so what its sender may do."""
+
+    bad_request = "bad request"  # mend it
+    too_large = "too large"  # send less at once
+    busy = "busy"  # send it again later
+    internal = "internal"  # look at the server's log
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Why one request is not answered, in one line; ``bad_request``: its sender can mend it."""
+    """Why one request is not answered, in one line."""
 
     message: str
-    bad_request: bool
+    kind: FailureKind

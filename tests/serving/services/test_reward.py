@@ -2,35 +2,76 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import CheckpointError, DataError, ServingError
-from nemo_aligner.serving.services.reward import RewardEndpoint
-from nemo_aligner.serving.transports.triton.model import answer_requests
+from nemo_aligner.serving.meter import Meter
+from nemo_aligner.serving.services.reward import RewardService
+from nemo_aligner.serving.transports.triton.model import answer_request
 from nemo_aligner.serving.wire import kserve
-from nemo_aligner.serving.wire.types import Failure, ScoreReply
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer
 
 GOOD = kserve.encode_sentences(["ab", "c"])
 
 
-@pytest.fixture
-def calls() -> list[int]:
-    return []
+class Immediate:
+    """A batcher that scores every request alone, at once."""
+
+    def __init__(self, score: Callable[[list[list[int]]], np.ndarray]) -> None:
+        self._score = score
+        self.calls: list[int] = []
+
+    def submit(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
+        self.calls.append(len(token_lists))
+        answer: Future[np.ndarray] = Future()
+        try:
+            answer.set_result(self._score(token_lists))
+        except Exception as error:
+            answer.set_exception(error)
+        return answer
+
+
+class Service:
+    """A service of a scorer without a model, and what it asks its batcher for."""
+
+    def __init__(
+        self,
+        scorer: FakeScorer | None = None,
+        score: Callable[[list[list[int]]], np.ndarray] | None = None,
+        **settings: int,
+    ) -> None:
+        scorer = scorer or FakeScorer(0, 1)
+        self.batcher = Immediate(score or scorer.score_token_lists)
+        self.meter = Meter()
+        config = ServerConfig(**settings)
+        self.service = RewardService(scorer, self.batcher, config, self.meter)
+
+    def ask(self, *requests: dict[str, np.ndarray]) -> list[ScoreReply | Failure]:
+        async def everyone() -> list[ScoreReply | Failure]:
+            return await asyncio.gather(*(answer_request(self.service, each) for each in requests))
+
+        return asyncio.run(everyone())
 
 
 @pytest.fixture
-def endpoint(calls) -> RewardEndpoint:
-    scorer = FakeScorer(0, 1)
+def service() -> Service:
+    return Service()
 
-    def execute(token_lists: list[list[int]]) -> np.ndarray:
-        calls.append(len(token_lists))
-        return scorer.score_token_lists(token_lists)
 
-    return RewardEndpoint(scorer, execute)
+def bad(message: str) -> Failure:
+    return Failure(message, FailureKind.bad_request)
+
+
+def internal(message: str) -> Failure:
+    return Failure(message, FailureKind.internal)
 
 
 def rewards(answer: ScoreReply | Failure) -> list[float]:
@@ -38,50 +79,82 @@ def rewards(answer: ScoreReply | Failure) -> list[float]:
     return answer.rewards[:, 0].tolist()
 
 
-def test_all_requests_are_one_call_and_bad_ones_are_not_in_it(endpoint, calls):
-    answers = answer_requests(
-        endpoint,
-        [
-            GOOD,
-            kserve.encode_sentences(["fine", ""]),
-            kserve.encode_tokens([[1, 2, 3], [4]]),
-            kserve.encode_tokens([[1] * (SEQ_LENGTH + 1)]),
-            kserve.encode_sentences(["explode"]),
-            {},
-        ],
+def test_every_request_has_its_own_answer(service):
+    answers = service.ask(
+        GOOD,
+        kserve.encode_sentences(["fine", ""]),
+        kserve.encode_tokens([[1, 2, 3], [4]]),
+        kserve.encode_tokens([[1] * (SEQ_LENGTH + 1)]),
+        kserve.encode_sentences(["explode"]),
+        {},
     )
-    assert calls == [4]
+    assert sorted(service.batcher.calls) == [2, 2]
     assert rewards(answers[0]) == [195, 99]
-    assert answers[1] == Failure("row 1: the text is empty", bad_request=True)
+    assert answers[1] == bad("row 1: the text is empty")
     assert rewards(answers[2]) == [6, 4]
-    assert answers[3] == Failure("row 0: got 65 tokens, wanted at most 64", bad_request=True)
-    assert answers[4] == Failure(
-        "internal error: KeyError: 'a bug in the tokenizer'", bad_request=False
-    )
+    assert answers[3] == bad("row 0: got 65 tokens, wanted at most 64")
+    assert answers[4] == internal("internal error: KeyError: 'a bug in the tokenizer'")
     assert isinstance(answers[5], Failure)
-    assert answers[5].bad_request
+    assert answers[5].kind is FailureKind.bad_request
 
 
-def test_nothing_to_score_makes_no_call(endpoint, calls):
-    assert isinstance(answer_requests(endpoint, [{}])[0], Failure)
-    assert calls == []
+def test_nothing_to_score_makes_no_call(service):
+    assert isinstance(service.ask({})[0], Failure)
+    assert service.batcher.calls == []
 
 
-def test_a_request_that_the_model_fails_on_fails_alone(endpoint, calls):
-    answers = answer_requests(endpoint, [GOOD, kserve.encode_tokens([[666]]), GOOD])
-    assert calls == [5, 2, 1, 2]
+def test_a_model_that_fails_is_an_error_of_its_request(service):
+    answers = service.ask(GOOD, kserve.encode_tokens([[666]]), GOOD)
     assert rewards(answers[0]) == rewards(answers[2]) == [195, 99]
-    assert answers[1] == Failure("the model failed: token 666 cannot be scored", bad_request=False)
+    assert answers[1] == internal("the model failed: token 666 cannot be scored")
 
 
-def test_a_reward_that_is_no_number_is_an_error_of_its_request(endpoint):
-    answers = answer_requests(endpoint, [kserve.encode_tokens([[1], [701]]), GOOD])
-    assert answers[0] == Failure("row 1: the model's reward is not a finite number", False)
+def test_a_reward_that_is_no_number_is_an_error_of_its_request(service):
+    answers = service.ask(kserve.encode_tokens([[1], [701]]), GOOD)
+    assert answers[0] == internal("row 1: the model's reward is not a finite number")
     assert rewards(answers[1]) == [195, 99]
 
 
-def test_a_cut_text_is_reported(endpoint):
-    (answer,) = answer_requests(endpoint, [kserve.encode_sentences(["x" * 100, "x"])])
+def test_a_request_of_more_bytes_than_may_be_is_refused_before_it_is_read():
+    service = Service(max_request_bytes=10)
+    (answer,) = service.ask(kserve.encode_sentences(["12345", "678901"]))
+    assert answer == Failure(
+        "got a request of 11 bytes, wanted at most 10 (server.max_request_bytes)",
+        FailureKind.too_large,
+    )
+    assert rewards(service.ask(kserve.encode_sentences(["12345"]))[0]) == [255]
+
+
+def test_a_full_queue_says_when_to_come_again():
+    service = Service(max_queue_rows=3)
+    answers = service.ask(GOOD, kserve.encode_tokens([[1]]), GOOD)
+    assert rewards(answers[0]) == [195, 99]
+    assert rewards(answers[1]) == [1]
+    assert isinstance(answers[2], Failure)
+    assert answers[2].kind is FailureKind.busy
+    wanted = "the queue is full (3 rows wait of 3, server.max_queue_rows); retry after 1 s"
+    assert answers[2].message == wanted
+    assert rewards(service.ask(GOOD)[0]) == [195, 99]
+
+
+def test_a_request_of_more_rows_than_may_wait_is_scored_where_nothing_waits():
+    service = Service(max_queue_rows=1)
+    assert rewards(service.ask(GOOD)[0]) == [195, 99]
+
+
+def test_what_was_answered_and_refused_is_counted(service):
+    assert service.meter.take_line(0) is None
+    service.ask(GOOD, {}, kserve.encode_tokens([[1, 2, 3]]))
+    line = service.meter.take_line(7)
+    assert line is not None
+    assert "7 in the queue" in line
+    assert "1 refused" in line
+    assert "p50" in line
+    assert service.meter.take_line(0) is None
+
+
+def test_a_cut_text_is_reported(service):
+    (answer,) = service.ask(kserve.encode_sentences(["x" * 100, "x"]))
     assert isinstance(answer, ScoreReply)
     assert answer.exceeded.tolist() == [True, False]
     assert answer.rewards[0, 0] == SEQ_LENGTH * ord("x")
@@ -97,29 +170,17 @@ def test_a_cut_text_is_reported(endpoint):
         (kserve.encode_conversations([[{"role": "user", "content": "a"}]] * 2), True, False),
     ],
 )
-def test_add_eos_has_to_agree_with_the_contract(endpoint, inputs, flag, accepted):
-    (answer,) = answer_requests(endpoint, [{**inputs, "add_EOS": np.array([[flag], [flag]])}])
+def test_add_eos_has_to_agree_with_the_contract(service, inputs, flag, accepted):
+    (answer,) = service.ask({**inputs, "add_EOS": np.array([[flag], [flag]])})
     assert isinstance(answer, ScoreReply) == accepted
     if isinstance(answer, Failure):
         assert f"add_EOS, row 0: got {flag}, wanted {not flag}" in answer.message
 
 
-def test_one_request_that_fails_is_tried_once(endpoint, calls):
-    (answer,) = answer_requests(endpoint, [kserve.encode_tokens([[666], [1]])])
-    assert calls == [2]
-    assert answer == Failure("the model failed: token 666 cannot be scored", bad_request=False)
-
-
-def test_a_bad_request_leaves_the_only_other_one_to_be_tried_once(endpoint, calls):
-    answers = answer_requests(endpoint, [{}, kserve.encode_tokens([[666]])])
-    assert calls == [1]
-    assert [answer.bad_request for answer in answers] == [True, False]
-
-
-def test_every_answer_names_the_contract_and_has_rows_for_its_own_texts(endpoint):
+def test_every_answer_names_the_contract_and_has_rows_for_its_own_texts(service):
     sizes = [1, 3, 2]
     requests = [kserve.encode_tokens([[size, row] for row in range(size)]) for size in sizes]
-    for size, answer in zip(sizes, answer_requests(endpoint, requests), strict=True):
+    for size, answer in zip(sizes, service.ask(*requests), strict=True):
         assert isinstance(answer, ScoreReply)
         assert answer.rewards.tolist() == [[size + row, -size - row] for row in range(size)]
         assert (answer.exceeded.dtype, answer.exceeded.tolist()) == (bool, [False] * size)
@@ -133,52 +194,45 @@ def test_every_attribute_of_every_row_has_to_be_a_number(value):
         found[[ids[0] == 5 for ids in token_lists], 1] = value
         return found
 
-    endpoint = RewardEndpoint(FakeScorer(0, 1), execute)
-    (answer,) = answer_requests(endpoint, [kserve.encode_tokens([[1], [5], [2], [5]])])
-    assert answer == Failure("row 1: the model's reward is not a finite number", False)
+    service = Service(score=execute)
+    (answer,) = service.ask(kserve.encode_tokens([[1], [5], [2], [5]]))
+    assert answer == internal("row 1: the model's reward is not a finite number")
 
 
 def test_what_a_model_says_of_its_failure_is_one_line_of_bounded_length():
     def execute(token_lists: list[list[int]]) -> np.ndarray:
         raise RuntimeError("out of\n  memory\t" + "x" * 1000)
 
-    endpoint = RewardEndpoint(FakeScorer(0, 1), execute)
-    (answer,) = answer_requests(endpoint, [GOOD])
+    service = Service(score=execute)
+    (answer,) = service.ask(GOOD)
     begin = "out of memory "
-    assert answer == Failure(f"the model failed: {begin}{'x' * (500 - len(begin))}", False)
+    assert answer == internal(f"the model failed: {begin}{'x' * (500 - len(begin))}")
 
 
-def test_the_row_of_a_flag_that_disagrees_is_named_with_the_reason(endpoint):
+def test_the_row_of_a_flag_that_disagrees_is_named_with_the_reason(service):
     for inputs, wanted, why in (
         (GOOD, True, "the model's scoring contract"),
         (kserve.encode_tokens([[1], [2]]), False, "conversations and tokens"),
     ):
         flags = np.array([[wanted], [not wanted]])
-        (answer,) = answer_requests(endpoint, [{**inputs, "add_EOS": flags}])
-        assert answer == Failure(
-            f"add_EOS, row 1: got {not wanted}, wanted {wanted} ({why}) or no add_EOS at all", True
+        (answer,) = service.ask({**inputs, "add_EOS": flags})
+        assert answer == bad(
+            f"add_EOS, row 1: got {not wanted}, wanted {wanted} ({why}) or no add_EOS at all"
         )
 
 
-def test_tokens_that_cannot_be_scored_are_named_by_their_row(endpoint, calls):
-    (answer,) = answer_requests(endpoint, [kserve.encode_tokens([[1], [2], [3, -1]])])
-    assert answer == Failure("row 2: got token id -1, wanted 0 or more", bad_request=True)
-    assert calls == []
-
-
-def test_of_two_requests_the_one_that_is_right_is_answered(endpoint, calls):
-    answers = answer_requests(endpoint, [kserve.encode_tokens([[666]]), GOOD])
-    assert calls == [3, 1, 2]
-    assert isinstance(answers[0], Failure)
-    assert rewards(answers[1]) == [195, 99]
+def test_tokens_that_cannot_be_scored_are_named_by_their_row(service):
+    (answer,) = service.ask(kserve.encode_tokens([[1], [2], [3, -1]]))
+    assert answer == bad("row 2: got token id -1, wanted 0 or more")
+    assert service.batcher.calls == []
 
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_a_contract_without_eos_takes_no_flag_for_it(flag):
     scorer = FakeScorer(0, 1)
     scorer.contract = replace(CONTRACT, add_eos=False)
-    endpoint = RewardEndpoint(scorer, scorer.score_token_lists)
-    (answer,) = answer_requests(endpoint, [{**GOOD, "add_EOS": np.array([[flag], [flag]])}])
+    service = Service(scorer)
+    (answer,) = service.ask({**GOOD, "add_EOS": np.array([[flag], [flag]])})
     assert isinstance(answer, Failure) == flag
 
 
@@ -189,6 +243,6 @@ def test_whatever_a_scorer_refuses_a_row_for_names_the_row(kind):
             raise kind("not these")
 
     scorer = Refusing(0, 1)
-    endpoint = RewardEndpoint(scorer, scorer.score_token_lists)
-    (answer,) = answer_requests(endpoint, [kserve.encode_tokens([[1]])])
-    assert answer == Failure("row 0: not these", bad_request=True)
+    service = Service(scorer)
+    (answer,) = service.ask(kserve.encode_tokens([[1]]))
+    assert answer == bad("row 0: not these")

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.serving.services.reward import RewardEndpoint, or_failure
-from nemo_aligner.serving.transports.triton.internals import bind_ragged, start_in_own_session
+from nemo_aligner.serving.services.reward import RewardService
+from nemo_aligner.serving.transports.triton.internals import bind_unbatched, start_in_own_session
 from nemo_aligner.serving.wire import kserve
-from nemo_aligner.serving.wire.types import Failure, ScoreReply
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply
 from nemo_aligner.text.contract import ScoringContract
 
 Tensors = Mapping[str, np.ndarray]
 
+# Of Triton's codes these become HTTP 400, 503 and 500; it has none for 413.
+_TRITON_CODES = {
+    FailureKind.bad_request: "INVALID_ARG",
+    FailureKind.too_large: "INVALID_ARG",
+    FailureKind.busy: "UNAVAILABLE",
+    FailureKind.internal: "INTERNAL",
+}
+
 
 def build_triton(
-    endpoint: RewardEndpoint, contract: ScoringContract, config: ServerConfig, port: int
+    service: RewardService, contract: ScoringContract, config: ServerConfig, port: int
 ) -> Any:
     """PyTriton's server with both models bound, not yet running.
 
@@ -43,28 +52,23 @@ def build_triton(
             exit_timeout_secs=config.exit_timeout_secs,
         )
     )
-    _bind_reward_model(triton, endpoint, config)
+    _bind_reward_model(triton, service, config)
     _bind_contract(triton, contract)
     return triton
 
 
-def _bind_reward_model(triton: Any, endpoint: RewardEndpoint, config: ServerConfig) -> None:
-    from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-    from pytriton.model_config.common import QueuePolicy
+def _bind_reward_model(triton: Any, service: RewardService, config: ServerConfig) -> None:
+    from pytriton.model_config import ModelConfig, Tensor
 
-    bind_ragged(
+    bind_unbatched(
         triton,
         model_name=kserve.MODEL_NAME,
-        infer_func=_infer_function(endpoint),
+        infer_func=_infer_function(service),
         inputs=[Tensor(**vars(spec)) for spec in kserve.INPUTS],
         outputs=[Tensor(**vars(spec)) for spec in kserve.OUTPUTS],
-        config=ModelConfig(
-            max_batch_size=config.max_batch_size,
-            batcher=DynamicBatcher(
-                max_queue_delay_microseconds=config.max_queue_delay_microseconds,
-                default_queue_policy=QueuePolicy(max_queue_size=config.max_queue_size),
-            ),
-        ),
+        # Without Triton's batcher, which ends a batch where the set of inputs changes, waits half a
+        # second where it misses a wake-up, and gives a batch to one who answers all of it at once.
+        config=ModelConfig(max_batch_size=config.max_batch_size, batcher=None),
     )
 
 
@@ -81,23 +85,23 @@ def _bind_contract(triton: Any, contract: ScoringContract) -> None:
     )
 
 
-def _infer_function(endpoint: RewardEndpoint) -> Callable[[list[Any]], list[dict[str, np.ndarray]]]:
-    def infer(requests: list[Any]) -> list[dict[str, np.ndarray]]:
-        answers = answer_requests(endpoint, [dict(request.items()) for request in requests])
-        return [_to_outputs(each) for each in answers]
+def _infer_function(service: RewardService) -> Callable[[list[Any]], Any]:
+    async def infer(requests: list[Any]) -> list[dict[str, np.ndarray]]:
+        answers = [answer_request(service, dict(request.items())) for request in requests]
+        return [_to_outputs(each) for each in await asyncio.gather(*answers)]
 
     return infer
 
 
-def answer_requests(
-    endpoint: RewardEndpoint, requests: Sequence[Tensors]
-) -> list[ScoreReply | Failure]:
-    """One reply or failure per request, in order; one that cannot be read fails alone."""
-    return endpoint.answer([or_failure(kserve.decode_request, each) for each in requests])
+async def answer_request(service: RewardService, inputs: Tensors) -> ScoreReply | Failure:
+    """What one request's tensors are answered with."""
+    return await service.answer(
+        *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
+    )
 
 
 def _to_outputs(reply: ScoreReply | Failure) -> dict[str, np.ndarray]:
     if isinstance(reply, ScoreReply):
         return kserve.encode_reply(reply)
-    code = "INVALID_ARG" if reply.bad_request else "INTERNAL"
+    code = _TRITON_CODES[reply.kind]
     return {"error": np.array([f"{code} {reply.message}".encode()], dtype=np.object_)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,14 @@ _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
+# It waits for the end of its input, which this process holds open, and where it is told nothing,
+# that has died.
+_GUARD = """
+trap "" INT TERM HUP QUIT
+read -r word
+[ -n "$word" ] || kill -KILL "-$0" 2>/dev/null
+rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
+"""
 _ANY_PORT = range(20_000, 32_000)
 
 
@@ -40,6 +49,28 @@ def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
     while pid in parents and pid != root:
         pid = parents[pid]
     return pid == root
+
+
+class Guard:
+    """Ends Triton, whose processes are those of session ``server``, when this process ends.
+
+    However that ends: Triton stands in a session of its own, keeps those waiting whom nobody will
+    answer, and leaves its files behind.
+    """
+
+    def __init__(self, server: int, workspace: Path) -> None:
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, str(server), str(workspace), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+
+    def dismiss(self) -> None:
+        """Triton has ended."""
+        self._process.communicate(b"ended\n")
 
 
 def is_running(pid: int) -> bool:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-import torch
+import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.errors import AlignerError
+from nemo_aligner.errors import AlignerError, ServingError
+from nemo_aligner.serving.batcher import Batcher
+from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import ModelRanks
-from nemo_aligner.serving.services.reward import RewardEndpoint, ServableScorer
-from nemo_aligner.serving.transports.triton.internals import ended_early, workspace_of
+from nemo_aligner.serving.services.reward import RewardService, ServableScorer
+from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
 from nemo_aligner.serving.transports.triton.processes import (
+    Guard,
     free_port,
     is_running,
     ready_file,
@@ -33,7 +34,24 @@ _WATCH_SECS = 0.2
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 
-def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | str = "cpu") -> int:
+def check_port(config: ServerConfig) -> None:
+    """Collective: refuse on all ranks a port that rank 0 cannot have.
+
+    Raises:
+        ServingError: it is taken, or the host is no address of rank 0's machine.
+    """
+    said: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            free_port(config.host, config.port)
+        except ServingError as error:
+            said = [str(error)]
+    dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise ServingError(said[0])
+
+
+def serve(scorer: ServableScorer, config: ServerConfig) -> int:
     """Answer requests until SIGTERM or SIGINT; every rank calls it.
 
     Returns:
@@ -44,7 +62,10 @@ def serve(scorer: ServableScorer, config: ServerConfig, device: torch.device | s
         ServingError: it cannot start, on rank 0; the others are released.
     """
     ranks = ModelRanks(
-        scorer.score_token_lists, device, config.heartbeat_secs, config.worker_timeout_secs
+        scorer.score_token_lists,
+        scorer.forget,
+        config.heartbeat_secs,
+        config.worker_timeout_secs,
     )
     if ranks.rank != 0:
         # The launcher signals every rank; rank 0 decides, after it has drained.
@@ -65,64 +86,117 @@ def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> in
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
-    port = free_port(config.host, config.port)
-    ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
-    triton = build_triton(RewardEndpoint(scorer, ranks.execute), scorer.contract, config, port)
-    _start(triton)
-    processes = triton_processes(os.getpid())
-    url = f"http://{config.host}:{port}"
-    with ready_file(config.ready_file, url):
-        print(f"Serving {MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
-        print(f"Scoring contract {scorer.contract.hash}", flush=True)
-        failure = _watch(triton, processes, ranks, stopping)
-        if failure is not None:
-            _die(failure, triton, processes)
-        print("Draining: in-flight requests are answered, new ones are refused", flush=True)
-        triton.stop()
-    if ranks.failure is not None:
-        _die(ranks.failure, triton, processes)
+    ranks.lead(lambda: _answer(scorer, ranks, config, lambda: bool(stopping)))
     ranks.stop()
     print("Stopped", flush=True)
     return 0
 
 
-def _start(triton: Any) -> None:
+def _answer(
+    scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig, shall_stop: Callable[[], bool]
+) -> None:
+    """Have Triton hand requests over until it shall stop, while the model is at work beside."""
+    port = free_port(config.host, config.port)
+    ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
+    batcher = Batcher(ranks.submit, scorer.tokens_per_call)
+    meter = Meter()
+    service = RewardService(scorer, batcher, config, meter)
+    triton = build_triton(service, scorer.contract, config, port)
+    guard = _start(triton)
+    processes = triton_processes(os.getpid())
+    url = f"http://{config.host}:{port}"
+    report = _Report(meter, batcher, scorer, config.report_every_secs)
+    watch = _Watch(triton, processes, ranks, report)
+    with ready_file(config.ready_file, url):
+        print(f"Serving {MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
+        print(f"Scoring contract {scorer.contract.hash}", flush=True)
+        if scorer.prefix_cache_bytes:
+            kept, size = config.prefix_cache_tokens, scorer.prefix_cache_bytes / 2**20
+            print(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank", flush=True)
+        watch.until(shall_stop)
+        print("Draining: in-flight requests are answered, new ones are refused", flush=True)
+        stop = threading.Thread(target=triton.stop, name="drain", daemon=True)
+        stop.start()
+        # Where a rank dies its launcher stops the others: what is in flight has no answer then.
+        watch.until(lambda: not stop.is_alive(), triton_may_end=True)
+    guard.dismiss()
+    report.say()
+    service.close()
+    batcher.close()
+
+
+def _start(triton: Any) -> Guard:
     """Run Triton until its model is ready; PyTriton would wait two minutes for one that is dead."""
     started = threading.Event()
 
-    def watch() -> None:
-        while not started.wait(_WATCH_SECS):
-            if ended_early(triton):
-                _die("Triton did not start, its own words are above", triton, {})
+    def ended() -> None:
+        if not started.is_set():
+            shutil.rmtree(workspace_of(triton), ignore_errors=True)
+            _die("Triton did not start, its own words are above")
 
-    threading.Thread(target=watch, name="start", daemon=True).start()
+    call_at_exit(triton, ended)
     triton.run()
     started.set()
+    return Guard(server_pid(triton), workspace_of(triton))
 
 
-def _watch(
-    triton: Any, processes: Mapping[int, str], ranks: ModelRanks, stopping: Sequence[int]
-) -> str | None:
-    """Wait for a signal; or say what died."""
-    while not stopping:
-        dead = [f"{name} (pid {pid})" for pid, name in processes.items() if not is_running(pid)]
-        failure = f"{', '.join(dead)} died" if dead else ranks.failure
-        if failure is None and not triton.is_alive():
-            failure = "Triton is not alive"
-        if failure is not None:
-            return failure
-        time.sleep(_WATCH_SECS)
-    return None
+class _Report:
+    """Says every few seconds how busy the server is, while it has work."""
+
+    def __init__(
+        self, meter: Meter, batcher: Batcher, scorer: ServableScorer, every_secs: float
+    ) -> None:
+        self._meter = meter
+        self._batcher = batcher
+        self._scorer = scorer
+        self._cached = 0
+        self._every_secs = every_secs
+        self._said = time.monotonic()
+
+    def when_due(self) -> None:
+        if self._every_secs and time.monotonic() - self._said >= self._every_secs:
+            self.say()
+
+    def say(self) -> None:
+        self._said = time.monotonic()
+        cached = self._scorer.counts.cached
+        line = self._meter.take_line(self._batcher.waiting_rows, cached - self._cached)
+        self._cached = cached
+        if line is not None and self._every_secs:
+            print(line, flush=True)
 
 
-def _die(failure: str, triton: Any, processes: Mapping[int, str]) -> NoReturn:
-    """Leave at once with exit code 1, and take Triton along; other ranks notice and do the same."""
+class _Watch:
+    """Looks whether everything lives that the server needs, and ends it where one does not."""
+
+    def __init__(
+        self, triton: Any, processes: Mapping[int, str], ranks: ModelRanks, report: _Report
+    ) -> None:
+        self._triton = triton
+        self._processes = processes
+        self._ranks = ranks
+        self._report = report
+
+    def until(self, is_over: Callable[[], bool], triton_may_end: bool = False) -> None:
+        """Wait; or leave with exit code 1, and the reason."""
+        while not is_over():
+            failure = self._ranks.failure or (None if triton_may_end else self._dead_triton())
+            if failure is not None:
+                _die(failure)
+            self._report.when_due()
+            time.sleep(_WATCH_SECS)
+        if self._ranks.failure is not None:
+            _die(self._ranks.failure)
+
+    def _dead_triton(self) -> str | None:
+        for pid, name in self._processes.items():
+            if not is_running(pid):
+                return f"{name} (pid {pid}) died"
+        return None if self._triton.is_alive() else "Triton is not alive"
+
+
+def _die(failure: str) -> NoReturn:
+    """Leave at once with exit code 1; Triton's guard and other ranks notice and do the same."""
     print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
-    for pid in processes:
-        if is_running(pid):
-            os.kill(pid, signal.SIGKILL)
-    for segment in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):
-        Path(segment).unlink(missing_ok=True)
-    shutil.rmtree(workspace_of(triton), ignore_errors=True)
     os._exit(1)

@@ -8,7 +8,24 @@ from typing import Any
 import pytest
 
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.transports.triton.internals import bind_ragged, ended_early, workspace_of
+from nemo_aligner.serving.transports.triton.internals import (
+    bind_unbatched,
+    call_at_exit,
+    server_pid,
+    workspace_of,
+)
+
+PROXY = b"""
+class BatchResponsesHandler:
+    pass
+
+def _wrap_response(response):
+    pass
+
+class TritonRequestsServer:
+    def push(self, requests_id, triton_requests):
+        pass
+"""
 
 
 class FakeTriton:
@@ -17,51 +34,46 @@ class FakeTriton:
         self._model_manager = SimpleNamespace(models=[])
 
     def bind(self, model_name: str) -> None:
-        files = {"/store/1/model.py": self._proxy, "/store/1/other.py": b"other"}
-        model = SimpleNamespace(
-            get_model_config=lambda: {"model_name": model_name, "input": [{"name": "tokens"}]},
-            get_proxy_model_files=lambda: files,
-        )
+        files = {"file:1/model.py": self._proxy, "file:1/other.py": b"other"}
+        model = SimpleNamespace(get_proxy_model_files=lambda: dict(files))
         self._model_manager.models.append(model)
 
     def models(self) -> list[Any]:
         return self._model_manager.models
 
 
-def test_only_the_model_that_is_bound_so_is_ragged_and_has_errors_of_its_own() -> None:
-    proxy = b"import x\n\ndef _wrap_response(response):\n    pass\n"
-    triton = FakeTriton(proxy)
+def test_only_the_model_that_is_bound_so_has_our_proxy_with_pytritons_beside_it() -> None:
+    triton = FakeTriton(PROXY)
     triton.bind(model_name="before")
-    bind_ragged(triton, model_name="ragged")
-    before, ragged = triton.models()
-    assert before.get_model_config()["input"] == [{"name": "tokens"}]
-    assert before.get_proxy_model_files()["/store/1/model.py"] == proxy
-    assert ragged.get_model_config()["input"] == [{"name": "tokens", "allow_ragged_batch": True}]
-    files = ragged.get_proxy_model_files()
-    assert files["/store/1/model.py"].startswith(proxy)
-    assert b"TritonError" in files["/store/1/model.py"]
-    assert files["/store/1/other.py"] == b"other"
+    bind_unbatched(triton, model_name="unbatched")
+    before, unbatched = triton.models()
+    assert before.get_proxy_model_files()["file:1/model.py"] == PROXY
+    files = unbatched.get_proxy_model_files()
+    assert files["file:1/pytriton_model.py"] == PROXY
+    assert b"TritonPythonModel = " in files["file:1/model.py"]
+    assert files["file:1/other.py"] == b"other"
 
 
-def test_another_version_of_pytriton_is_refused() -> None:
-    triton = FakeTriton(b"def wrap_response(response):\n    pass\n")
-    bind_ragged(triton, model_name="ragged")
+@pytest.mark.parametrize("part", [b"BatchResponsesHandler", b"_wrap_response", b"push"])
+def test_another_version_of_pytriton_is_refused(part: bytes) -> None:
+    triton = FakeTriton(PROXY.replace(part, b"renamed"))
+    bind_unbatched(triton, model_name="unbatched")
     with pytest.raises(ServingError, match=r"model\.py is not that of version 0\.7"):
         triton.models()[0].get_proxy_model_files()
 
 
-@pytest.mark.parametrize(
-    ("server", "early"),
-    [
-        (None, False),
-        (SimpleNamespace(_tritonserver_running_cmd=None, is_alive=lambda: False), False),
-        (SimpleNamespace(_tritonserver_running_cmd="cmd", is_alive=lambda: True), False),
-        (SimpleNamespace(_tritonserver_running_cmd="cmd", is_alive=lambda: False), True),
-    ],
-    ids=["not_made", "not_started", "alive", "gone"],
-)
-def test_a_triton_that_was_started_and_is_gone_has_ended_early(server: Any, early: bool) -> None:
-    assert ended_early(SimpleNamespace(_triton_server=server)) == early
+def test_who_asks_is_told_of_an_exit_before_pytriton_is() -> None:
+    said: list[Any] = []
+    triton = SimpleNamespace(_on_tritonserver_exit=lambda *given: said.append(given))
+    call_at_exit(triton, lambda: said.append("ours"))
+    triton._on_tritonserver_exit(False, 1)
+    assert said == ["ours", (False, 1)]
+
+
+def test_a_servers_process_is_the_one_that_pytriton_has_started() -> None:
+    command = SimpleNamespace(pid=12)
+    server = SimpleNamespace(_tritonserver_running_cmd=command)
+    assert server_pid(SimpleNamespace(_triton_server=server)) == 12
 
 
 def test_the_workspace_is_pytritons(tmp_path: Any) -> None:

@@ -116,14 +116,16 @@ class TestPlainHttp:
         assert server.post({"inputs": [json_request("sentences", "BYTES", [["a"]])]})[0] == 200
 
 
-def test_requests_of_all_lengths_meet_in_one_batch_and_bad_ones_harm_nobody(server):
+def test_what_comes_while_the_model_is_busy_is_one_call_and_bad_requests_harm_nobody(server):
     from nemo_aligner.serving.client.reward import RewardClient
 
     before = len(batches(server))
     with RewardClient(server.url, timeout_s=30) as client:
         client.score(["warm"])
+        slow = client.score_tokens_future([[700]])
+        time.sleep(0.5)
         good = {
-            text: client.score_future([text]) for text in ("z" * length for length in range(1, 25))
+            text: client.score_future([text]) for text in ("z" * length for length in range(1, 20))
         }
         bad = [
             client.score_future([""]),
@@ -136,6 +138,7 @@ def test_requests_of_all_lengths_meet_in_one_batch_and_bad_ones_harm_nobody(serv
         for future in bad:
             with pytest.raises(ServingError):
                 future.result()
+        assert slow.result()[0, 0] == 700
     made = batches(server)[before:]
     assert max(sequences for sequences, _ in made) > 8, made
 
@@ -146,6 +149,23 @@ def one_slow_request(server: Server) -> tuple[int, dict]:
         json_request("sequence_lengths", "INT64", [[1]]),
     ]
     return server.post({"inputs": inputs})
+
+
+def test_a_full_queue_says_when_to_come_again(tmp_path):
+    from nemo_aligner.serving.client import RewardClient
+
+    settings = [*QUICK, "max_queue_rows=2"]
+    with running(tmp_path, FAKE, *settings) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(one_slow_request, server)
+        time.sleep(1)
+        body = {"inputs": [json_request("sentences", "BYTES", [["a"], ["b"]])]}
+        status, answer = server.post(body)
+        assert status == 503
+        assert answer["error"].startswith("the queue is full (1 rows wait of 2, ")
+        assert answer["error"].endswith("retry after 1 s")
+        with RewardClient(server.url) as client:  # which does
+            assert client.score(["a", "b"])[:, 0].tolist() == [97, 98]
+        assert slow.result()[0] == 200
 
 
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
@@ -160,15 +180,22 @@ def test_a_stop_answers_what_is_in_flight(tmp_path, number, ranks):
 
 
 @pytest.mark.parametrize("victim", ["bin/tritonserver", "triton_python_backend_stub"])
-def test_a_dead_triton_ends_the_server(tmp_path, victim):
-    with running(tmp_path, FAKE, *QUICK) as server:
+def test_a_triton_that_dies_while_it_waits_for_rewards_ends_the_server(tmp_path, victim):
+    with running(tmp_path, FAKE, *QUICK) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(one_slow_request, server)
+        time.sleep(1)
         pids = server.processes(victim)
         assert pids, "nothing to kill"
-        os.kill(max(pids), signal.SIGKILL)
+        os.kill(min(pids), signal.SIGKILL)
         assert server.wait(timeout=8) == [1]
+        assert slow.exception(timeout=8) is not None or slow.result()[0] >= 500
         assert "The server cannot go on" in server.output()
         server.assert_nothing_is_left()
-        assert not list(Path("/dev/shm").glob(f"pytrtion{server.ranks[0].pid}-*"))
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return f"RANK={rank}".encode() in variables
 
 
 class TestTwoRanks:
@@ -197,15 +224,35 @@ class TestTwoRanks:
             assert server.wait(timeout=8) == [1, -signal.SIGKILL]
             if slow is not None:
                 status, answer = slow.result()
-                assert status == 500
-                assert "a rank died" in answer["error"]
+                assert status == 503
+                assert answer["error"].startswith("the server cannot go on: a rank died")
             server.assert_nothing_is_left()
 
     def test_a_killed_leader_ends_all(self, tmp_path):
         with running(tmp_path, FAKE, *QUICK, ranks=2) as server:
             server.ranks[0].kill()
             assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
-            server.assert_nothing_is_left(killed=True)
+            server.assert_nothing_is_left()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_a_rank_killed_while_it_scores_ends_all_and_the_launcher(self, tmp_path, victim):
+        with (
+            running(tmp_path, FAKE, ranks=2, torchrun=True) as server,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            slow = pool.submit(one_slow_request, server)
+            time.sleep(1)
+            pid = next(pid for pid in server.processes(FAKE) if is_rank(pid, victim))
+            os.kill(pid, signal.SIGKILL)
+            killed = time.monotonic()
+            assert server.wait(timeout=10) == [1]
+            server.assert_nothing_is_left(within=killed + 10 - time.monotonic())
+            if victim == 0:
+                assert isinstance(slow.exception(), OSError)  # nobody is left to answer it
+            else:
+                assert slow.result()[0] == 503
+                assert "The server cannot go on: " in server.output()
 
     def test_a_rank_that_dies_or_fails_alone_while_it_scores_ends_all(self, tmp_path):
         for number, (mark, codes) in enumerate([(667, [1, 9]), (668, [1, 1])]):
@@ -217,7 +264,7 @@ class TestTwoRanks:
                     json_request("sequence_lengths", "INT64", [[1]]),
                 ]
                 status, _ = server.post({"inputs": inputs})
-                assert status == 500
+                assert status == 503
                 assert server.wait(timeout=10) == codes, server.output()[-3000:]
                 server.assert_nothing_is_left()
 

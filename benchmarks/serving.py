@@ -1,0 +1,253 @@
+"""Serving against vLLM's server: the same weights, token ids and clients, turn by turn.
+
+    python benchmarks/serving.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl \\
+        --vllm-python vllm/bin/python
+    python benchmarks/serving.py --tiny
+
+Both score one text a request, in fp32 on the CPU, with a random head; vLLM serves the folder that
+``nemo-aligner export`` writes. Of each number of ``--clients``, every client sends its next request
+once it has its answer. ``uniform`` and ``lognormal`` are lengths of texts that have nothing in
+common (224 tokens in the mean); ``pairs`` has both sides of pairs from ``--data`` one after the
+other; ``shared`` is replies of 100 tokens, one by one, to a prompt of 512 that was seen before. No
+turn asks for texts of another. vLLM runs without its prefix cache, with it in ``shared``, and both
+ways in ``pairs``. A vLLM that is not given, does not start or fails leaves dashes, and what it said
+last stands below the table.
+
+With ``--tiny`` a tiny model shows what the server itself costs (see serving_tiny.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import (
+    WorkerFailed,
+    choose_device,
+    machine,
+    median_of_ratios,
+    render,
+    require,
+    write_json,
+)
+from serving_model import export, prepare_reward_model
+from serving_servers import Clients, Load, Recipe, percentile
+from serving_work import Contestants, Draw, Pairs, Requests, Work
+
+OURS, UNCACHED = "nemo_aligner", "nemo_aligner without cache"
+COLD, WARM = "vLLM", "vLLM with prefix cache"
+KINDS = ("uniform", "lognormal", "pairs", "shared")
+CHECKED = 8
+
+
+def main() -> None:
+    arguments = _parse()
+    require("aiohttp", "psutil", "pytriton")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
+    choose_device("cpu")
+    work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
+    work.mkdir(parents=True, exist_ok=True)
+    if arguments.tiny:
+        from serving_tiny import measure
+
+        content = measure(arguments, work)
+    else:
+        content = _compare_servers(arguments, work)
+    about = {"machine": machine(), "model": str(arguments.model or "tiny"), "precision": "fp32"}
+    print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
+    write_json(arguments.output, {**about, **content})
+
+
+def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    reward_model = prepare_reward_model(arguments.model, work)
+    pairs, vocabulary = _texts(arguments.data, reward_model)
+    clients = Clients()
+    contestants = Contestants(_recipes(arguments, reward_model, work), work, clients)
+    if arguments.vllm_python is None:
+        left_out = "left out, as --vllm-python is not given"
+        contestants.failures.update({COLD: left_out, WARM: left_out})
+    rows: list[dict[str, Any]] = []
+    try:
+        works = _works(arguments, pairs, Draw(vocabulary))
+        names = list(dict.fromkeys(name for each in works for name in each.servers))
+        difference = _largest_difference(contestants, names, pairs.take(CHECKED), arguments.limit)
+        for each in works:
+            rows += _compare(each, contestants, arguments.turns, arguments.limit)
+            print(f"\n{render(rows)}", flush=True)
+    finally:
+        contestants.close()
+        clients.close()
+    for name, failure in contestants.failures.items():
+        print(f"\n{name}: {failure}", flush=True)
+    return {"rows": rows, "difference": difference, "failures": contestants.failures}
+
+
+def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
+    from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+    from nemo_aligner.parallel.launch import single_process
+
+    with single_process():
+        tokenizer, contract = read_text_rules(reward_model)
+    assert contract is not None
+    rule = contract
+    return Pairs(data, lambda text: rule.encode(tokenizer, text).token_ids), tokenizer.vocab_size
+
+
+def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> list[Recipe]:
+    own = tuple(arguments.server)
+    ours = [Recipe(OURS, reward_model, arguments.threads, own)]
+    if arguments.compare_cache:
+        settings = (*own, "server.prefix_cache_tokens=0")
+        ours.append(Recipe(UNCACHED, reward_model, arguments.threads, settings))
+    if arguments.vllm_python is None:
+        return ours
+    folder = export(reward_model, work / "export")
+    python, threads = arguments.vllm_python, arguments.threads
+    cold = ("--no-enable-prefix-caching",)
+    warm = ("--enable-prefix-caching", "--enable-chunked-prefill")
+    return [
+        *ours,
+        Recipe(COLD, folder, threads, cold, python),
+        Recipe(WARM, folder, threads, warm, python),
+    ]
+
+
+def _works(arguments: argparse.Namespace, pairs: Pairs, draw: Draw) -> list[Work]:
+    works = []
+    for kind in arguments.kinds:
+        for clients in [1] if kind == "shared" else arguments.clients:
+            count = max(arguments.requests, 2 * clients)
+            works.append(_work(kind, clients, count, pairs, draw, arguments.compare_cache))
+    return works
+
+
+def _work(
+    kind: str, clients: int, count: int, pairs: Pairs, draw: Draw, compare_cache: bool
+) -> Work:
+    if kind == "pairs":
+        both = (OURS, COLD, WARM)
+        return Work(kind, clients, lambda turn: Requests(pairs.take(count), []), both)
+    if kind == "shared":
+        ours = (OURS, UNCACHED) if compare_cache else (OURS,)
+        return Work(kind, 1, lambda turn: draw.shared(count, 1, turn), (*ours, WARM))
+    random = {"uniform": draw.uniform, "lognormal": draw.lognormal}[kind]
+    return Work(kind, clients, lambda turn: random(count, clients, turn), (OURS, COLD))
+
+
+def _largest_difference(
+    contestants: Contestants, names: Sequence[str], token_lists: list[list[int]], limit: float
+) -> float | None:
+    """Of a reward between ours and any other server; every server is warm after it."""
+    found = {}
+    for name in names:
+        for clients in (1, len(token_lists)):
+            load = contestants.ask(name, token_lists, clients, limit)
+            if load is not None:
+                found[name] = np.array(load.rewards)[:, 0]
+    ours = found.pop(OURS)
+    if not found:
+        return None
+    difference = max(float(np.abs(ours - theirs).max()) for theirs in found.values())
+    print(f"the largest difference of a reward: {difference:.1e} (of up to {abs(ours).max():.2f})")
+    if difference > 1e-2 * float(np.abs(ours).max()):
+        sys.exit("the rewards differ: these are not the same computations")
+    return difference
+
+
+def _compare(
+    work: Work, contestants: Contestants, turns: int, limit: float
+) -> list[dict[str, Any]]:
+    loads: dict[str, list[Load]] = {name: [] for name in work.servers}
+    asked = []
+    for turn in range(turns):
+        requests = work.draw(turn)
+        asked.append(requests)
+        for name in work.servers:
+            if requests.seen:
+                contestants.ask(name, requests.seen, 1, limit)
+            load = contestants.ask(name, requests.token_lists, work.clients, limit)
+            if load is not None:
+                loads[name].append(load)
+    return rows_of(work, asked, loads)
+
+
+def rows_of(
+    work: Work, asked: Sequence[Requests], loads: Mapping[str, Sequence[Load]]
+) -> list[dict[str, Any]]:
+    """A row for each server; one that has not answered every turn has dashes."""
+    ours = [load.seconds for load in loads[OURS]]
+    rows = []
+    for name in work.servers:
+        answered = loads[name] if len(loads[name]) == len(asked) else []
+        seconds = [load.seconds for load in answered]
+        ratio = median_of_ratios(ours, seconds) if seconds else None
+        rows.append(
+            {
+                "work": work.name,
+                "clients": work.clients,
+                "server": name,
+                **_speed(asked, answered),
+                "ours is faster by": "" if name == OURS else ratio,
+            }
+        )
+    return rows
+
+
+def _speed(asked: Sequence[Requests], loads: Sequence[Load]) -> dict[str, Any]:
+    if not loads:
+        return dict.fromkeys(("rewards/s", "tokens/s", "p50 s", "p99 s"))
+    both = list(zip(asked, loads, strict=True))
+    return {
+        "rewards/s": median(len(each.token_lists) / load.seconds for each, load in both),
+        "tokens/s": round(median(each.tokens / load.seconds for each, load in both)),
+        "p50 s": percentile(loads, 50),
+        "p99 s": percentile(loads, 99),
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a .gguf, or a folder")
+    parser.add_argument("--data", type=Path, help="pairs")
+    parser.add_argument("--vllm-python", help="with vLLM; default: vLLM is left out")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument(
+        "--requests", type=int, default=64, help="a turn (default 64), at least 2 for each client"
+    )
+    parser.add_argument("--turns", type=int, default=2, help="of each server (default 2)")
+    parser.add_argument(
+        "--server", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours"
+    )
+    parser.add_argument(
+        "--compare-cache", action="store_true", help="in shared, ours without its cache, too"
+    )
+    parser.add_argument("--tiny", action="store_true", help="what the server itself costs")
+    parser.add_argument("--tiny-requests", type=int, default=2000, help="(default 2000)")
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="with --tiny: N more")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="seconds of a turn of a server (default 900)"
+    )
+    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument("--output", type=Path, metavar="JSON")
+    arguments = parser.parse_args()
+    if not arguments.tiny and (arguments.model is None or arguments.data is None):
+        parser.error("wanted --model and --data, or --tiny")
+    return arguments
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except WorkerFailed as error:
+        sys.exit(f"nemo_aligner: {error}")

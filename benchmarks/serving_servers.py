@@ -1,0 +1,244 @@
+"""The servers that serving.py measures, each started by its own command, and asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from common import ROOT, Worker, WorkerFailed, how_it_ended
+
+START_S = 600
+STOP_S = 60
+SEQ_LENGTH = 1024
+_MIB = 1024**2
+_MODEL = "reward"
+
+
+class Server:
+    """A server in processes of its own, waited for until it answers.
+
+    Raises:
+        WorkerFailed: it ends before it answers, or takes too long; the message says how, and ends
+            with the last line that it printed.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self._log = log
+        self._start = time.monotonic()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_for_file(self, ready: Path) -> str:
+        """The URL that the server writes into a file once it answers."""
+        while not ready.is_file():
+            self._wait_on()
+        return ready.read_text().strip()
+
+    def wait_for_health(self, url: str) -> str:
+        """``url``, once it answers."""
+        while True:
+            self._wait_on()
+            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                return url
+
+    def _wait_on(self) -> None:
+        time.sleep(0.2)
+        code = self._process.poll()
+        if code is None and time.monotonic() < self._start + START_S:
+            return
+        self.stop()
+        how = f"it did not answer within {START_S} s" if code is None else how_it_ended(code)
+        raise WorkerFailed(f"it did not start: {how}\n{self.last_line()}")
+
+    def last_line(self) -> str:
+        """The last that the server has printed."""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "it said nothing")
+
+    def resident_mib(self) -> float:
+        """Resident memory of all of the server's processes, each counted whole."""
+        total = 0
+        for process in self._family():
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total / _MIB
+
+    def stop(self) -> None:
+        """End all of the server's processes."""
+        family = self._family()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        # What a server that died has left behind.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            own = psutil.Process(self._process.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server was asked, and how long each request waited."""
+
+    seconds: float
+    statuses: list[int | None]
+    waited: list[float | None]
+    rewards: list[list[float] | None]
+    said: list[str]
+
+    @property
+    def refused(self) -> int:
+        """How many requests have no reward."""
+        return sum(status != 200 for status in self.statuses)
+
+
+def percentile(loads: Sequence[Load], percent: float) -> float:
+    """Of the seconds that requests waited, where they were answered."""
+    waited = [each for load in loads for each in load.waited if each is not None]
+    return float(np.percentile(waited, percent))
+
+
+class Clients:
+    """The process that asks every server."""
+
+    def __init__(self) -> None:
+        self._worker = Worker(sys.executable, "serving_load.py", {}, threads=1)
+
+    def put(
+        self, url: str, requests: Sequence[dict[str, str]], clients: int, limit_s: float, count: int
+    ) -> Load:
+        """Ask ``count`` of the requests, from so many clients at once."""
+        asked = {"url": url, "requests": requests, "clients": clients, "limit_s": limit_s}
+        return Load(**self._worker.ask({**asked, "count": count}))
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a server is started, and how it is asked; ``python`` is that of vLLM."""
+
+    name: str
+    model: Path
+    threads: int
+    settings: tuple[str, ...] = ()
+    python: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.python is None
+
+    def start(self, log: Path) -> tuple[Server, str]:
+        """The server and its URL.
+
+        Raises:
+            WorkerFailed: it does not start.
+        """
+        if self.is_ours:
+            ready = log.with_suffix(".ready")
+            ready.unlink(missing_ok=True)
+            server = Server(self._our_command(ready), self._environment(), log)
+            return server, server.wait_for_file(ready)
+        port = free_port()
+        try:
+            server = Server(self._their_command(port), self._their_environment(), log)
+        except OSError as error:
+            raise WorkerFailed(f"{self.python}: cannot be run: {error.strerror}") from None
+        return server, server.wait_for_health(f"http://127.0.0.1:{port}")
+
+    def request(self, token_ids: Sequence[int]) -> dict[str, str]:
+        """A request for the reward of these ids."""
+        if self.is_ours:
+            return kserve_request(
+                [
+                    tensor("tokens", "INT64", [list(token_ids)]),
+                    tensor("sequence_lengths", "INT64", [[len(token_ids)]]),
+                ]
+            )
+        body = {"model": _MODEL, "input": list(token_ids), "use_activation": False}
+        return {"path": "/classify", "body": json.dumps(body)}
+
+    def _our_command(self, ready: Path) -> list[str]:
+        own = [f"rm_model_file={self.model}", "server.port=0", f"server.ready_file={ready}"]
+        return [sys.executable, "-m", "nemo_aligner", "serve", *own, *self.settings]
+
+    def _their_command(self, port: int) -> list[str]:
+        assert self.python is not None
+        return [
+            *(self.python, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.model), "--served-model-name", _MODEL),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--runner", "pooling", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", str(SEQ_LENGTH), "--max-num-batched-tokens", "4096"),
+            *self.settings,
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": str(self.threads),
+            "PYTHONPATH": str(ROOT),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def _their_environment(self) -> dict[str, str]:
+        """As many cores as ours; what vLLM is told by the environment stays."""
+        cores = sorted(os.sched_getaffinity(0))[: self.threads]
+        chosen = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment = {**chosen, **self._environment()}
+        del environment["PYTHONPATH"]
+        return environment
+
+
+def kserve_request(inputs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """A request of KServe v2 for rewards alone, as JSON."""
+    body = {"inputs": inputs, "outputs": [{"name": "rewards"}]}
+    return {"path": "/v2/models/reward_model/infer", "body": json.dumps(body)}
+
+
+def tensor(name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """An input of KServe v2, from rows of one length."""
+    flat = [value for row in rows for value in row]
+    return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,244 @@
+"""The servers of a client: each request goes to the least busy one that is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.client.agreement import Agreement
+from nemo_aligner.serving.client.server import RemoteServer, UnavailableError, new_session
+from nemo_aligner.serving.client.tensors import Tensors
+from nemo_aligner.serving.wire import kserve
+from nemo_aligner.serving.wire.types import ScoreReply
+from nemo_aligner.text.contract import ScoringContract
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class TooManyRowsError(Exception):
+    """No server that is there takes so many rows at once, but ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"at most {limit} rows")
+        self.limit = limit
+
+
+@dataclass
+class _Search:
+    """One request on its way to some server."""
+
+    began: float = field(default_factory=time.monotonic)
+    trouble_since: float | None = None
+    tried: set[RemoteServer] = field(default_factory=set)
+    last_trouble: str = "no server answers"
+
+    def note_trouble(self, now: float) -> float:
+        """Since when no server has answered it."""
+        if self.trouble_since is None:
+            self.trouble_since = now
+        return self.trouble_since
+
+
+class ServerPool:
+    """A server that fails by its connection is left out, and tried again in the background."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model_name: str,
+        agreement: Agreement,
+        wait_s: float,
+        retry_s: float,
+        max_connections: int,
+    ) -> None:
+        self._session = new_session()
+        reads_contract = agreement.is_expected or len(urls) > 1
+        self._servers = [
+            RemoteServer(self._session, url, model_name, agreement, reads_contract) for url in urls
+        ]
+        self._agreement = agreement
+        self._wait_s, self._retry_s = wait_s, retry_s
+        self._gate = asyncio.Semaphore(max_connections * len(urls))
+        self._has_met = False
+        self._said_trouble = False
+        self._introduction: asyncio.Future[None] | None = None
+
+    async def limit(self) -> tuple[int, int]:
+        """How many rows a request may have, and how many servers are there.
+
+        Raises:
+            ServingError: no server is there.
+        """
+        await self._choose(1, _Search())
+        limits = [server.limit for server in self._servers if server.limit is not None]
+        return min(limits), len(limits)
+
+    async def infer(self, inputs: Tensors, rows: int) -> ScoreReply:
+        """The answer to one request.
+
+        Raises:
+            RefusedError: it was refused, in the server's words.
+            ServingError: no server answers, or it scores by another contract.
+            TooManyRowsError: see there.
+        """
+
+        async def ask(server: RemoteServer) -> ScoreReply:
+            outputs = await server.infer(inputs)
+            reply = _decoded(outputs, rows, server.name)
+            self._agreement.check_reward(server.name, reply.contract_hash)
+            self._agreement.columns = reply.rewards.shape[1]
+            return reply
+
+        async with self._gate:
+            return await self._ask(ask, rows)
+
+    async def ask_contract(self) -> ScoringContract:
+        """The contract that a server publishes, which is that of all.
+
+        Raises:
+            ServingError: no server answers, or it publishes none.
+        """
+        return await self._ask(RemoteServer.contract, 1)
+
+    def trouble(self) -> str:
+        """What is wrong with each server that is not there."""
+        wrong = [(each.name, each.trouble) for each in self._servers if each.trouble]
+        return "; ".join(f"{name}: {why}" for name, why in wrong)
+
+    async def close(self) -> None:
+        """Let the sockets go."""
+        await self._session.close()
+
+    async def _ask(self, question: Callable[[RemoteServer], Awaitable[T]], rows: int) -> T:
+        """A request changes nothing on a server: one without an answer is sent again."""
+        search = _Search()
+        while True:
+            server = await self._choose(rows, search)
+            search.tried.add(server)
+            try:
+                answer = await question(server)
+            except UnavailableError as error:
+                if error.again_in_s is None:
+                    search.note_trouble(time.monotonic())
+                else:  # it is there, and says when: only the deadline ends that
+                    search.trouble_since = None
+                search.last_trouble = f"{server.name}: {error}"
+                self._say_trouble(search.last_trouble)
+            else:
+                self._said_trouble = False
+                return answer
+
+    async def _choose(self, rows: int, search: _Search) -> RemoteServer:
+        await self._meet_all_once(search)
+        while True:
+            now = time.monotonic()
+            self._look_around(now, search)
+            is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
+            ready = [
+                each
+                for each in self._servers
+                if each.is_ready(now) and not (is_over and each in search.tried)
+            ]
+            unsure = self._is_unsure(search)
+            if ready and not unsure:
+                fitting = [each for each in ready if each.limit and each.limit >= rows]
+                if not fitting:
+                    raise TooManyRowsError(max(each.limit or 1 for each in ready))
+                return min(fitting, key=lambda each: each.in_flight)
+            if not unsure and not any(each.is_full(now) for each in self._servers):
+                search.note_trouble(now)
+                self._give_up_if_over(search, now)
+            await self._change(now, search)
+
+    async def _meet_all_once(self, search: _Search) -> None:
+        """So that servers which score otherwise are noticed before any reward is used."""
+        if self._introduction is None:
+            for server in self._servers:
+                server.meet_if_due(search.began, search.began)
+            meetings = [server.meeting for server in self._servers if server.meeting is not None]
+            self._introduction = asyncio.ensure_future(_all_done(meetings))
+        await asyncio.shield(self._introduction)
+
+    def _look_around(self, now: float, search: _Search) -> None:
+        """Meet servers that are left out for long enough, or that a decision depends on."""
+        any_ready = any(server.is_ready(now) for server in self._servers)
+        for server in self._servers:
+            is_needed = server.fault is not None or not any_ready
+            server.meet_if_due(now, self._last_try(search, now) if is_needed else 0.0)
+            if server.fault is not None and server.tried_at >= search.began:
+                self._forget_all()
+                raise server.fault
+        self._has_met |= any_ready
+
+    def _forget_all(self) -> None:
+        """Where two do not agree, either may be mended."""
+        self._introduction = None
+        self._agreement.forget_published()
+        for server in self._servers:
+            server.limit = None
+
+    def _is_unsure(self, search: _Search) -> bool:
+        return any(each.fault and each.tried_at < search.began for each in self._servers)
+
+    def _patience_ends(self, search: _Search, now: float) -> float:
+        patience = self._retry_s if self._has_met else self._wait_s
+        return (now if search.trouble_since is None else search.trouble_since) + patience
+
+    def _last_try(self, search: _Search, now: float) -> float:
+        """No server is given up that was not tried since then: in the end, once more."""
+        ends = self._patience_ends(search, now)
+        was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
+        return ends if was_patient else search.began
+
+    def _give_up_if_over(self, search: _Search, now: float) -> None:
+        asked = all(
+            server.limit is not None
+            or (server.meeting is None and server.tried_at >= self._last_try(search, now))
+            for server in self._servers
+        )
+        if not asked or now < self._patience_ends(search, now):
+            return
+        if self._has_met:
+            advice = f"none came back within {self._retry_s:g} s (retry_s)"
+        elif self._wait_s:
+            advice = f"none was ready within {self._wait_s:g} s (wait_s)"
+        else:
+            advice = "wait_s=60 (score: --wait=60) waits for one to come up"
+        raise ServingError(f"{self.trouble() or search.last_trouble}; {advice}")
+
+    async def _change(self, now: float, search: _Search) -> None:
+        """Wait until something may be otherwise."""
+        moments = [each.again_at for each in self._servers if each.again_at > now]
+        ends = self._patience_ends(search, now)
+        pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)
+        meetings = [server.meeting for server in self._servers if server.meeting is not None]
+        if meetings:
+            await asyncio.wait(meetings, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(pause)
+
+    def _say_trouble(self, trouble: str) -> None:
+        if not self._said_trouble:
+            self._said_trouble = True
+            logger.warning("%s; the request is sent again", trouble)
+
+
+async def _all_done(meetings: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.wait(meetings)
+
+
+def _decoded(outputs: Tensors, rows: int, server: str) -> ScoreReply:
+    try:
+        reply = kserve.decode_reply(outputs)
+        if reply.rewards.ndim == 2 and len(reply.rewards) == rows:
+            return reply
+    except (KeyError, ValueError, TypeError, IndexError):
+        pass
+    raise ServingError(f"{server}: the answer has no reward for each row")

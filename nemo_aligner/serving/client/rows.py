@@ -1,0 +1,145 @@
+"""One call: its requests side by side, their rewards in the caller's order, and refused rows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
+from nemo_aligner.serving.client.server import RefusedError
+from nemo_aligner.serving.client.split import PartialRequest
+from nemo_aligner.serving.client.tensors import Tensors
+from nemo_aligner.serving.wire.types import ScoreReply
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "nan"]
+Split = Callable[[int], list[PartialRequest]]
+
+_MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
+_AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons."""
+
+    rewards: np.ndarray
+    errors: dict[int, str]
+
+
+def check_on_error(on_error: str) -> None:
+    """Raises ConfigError: it is neither of the two ways."""
+    if on_error not in ("raise", "nan"):
+        raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
+
+
+class RowCollector:
+    """Gathers the rewards of one call; ``on_error`` says what becomes of rows that are refused."""
+
+    def __init__(self, pool: ServerPool, on_error: OnError) -> None:
+        self._pool = pool
+        self._sets_aside = on_error == "nan"
+        self._rewards: dict[int, np.ndarray] = {}
+        self._errors: dict[int, str] = {}
+        self._exceeded = 0
+
+    async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
+        """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
+
+        Raises:
+            ServingError: no server answers, or one refused a row that is not set aside.
+        """
+        if total:
+            limit, servers = await self._pool.limit()
+            size = min(limit, _MOST_ROWS, -(-total // servers))
+            await _all_of(self._score(part) for part in split(size))
+        self._tell(total)
+        first = next(iter(self._rewards.values()), None)
+        width = len(first) if first is not None else columns or 1
+        rewards = np.full((total, width), np.nan, dtype=np.float32)
+        for row, reward in self._rewards.items():
+            rewards[row] = reward
+        return ScoredRows(rewards, dict(sorted(self._errors.items())))
+
+    def _tell(self, total: int) -> None:
+        if self._exceeded:
+            logger.warning(
+                "%d of %d texts were cut to the model's seq_length", self._exceeded, total
+            )
+        if self._errors:
+            row = min(self._errors)
+            logger.warning(
+                "%d of %d rows have no reward; row %d: %s",
+                *(len(self._errors), total, row, self._errors[row]),
+            )
+
+    async def _score(self, part: PartialRequest) -> None:
+        """Until each of its rows has a reward or is set aside: a request for each refused row."""
+        while part.rows:
+            try:
+                reply = await self._pool.infer(_encoded(part), len(part.rows))
+            except TooManyRowsError as error:
+                await _all_of(self._score(each) for each in part.chunks(error.limit))
+                return
+            except RefusedError as refusal:
+                row = refusal.row
+                if row is None or row >= len(part.rows):
+                    await self._score_apart(part, refusal)
+                    return
+                part = self._without(part, row, refusal)
+            else:
+                self._keep(part, reply)
+                return
+
+    def _keep(self, part: PartialRequest, reply: ScoreReply) -> None:
+        self._rewards.update(zip(part.rows, reply.rewards, strict=True))
+        self._exceeded += int(reply.exceeded.sum())
+
+    def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
+        row = part.rows[place]
+        if not self._sets_aside:
+            raise refusal.of_row(row) from refusal
+        self._errors[row] = refusal.reason
+        return part.only([other for other in part.rows if other != row])
+
+    async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
+        """What was refused without a row's number: find the rows by halves."""
+        is_too_large = refusal.status == 413 and len(part.rows) > 1
+        if not is_too_large and not (self._sets_aside and refusal.status in _AT_FAULT):
+            raise refusal
+        if len(part.rows) == 1:
+            self._errors[part.rows[0]] = refusal.reason
+            return
+        await _all_of(self._score(half) for half in part.chunks(-(-len(part.rows) // 2)))
+        # The same for each of several: it is not about a row.
+        if all(self._errors.get(row) == refusal.reason for row in part.rows):
+            raise refusal
+
+
+def _encoded(part: PartialRequest) -> Tensors:
+    try:
+        return part.inputs
+    except (TypeError, ValueError):
+        for place, row in enumerate(part.rows):
+            try:
+                _ = part.only([row]).inputs
+            except (TypeError, ValueError) as error:
+                text = f"row {place}: it cannot be sent: {error}"
+                raise RefusedError("client", 400, text) from error
+        raise
+
+
+async def _all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    tasks: Sequence[asyncio.Task[None]] = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:  # where one failed, nobody wants the others
+            task.cancel()

@@ -1,0 +1,279 @@
+"""One server of a client: its requests over HTTP, and whether it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import numpy as np
+
+from nemo_aligner.errors import CheckpointError, ServingError, short
+from nemo_aligner.serving.client.agreement import Agreement
+from nemo_aligner.serving.client.tensors import Tensors, decode_body, encode_body
+from nemo_aligner.serving.wire import kserve
+from nemo_aligner.text.contract import ScoringContract
+
+_CONNECT_S = 3.0
+_MEET_S = 10.0  # for a question that costs a server nothing
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+_UNAVAILABLE = (429, 502, 503, 504)
+_AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
+_ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
+
+
+class RefusedError(ServingError):
+    """A server's answer to a request that it does not score, with its HTTP status.
+
+    ``status`` is 400 where the request is at fault, 500 where the model failed.
+    """
+
+    def __init__(self, server: str, status: int, text: str) -> None:
+        super().__init__(f"{server}: {text}")
+        self.server, self.status, self.text = server, status, text
+
+    @property
+    def row(self) -> int | None:
+        """The row of the request that it is about, if it says one."""
+        found = _ROW.match(self.text)
+        return int(found[1]) if found else None
+
+    @property
+    def reason(self) -> str:
+        """Why, without the row's number."""
+        return _ROW.sub("", self.text)
+
+    def of_row(self, row: int) -> RefusedError:
+        """The same, with the number that the row has for the caller."""
+        text = self.text.replace(f"row {self.row}: ", f"row {row}: ", 1)
+        return RefusedError(self.server, self.status, text)
+
+
+class UnavailableError(Exception):
+    """No answer, or that there is none now; ``again_in_s`` is the server's wish."""
+
+    def __init__(self, reason: str, is_lost: bool = True, again_in_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.is_lost, self.again_in_s = is_lost, again_in_s
+
+
+def new_session() -> aiohttp.ClientSession:
+    """For all servers of a client; how many requests there are at once, others decide."""
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+    return aiohttp.ClientSession(connector=connector)
+
+
+class RemoteServer:
+    """Asked for rewards once it was met: the model is there, by the contract that is wanted."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        model_name: str,
+        agreement: Agreement,
+        reads_contract: bool,
+    ) -> None:
+        self.name = f"{url}, {model_name}"
+        self.url = url
+        self.in_flight = 0
+        self.limit: int | None = None  # rows of a request; None: not met
+        self.fault: ServingError | None = None  # what no waiting mends
+        self.trouble = ""
+        self.tried_at = -np.inf
+        self.meeting: asyncio.Task[None] | None = None
+        self.again_at = 0.0
+        self._has_said_when = False
+        self._failures = 0
+        self._session, self._agreement = session, agreement
+        self._model_name, self._reads_contract = model_name, reads_contract
+
+    def is_ready(self, now: float) -> bool:
+        """Whether it may be asked for rewards."""
+        return self.limit is not None and now >= self.again_at
+
+    def is_full(self, now: float) -> bool:
+        """Whether it has said when to come again, and that is not yet."""
+        return self.limit is not None and self._has_said_when and now < self.again_at
+
+    def meet_if_due(self, now: float, tried_since: float) -> None:
+        """Begin to meet it, if it was left out for long enough, or not tried since then."""
+        due = now >= self.again_at or self.tried_at < tried_since
+        if self.limit is None and self.meeting is None and due:
+            self.meeting = asyncio.ensure_future(self._meet())
+
+    async def infer(self, inputs: Tensors) -> Tensors:
+        """Its answer.
+
+        Raises:
+            RefusedError: it does not score them.
+            UnavailableError: it gave no answer, and is left out for a while.
+        """
+        with self._asked():
+            try:
+                return await self._infer(self._model_name, inputs, None)
+            except RefusedError as error:
+                if error.status == 404:  # another one, that is still loading its model
+                    raise UnavailableError(error.text) from error
+                raise
+
+    async def contract(self) -> ScoringContract:
+        """The contract that it publishes.
+
+        Raises:
+            ServingError: it publishes none that can be read.
+            UnavailableError: it gave no answer, and is left out for a while.
+        """
+        with self._asked():
+            return await self._contract()
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        self.in_flight += 1
+        try:
+            yield
+        except UnavailableError as error:
+            if self.is_ready(time.monotonic()):  # no other request has noticed
+                self._leave_out(error)
+            raise
+        finally:
+            self.in_flight -= 1
+        self._failures = 0
+        if self.limit is not None:
+            self.trouble = ""
+
+    async def _contract(self) -> ScoringContract:
+        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _MEET_S)
+        try:
+            return kserve.decode_contract(outputs)
+        except (CheckpointError, KeyError, ValueError, IndexError) as error:
+            raise ServingError(f"{self.url}: {error}") from error
+
+    async def _meet(self) -> None:
+        try:
+            await self._ask("GET", f"models/{quote(self._model_name)}/ready")
+            answer, _ = await self._ask("GET", f"models/{quote(self._model_name)}/config")
+            limit = max(1, int(json.loads(answer)["max_batch_size"]))
+            if self._reads_contract:
+                self._agreement.check_published(self.name, await self._published())
+            self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
+        except RefusedError as error:  # a model that is still being loaded
+            self._leave_out(UnavailableError(f"it has no such model ready: {error.text}"))
+        except UnavailableError as error:
+            self._leave_out(error)
+        except ServingError as error:
+            self.fault = error
+            self._leave_out(UnavailableError(str(error)))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._leave_out(UnavailableError("what answers there is no server of KServe v2"))
+        finally:
+            self.tried_at = time.monotonic()
+            self.meeting = None
+
+    async def _published(self) -> ScoringContract | None:
+        try:
+            return await self._contract()
+        except RefusedError:  # a server of NeMo-Aligner has none
+            return None
+
+    def _leave_out(self, error: UnavailableError) -> None:
+        pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
+        self._failures = min(self._failures + 1, 10)
+        self._has_said_when = error.again_in_s is not None
+        if error.again_in_s is not None:
+            pause = max(pause, error.again_in_s)
+        # Clients that failed together do not come back together.
+        self.again_at = time.monotonic() + pause * random.uniform(1.0, 1.5)
+        self.trouble = str(error)
+        if error.is_lost:
+            self.limit = None
+
+    async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
+        body, headers = encode_body(inputs)
+        path = f"models/{quote(model_name)}/infer"
+        answer, said = await self._ask("POST", path, timeout_s, body, headers)
+        try:
+            return decode_body(answer, said)
+        except ServingError as error:
+            raise ServingError(f"{self.name}: {error}") from error
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float | None = _MEET_S,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[bytes, Mapping[str, str]]:
+        try:
+            async with self._session.request(
+                method,
+                f"{self.url}/v2/{path}",
+                data=None if body is None else BytesIO(body),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
+            ) as response:
+                answer = await response.read()
+        except (aiohttp.ClientSSLError, aiohttp.InvalidURL) as error:
+            raise ServingError(f"{self.name}: {short(error)}") from error
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise UnavailableError(_cause(error)) from error
+        if response.status == 200:
+            return answer, response.headers
+        raise self._not_scored(response.status, _words(answer), response.headers)
+
+    def _not_scored(self, status: int, text: str, headers: Mapping[str, str]) -> Exception:
+        if status in _UNAVAILABLE:
+            asked = _AGAIN_IN.search(text)
+            wish = asked[1] if asked else headers.get("Retry-After", "")
+            again_in_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
+            return UnavailableError(f"HTTP {status}: {text}", status in (502, 504), again_in_s)
+        return RefusedError(self.name, status, text or f"HTTP {status}")
+
+
+def _words(answer: bytes) -> str:
+    text = answer.decode("utf-8", errors="replace")
+    try:
+        text = str(json.loads(text)["error"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        text = short(" ".join(text.split()))
+    return text
+
+
+def _cause(error: BaseException) -> str:
+    """What was wrong with a connection, in few words."""
+    text = str(error)
+    if isinstance(error, aiohttp.ClientConnectorError) and (
+        isinstance(error.os_error, ConnectionRefusedError) or "Connect call failed" in text
+    ):
+        return "connection refused: nobody listens there"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"no such host: {error.host}"
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return f"no connection within {_CONNECT_S:g} s"
+    if isinstance(error, asyncio.TimeoutError):
+        return f"it accepts connections, but gave no answer within {_MEET_S:g} s"
+    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
+        return "connection lost before the whole answer came"
+    return short(text) or type(error).__name__
+
+
+def _socket(address: Any) -> socket.socket:
+    """One that notices within a minute when the other machine is gone without a word."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made

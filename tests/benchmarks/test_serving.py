@@ -1,0 +1,252 @@
+"""The load that servers are put under is bounded, and what they answer makes the table."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests import tiny
+
+pytest.importorskip("aiohttp")
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tiny.ROOT / "benchmarks")
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+class FakeServer(ThreadingHTTPServer):
+    """The reward of token ids is their sum; 9 is refused, 8 takes half a second."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        is_kserve = "inputs" in asked
+        ids = asked["inputs"][0]["data"] if is_kserve else asked["input"]
+        with self.server.lock:
+            self.server.asked.append(self.path)
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        time.sleep(0.5 if 8 in ids else 0.02)
+        with self.server.lock:
+            self.server.at_once -= 1
+        reward = [sum(ids)]
+        outputs = {"outputs": [{"name": "rewards", "data": reward}]}
+        self.answer(9 in ids, outputs if is_kserve else {"data": [{"probs": reward}]})
+
+    def answer(self, is_refused: bool, content: dict[str, Any]) -> None:
+        body = b"no nines" if is_refused else json.dumps(content).encode()
+        self.send_response(400 if is_refused else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def load_of(url: str, *token_lists: list[int], **changes: Any) -> dict[str, Any]:
+    recipe = module("serving_servers").Recipe("ours", Path("model"), 1)
+    requests = [recipe.request(ids) for ids in token_lists]
+    return {
+        "url": url,
+        "requests": requests,
+        "count": len(requests),
+        "clients": 1,
+        "limit_s": 10.0,
+        **changes,
+    }
+
+
+def put(load: dict[str, Any]) -> Any:
+    return module("serving_servers").Load(**asyncio.run(module("serving_load").put(load)))
+
+
+def test_both_servers_are_asked_and_understood(server: FakeServer) -> None:
+    found = put(load_of(server.url, [1, 2], [3]))
+    assert found.rewards == [[3.0], [3.0]]
+    recipe = module("serving_servers").Recipe("vLLM", Path("m"), 1, (), "python")
+    found = put(load_of(server.url) | {"requests": [recipe.request([4, 5])], "count": 3})
+    assert found.rewards == [[9.0]] * 3
+    assert found.refused == 0
+    assert server.asked == ["/v2/models/reward_model/infer"] * 2 + ["/classify"] * 3
+
+
+def test_so_many_clients_ask_at_once(server: FakeServer) -> None:
+    found = put(load_of(server.url, *([[1]] * 24), clients=8))
+    assert server.most_at_once == 8
+    assert found.statuses == [200] * 24
+    assert all(0.02 <= seconds <= found.seconds for seconds in found.waited)
+
+
+def test_what_is_refused_or_late_or_unreachable_has_no_reward(server: FakeServer) -> None:
+    found = put(load_of(server.url, [9], [1]))
+    assert (found.statuses, found.rewards, found.said) == ([400, 200], [None, [1.0]], ["no nines"])
+    found = put(load_of(server.url, [1], [8], [1], limit_s=0.3))
+    assert found.statuses == [200, None, None]
+    assert found.refused == 2
+    found = put(load_of("http://127.0.0.1:9", [1]))
+    assert found.statuses == [0]
+    assert "Cannot connect" in found.said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"url": "http://example.org"}, "url: got http://example.org"),
+        ({"url": "http://127.0.0.1.example.org"}, "url: got"),
+        ({"count": 10**7}, "count: got 10000000, wanted 1 to 1000000"),
+        ({"clients": 0}, "clients: got 0, wanted 1 to 1024"),
+        ({"limit_s": 1e9}, "limit_s: got"),
+    ],
+)
+def test_a_load_is_bounded(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        put(load_of("http://127.0.0.1:9", [1]) | changes)
+
+
+def test_no_turn_asks_for_texts_of_another() -> None:
+    draw = module("serving_work").Draw(1000)
+    for kind in (draw.uniform, draw.lognormal, draw.shared):
+        texts = [
+            tuple(ids)
+            for clients in (1, 8)
+            for turn in (0, 1)
+            for ids in (kind(20, clients, turn).seen + kind(20, clients, turn).token_lists)
+        ]
+        assert len(set(texts)) == len(texts) >= 80
+    found = draw.shared(5, 1, 0)
+    assert {tuple(ids[:512]) for ids in found.token_lists} == {tuple(found.seen[0][:512])}
+    assert [len(ids) for ids in found.token_lists] == [612] * 5
+    lengths = [
+        sorted(map(len, kind(2000, 1, 0).token_lists)) for kind in (draw.uniform, draw.lognormal)
+    ]
+    assert all(0.9 < sum(each) / len(each) / 224 < 1.1 for each in lengths)
+    assert lengths[1][1000] < lengths[0][1000]
+    assert lengths[1][-1] > lengths[0][-1]
+
+
+def test_a_pair_is_given_out_once(tmp_path: Path) -> None:
+    data = tiny.write_pairs(tmp_path / "pairs.jsonl", 3)
+    pairs = module("serving_work").Pairs(data, lambda text: [text])
+    (chosen,), (rejected,) = pairs.take(2)
+    assert chosen[0] == rejected[0]  # the prompt
+    assert chosen[1] != rejected[1]
+    assert len({json.dumps(each) for each in pairs.take(4)}) == 4
+    with pytest.raises(SystemExit, match=r"pairs.jsonl: too few pairs"):
+        pairs.take(1)
+
+
+def test_the_table_has_medians_of_turns_and_dashes() -> None:
+    serving, work = module("serving"), module("serving_work")
+    load = module("serving_servers").Load
+
+    def loads(*seconds: float) -> list[Any]:
+        return [load(each, [200] * 2, [each / 2] * 2, [[0.0]] * 2, []) for each in seconds]
+
+    asked = [work.Requests([[1] * 10, [2] * 30], [])] * 3
+    both = work.Work("uniform", 8, lambda turn: asked[turn], (serving.OURS, serving.COLD))
+    rows = serving.rows_of(
+        both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2, 3)}
+    )
+    assert rows == [
+        {
+            "work": "uniform",
+            "clients": 8,
+            "server": "nemo_aligner",
+            "rewards/s": 2.0,
+            "tokens/s": 40,
+            "p50 s": 0.5,
+            "p99 s": pytest.approx(1.0, abs=0.1),
+            "ours is faster by": "",
+        },
+        {
+            "work": "uniform",
+            "clients": 8,
+            "server": "vLLM",
+            "rewards/s": 1.0,
+            "tokens/s": 20,
+            "p50 s": 1.0,
+            "p99 s": pytest.approx(1.5, abs=0.1),
+            "ours is faster by": 2.0,
+        },
+    ]
+    # One that failed in the last turn has no figures at all.
+    rows = serving.rows_of(both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2)})
+    shown = module("common").render(rows).splitlines()
+    assert shown[-1].split() == ["uniform", "8", "vLLM", "-", "-", "-", "-", "-"]
+
+
+def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(tmp_path: Path) -> None:
+    work, servers = module("serving_work"), module("serving_servers")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho one\necho Unsupported processor\necho\nexit 3\n")
+    python.chmod(0o755)
+    recipes = [
+        servers.Recipe("vLLM", tmp_path, 1, (), str(python)),
+        servers.Recipe("nowhere", tmp_path, 1, (), str(tmp_path / "none")),
+    ]
+    contestants = work.Contestants(recipes, tmp_path, clients=None)
+    for name in ("vLLM", "vLLM", "nowhere", "no recipe"):
+        assert contestants.ask(name, [[1]], 1, 10.0) is None
+    assert contestants.failures == {
+        "vLLM": "it did not start: it ended with exit status 3\nUnsupported processor",
+        "nowhere": f"{tmp_path / 'none'}: cannot be run: No such file or directory",
+    }
+
+
+def test_mixed_traffic_is_checked() -> None:
+    tiny_part, servers = module("serving_tiny"), module("serving_servers")
+    asks = tiny_part.mixed(300, 0)
+    assert sum(ask.is_malformed for ask in asks) == 100
+    assert {ask.rows for ask in asks if not ask.is_malformed} == set(range(1, 9))
+    assert len({ask.request["body"] for ask in tiny_part.uniform(100)}) == 100
+
+    def answered(*wrong: tuple[int, int, list[float] | None]) -> Any:
+        statuses = [400 if ask.is_malformed else 200 for ask in asks]
+        rewards = [None if ask.is_malformed else [0.0] * ask.rows for ask in asks]
+        for number, status, reward in wrong:
+            statuses[number], rewards[number] = status, reward
+        return servers.Load(1.0, statuses, [0.1] * len(asks), rewards, [])
+
+    tiny_part.check(asks, answered())
+    for wrong in ((0, 400, None), (0, 200, [0.0] * 9), (2, 200, [0.0]), (2, 0, None)):
+        with pytest.raises(module("common").WorkerFailed, match=f"^request {wrong[0]}: got status"):
+            tiny_part.check(asks, answered(wrong))

@@ -1,0 +1,135 @@
+"""Rewards with and without a prefix cache at some layouts: ``cached_layouts.py ARCHIVE...``.
+
+Under torchrun; it prints what was found. With ``--one`` in this process alone, with ``--bf16`` so.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.data import DataConfig, RegressionConfig
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.models.attention.pool import KeyValuePool
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.scoring.scorer import RewardScorer
+from nemo_aligner.text.contract import build_contract
+from tests.scoring.traffic import traffic
+
+LAYOUTS: dict[str, tuple[int, int, bool]] = {
+    "TP=2": (2, 1, False),
+    "TP=2+SP": (2, 1, True),
+    "PP=2": (1, 2, False),
+    "DP=2": (1, 1, False),
+}
+BUDGET = 256
+CALLS = 20
+CACHES = (16, 64, 4096)
+
+
+def scorers(
+    archive: Path,
+    layout: ParallelLayout,
+    caches: tuple[int, ...],
+    precision: Precision = Precision.fp32,
+) -> list[RewardScorer]:
+    """One for each number of tokens to keep, all with the same model, and one without a cache."""
+    loaded = load_pretrained(archive, layout, num_attributes=2, precision=precision)
+    if layout.is_last_stage:
+        torch.manual_seed(0)
+        torch.nn.init.normal_(loaded.model.rm_head.weight, std=0.05)
+    settings = ModelConfig(
+        reward_model_type=RewardModelType.regression,
+        regression=RegressionConfig(attributes=["helpfulness", "verbosity"]),
+        data=DataConfig(seq_length=BUDGET),
+    )
+    contract = build_contract(settings, loaded.tokenizer, precision)
+    return [
+        RewardScorer(
+            loaded.model, contract, loaded.tokenizer, layout, BUDGET, prefix_cache_tokens=tokens
+        )
+        for tokens in (0, *caches)
+    ]
+
+
+def compare(
+    archive: Path, layout: ParallelLayout, precision: Precision = Precision.fp32
+) -> dict[str, Any]:
+    """The largest difference that each cache made, the range of rewards, and tokens counted."""
+    plain, *cached = scorers(archive, layout, CACHES, precision)
+    worst = dict.fromkeys(CACHES, 0.0)
+    rewards = []
+    for call in traffic(random.Random(0), CALLS):
+        rewards.append(plain.score_token_lists(call))
+        for tokens, scorer in zip(CACHES, cached, strict=True):
+            difference = np.abs(scorer.score_token_lists(call) - rewards[-1]).max()
+            worst[tokens] = max(worst[tokens], float(difference))
+    return {
+        "worst": worst,
+        "range": float(np.ptp(np.concatenate(rewards))),
+        "without": vars(plain.counts),
+        "counts": {tokens: vars(s.counts) for tokens, s in zip(CACHES, cached, strict=True)},
+        "bytes": [scorer.prefix_cache_bytes for scorer in cached],
+        "after_failure": after_failure(plain, cached[-1], layout),
+    }
+
+
+def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLayout) -> float:
+    """How far rewards are off where a call failed before all its keys were stored."""
+    exchange = KeyValuePool.exchange
+    cached.forget()
+    assert cached._pool is not None
+    for layer in cached._pool._layers.values():
+        for each in layer:
+            each.fill_(float("nan"))
+
+    def refuse(pool: KeyValuePool, layer_number: int, *arguments: Any) -> Any:
+        if layer_number == 2:
+            raise RuntimeError("out of memory")
+        return exchange(pool, layer_number, *arguments)
+
+    texts = [[5, 6, 7] * 30, [8, 9] * 30]
+    if layout.tp * layout.pp * layout.dp == 1:
+        KeyValuePool.exchange = refuse  # type: ignore[method-assign]
+        try:
+            cached.score_token_lists(texts)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("it was to fail")
+        finally:
+            KeyValuePool.exchange = exchange  # type: ignore[method-assign]
+    else:
+        # As if another rank had failed: what was planned is in no pool.
+        cached._cache.plan([np.array(text) for text in texts])
+        cached.forget()
+    again = [[*text, 3] for text in texts]
+    difference = cached.score_token_lists(again) - plain.score_token_lists(again)
+    return float(np.abs(np.nan_to_num(difference, nan=np.inf)).max())
+
+
+def main(*arguments: str) -> None:
+    archives = [Path(each) for each in arguments if not each.startswith("--")]
+    precision = Precision.bf16 if "--bf16" in arguments else Precision.fp32
+    layouts = {"one": (1, 1, False)} if "--one" in arguments else LAYOUTS
+    with launch(60.0) as world:
+        found: dict[str, dict[str, Any]] = {}
+        for name, sizes in layouts.items():
+            layout = initialize_layout(*sizes)
+            found[name] = {path.stem: compare(path, layout, precision) for path in archives}
+            destroy_layout()
+        if world.is_main:
+            print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

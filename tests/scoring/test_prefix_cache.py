@@ -1,0 +1,180 @@
+"""What a prefix cache holds, by random calls; and what it saves."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.batch import PackedBatch
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.scoring.prefix_cache import BLOCK_TOKENS, PrefixCache, PrefixIndex, as_key
+from tests.scoring.traffic import draw, traffic
+
+BUDGET = 512
+
+
+def key(tokens: list[int]) -> bytes:
+    return as_key(np.array(tokens))
+
+
+def layout(dp: int = 1, dp_rank: int = 0) -> ParallelLayout:
+    return ParallelLayout(dp=dp, tp_rank=0, pp_rank=0, dp_rank=dp_rank)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5, 20, 1000])
+def test_a_block_is_in_one_place_and_after_the_one_that_it_follows(capacity: int) -> None:
+    index, blocks_of = PrefixIndex(capacity), {}  # what a pool would have in each block
+    for call in traffic(random.Random(capacity), 60):
+        keys = [key(text) for text in call]
+        before = [index.find(each) for each in keys]
+        uses = index.use(keys)
+        assert [use.found for use in uses] == before
+        written: set[int] = set()
+        for text, use in zip(call, uses, strict=True):
+            assert len(use.found) <= (len(text) - 1) // BLOCK_TOKENS
+            for number, block in enumerate(use.found):
+                assert blocks_of[block] == text[: (number + 1) * BLOCK_TOKENS]
+            assert not use.new or use.first >= len(use.found)
+            for number, block in enumerate(use.new, use.first):
+                assert (number + 1) * BLOCK_TOKENS <= len(text)
+                assert block not in written  # by another one of this call
+                written.add(block)
+        # Nothing of what this call reads is written over by it.
+        assert not written & {block for use in uses for block in use.found}
+        for text, use in zip(call, uses, strict=True):
+            for number, block in enumerate(use.new, use.first):
+                blocks_of[block] = text[: (number + 1) * BLOCK_TOKENS]
+        check(index, capacity, blocks_of)
+
+
+def check(index: PrefixIndex, capacity: int, blocks_of: dict[int, list[int]]) -> None:
+    order = list(index._keys)
+    assert len(order) == len(set(order)) == len(index._blocks) == len(index)
+    assert len(index) + len(index._free) == capacity
+    assert not set(order) & set(index._free)
+    assert {index._blocks[index._keys[block]] for block in order} == set(order)
+    age = {block: number for number, block in enumerate(order)}
+    for block in order:
+        parent, tokens = index._keys[block]
+        assert (parent == -1) == (len(blocks_of[block]) == BLOCK_TOKENS)
+        assert tokens == key(blocks_of[block][-BLOCK_TOKENS:])
+        assert parent == -1 or age[parent] > age[block]
+    texts = [tuple(blocks_of[block]) for block in order]
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    index, texts = PrefixIndex(3), [[n] * 17 for n in range(4)]
+    for text in texts[:3]:
+        index.use([key(text)])
+    index.use([key(texts[0])])
+    index.use([key(texts[3])])
+    assert [bool(index.find(key(text))) for text in texts] == [True, False, True, True]
+
+
+def test_the_last_token_is_never_cached() -> None:
+    index = PrefixIndex(10)
+    text = list(range(48))
+    (use,) = index.use([key(text)])
+    assert (use.found, len(use.new)) == ((), 3)
+    assert [len(index.find(key(text[:n]))) for n in (1, 16, 17, 32, 33, 48)] == [0, 0, 1, 1, 2, 2]
+    assert len(index.find(key([*text, 5]))) == 3
+
+
+def test_beginnings_are_kept_of_a_call_that_is_too_large() -> None:
+    index = PrefixIndex(5)
+    texts = [[n] * 160 for n in range(4)]
+    uses = index.use([key(text) for text in texts])
+    assert [(use.first, len(use.new)) for use in uses] == [(0, 2), (0, 1), (0, 1), (0, 1)]
+    # All of it is in use by a call that comes back to it: nothing new has place.
+    again = index.use([key([*text, 1]) for text in texts] + [key([9] * 20)])
+    assert [len(use.found) for use in again] == [2, 1, 1, 1, 0]
+    assert not any(use.new for use in again)
+
+
+def test_what_is_forgotten_is_not_found() -> None:
+    index = PrefixIndex(4)
+    index.use([key([1] * 40)])
+    index.clear()
+    assert (index.find(key([1] * 40)), len(index)) == ((), 0)
+    assert len(index.use([key([2] * 64)])[0].new) == 4
+
+
+def tokens_of(packs: list[PackedBatch]) -> int:
+    return sum(pack.num_tokens for pack in packs)
+
+
+def test_a_plan_counts_what_is_asked_once() -> None:
+    cache = PrefixCache(1000, layout(), BUDGET)
+    rng = random.Random(0)
+    prompt = draw(rng, 100)
+    texts = [np.array(prompt + draw(rng, 20)) for _ in range(3)]
+    first = cache.plan(texts[:1])
+    assert (first.computed, first.cached, tokens_of(first.packs)) == (120, 0, 120)
+    later = cache.plan(texts[1:])
+    # 96 of the prompt are whole blocks; the other 4 are too few for a segment of both.
+    assert (later.computed, later.cached, tokens_of(later.packs)) == (48, 192, 48)
+    cache.forget()
+    assert cache.plan(texts[1:]).computed == 140
+
+
+def test_packs_stay_within_their_budget_of_tokens_and_of_keys() -> None:
+    rng = random.Random(0)
+    cache = PrefixCache(4096, layout(), BUDGET)
+    prompt = draw(rng, 400)
+    cache.plan([np.array(prompt)])
+    plan = cache.plan([np.array([*prompt, *draw(rng, rng.randint(1, 3))]) for _ in range(200)])
+    assert plan.cached == 200 * 400
+    for pack in plan.packs:
+        assert pack.num_tokens <= BUDGET
+        keys = pack.position_ids[pack.scored_tokens].sum() + pack.scored_tokens.numel()
+        assert keys <= 8 * BUDGET
+    rows = torch.cat([pack.rows for pack in plan.packs])
+    assert sorted(rows.tolist()) == list(range(200))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_agree_on_who_does_what(seed: int) -> None:
+    caches = [PrefixCache(640, layout(2, rank), BUDGET) for rank in range(2)]
+    for call in traffic(random.Random(seed), 30):
+        plans = [cache.plan([np.array(text) for text in call]) for cache in caches]
+        assert plans[0].computed == plans[1].computed
+        assert plans[0].cached == plans[1].cached
+        assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].computed
+        rows = [row for plan in plans for pack in plan.packs for row in pack.rows.tolist()]
+        assert sorted(rows) == list(range(len(call)))
+
+
+def test_a_text_goes_to_the_replica_that_has_its_beginning() -> None:
+    rng = random.Random(0)
+    caches = [PrefixCache(640, layout(2, rank), BUDGET) for rank in range(2)]
+    prompts = [draw(rng, 64) for _ in range(4)]
+    owners = []
+    for prompt in prompts * 3:
+        text = np.array(prompt + draw(rng, 10))
+        plans = [cache.plan([text]) for cache in caches]
+        owners.append([bool(plan.packs) for plan in plans])
+        assert sum(owners[-1]) == 1
+    # Prompts that nobody has seen are spread, and each stays where it was.
+    assert owners[:4] == [[True, False], [False, True]] * 2
+    assert owners == owners[:4] * 3
+
+
+def test_a_large_group_is_shared_out() -> None:
+    rng = random.Random(0)
+    prompt = draw(rng, 40)
+    texts = [np.array(prompt + draw(rng, 30)) for _ in range(8)]
+    plans = [PrefixCache(640, layout(2, rank), BUDGET).plan(texts) for rank in range(2)]
+    # A third of the group is the most that is not more than half of its tokens.
+    assert sorted(sum(len(pack.rows) for pack in plan.packs) for plan in plans) == [3, 5]
+
+
+def test_traffic_holds_dialogues_and_repeats() -> None:
+    """Or the trials above would show little."""
+    texts = [tuple(text) for call in traffic(random.Random(1), 60) for text in call]
+    assert len(set(texts)) < len(texts)
+    assert any(b[: len(a)] == a and len(a) > 16 for a, b in pairwise(texts))

@@ -1,0 +1,160 @@
+"""Small HTTP servers in this process that answer as a reward server, or do not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from nemo_aligner.errors import ServingError
+from tests.serving.fake_server import CONTRACT, total
+
+Answer = tuple[int, Any]
+REFUSED = "!"  # a text that begins so is refused
+
+
+def refuse(texts: list[str], numbered: bool = True) -> Answer | None:
+    for row, text in enumerate(texts):
+        if text.startswith(REFUSED):
+            return 400, {"error": f"row {row}: no {text[1:]}" if numbered else f"no {text[1:]}"}
+    return None
+
+
+class Misbehaving:
+    """``answer(texts)`` gives a status and JSON, or None: rewards; raise Die to break off."""
+
+    def __init__(self, answer: Callable[[list[str]], Answer | None] = refuse) -> None:
+        self.answer = answer
+        self.asked: list[list[str]] = []
+        self.limit, self.contract, self.is_old, self.port = 32, CONTRACT, False, 0
+        self.most_at_once = self._at_once = 0
+        self._lock = threading.Lock()
+        self._http: ThreadingHTTPServer | None = None
+        self._open: list[socket.socket] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def come(self) -> Misbehaving:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                outer._open.append(self.request)
+
+            def do_GET(self) -> None:
+                self.reply(200, {"max_batch_size": outer.limit})
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                try:
+                    self.reply(*outer._post(self.path, body, self.headers))
+                except Die as death:
+                    self.wfile.write(death.last_words)
+                    self.close_connection = True
+
+            def reply(self, status: int, answer: Any) -> None:
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *unused: object) -> None:
+                pass
+
+        class Http(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *unused: object) -> None:
+                pass
+
+        self._http = Http(("127.0.0.1", self.port), Handler)
+        self.port = self._http.server_address[1]
+        loop = self._http.serve_forever
+        threading.Thread(target=loop, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def go(self) -> None:
+        """Nobody listens, and every connection is reset: its process was killed."""
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
+            self._http = None
+        for connection in self._open:
+            try:
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+            except OSError:
+                pass
+        self._open.clear()
+
+    def _post(self, path: str, body: bytes, headers: Any) -> Answer:
+        if "/contract/" in path:
+            if self.is_old:
+                return 404, {"error": "Request for unknown model: 'contract' is not found"}
+            text = json.dumps(self.contract.to_dict())
+            return 200, {"outputs": [output("contract", "BYTES", [1], [text])]}
+        texts = sentences(body, int(headers["Inference-Header-Content-Length"]))
+        with self._lock:
+            self.asked.append(texts)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            return self.answer(texts) or (200, self._rewards(texts))
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def _rewards(self, texts: list[str]) -> Any:
+        pairs = [value for text in texts for value in (total(text), -total(text))]
+        outputs = [output("rewards", "FP32", [len(texts), 2], pairs)]
+        if not self.is_old:
+            hashes = [self.contract.hash] * len(texts)
+            outputs.append(output("contract_hash", "BYTES", [len(texts), 1], hashes))
+        return {"outputs": outputs}
+
+
+class Die(Exception):
+    """The connection ends, after the beginning of an answer or nothing."""
+
+    def __init__(self, last_words: bytes = b"") -> None:
+        self.last_words = last_words
+
+
+def output(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+
+
+def sentences(body: bytes, length: int) -> list[str]:
+    """The texts of a request in KServe's binary form."""
+    (asked,) = json.loads(body[:length])["inputs"]
+    assert asked["datatype"] == "BYTES"
+    texts, rest = [], body[length:]
+    while rest:
+        (size,) = struct.unpack("<I", rest[:4])
+        texts.append(rest[4 : 4 + size].decode())
+        rest = rest[4 + size :]
+    assert len(texts) == asked["shape"][0]
+    return texts
+
+
+def seconds(work: Any, *given: Any) -> tuple[float, str]:
+    """How long it took to fail, and the error."""
+    start = time.monotonic()
+    with pytest.raises(ServingError) as caught:
+        work(*given)
+    return time.monotonic() - start, str(caught.value)
