@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.errors import ServingError
+from nemo_aligner.parallel.cpu.malloc import FreedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class RanksLostError(ServingError):
     """A rank is gone: this server answers nothing any more."""
 
 
+# Calls have ever other sizes, and what they leave between live blocks would grow for days.
+_CALLS_BETWEEN_TRIMS = 100
 _NO_LIMIT = timedelta(days=365)
 
 
@@ -68,6 +71,7 @@ class ModelRanks:
         self._lock = threading.Lock()
         self._open: set[Future[np.ndarray]] = set()
         self._leaving = threading.Event()
+        self._freed = FreedMemory(steps=_CALLS_BETWEEN_TRIMS)
         self._calls: SimpleQueue[tuple[Future[np.ndarray], Sequences] | None] = SimpleQueue()
         if self.world_size > 1:
             self._work = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
@@ -195,6 +199,7 @@ class ModelRanks:
         except Exception as caught:
             error = caught
             logger.exception("rank %d could not score", self.rank)
+        self._freed.end_step()
         errors = self._acknowledge(error)
         if errors:
             self._forget()
