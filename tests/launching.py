@@ -25,6 +25,16 @@ HOST = "127.0.0.1"
 GRACE_SECS = 30  # as torchrun gives the other ranks of one that failed
 Done = subprocess.CompletedProcess[str]
 
+# What torchrun tells the sixth of eight processes, the second of its node.
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1234",
+}
+
 
 class PreparedRank:
     """A process that has imported the libraries and forks into scripts, one at a time."""

@@ -10,15 +10,8 @@ import pytest
 from nemo_aligner import processes
 from nemo_aligner.errors import ConfigError, PeerError
 from nemo_aligner.processes import find_process, first_host, report, settle
+from tests.launching import TORCHRUN
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "1234",
-}
 SLURM = {
     "SLURM_PROCID": "9",
     "SLURM_STEP_NUM_TASKS": "16",

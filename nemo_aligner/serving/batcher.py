@@ -104,8 +104,7 @@ class Batcher:
         if self._is_idle():
             return self._is_closing
         if self._again or self._waiting:
-            is_full = self._waiting_tokens >= self._tokens_per_call
-            return self._running == 0 or (self._running < _MOST_CALLS and is_full)
+            return self._running == 0 or (self._running < _MOST_CALLS and self._is_full())
         return False
 
     def _gather(self) -> None:
@@ -115,8 +114,10 @@ class Batcher:
             self._changed.wait_for(self._has_come_back, max(0.0, rest))
 
     def _has_come_back(self) -> bool:
-        is_full = self._waiting_tokens >= self._tokens_per_call
-        return is_full or self._is_closing or len(self._waiting) >= self._last_rows
+        return self._is_full() or self._is_closing or len(self._waiting) >= self._last_rows
+
+    def _is_full(self) -> bool:
+        return self._waiting_tokens >= self._tokens_per_call
 
     def _is_idle(self) -> bool:
         return not (self._waiting or self._again or self._running)

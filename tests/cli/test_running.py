@@ -9,18 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.cli.parser import Parser
 from nemo_aligner.cli.running import run_verb
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
+from tests.cli.test_parser import options_of
 
 Captured = pytest.CaptureFixture[str]
-
-
-def options_of(*argv: str) -> argparse.Namespace:
-    parser = Parser("try", "Tries.")
-    parser.add_argument("--gpu-memory", type=int, default=3)
-    parser.add_argument("things", nargs="*")
-    return parser.parse(argv)
 
 
 def failing(error: BaseException) -> Callable[[argparse.Namespace], int]:

@@ -8,15 +8,7 @@ import torch.distributed as dist
 
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch, single_process
-
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "1234",
-}
+from tests.launching import TORCHRUN
 
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
