@@ -43,6 +43,7 @@ FLOORS = {
     "serving": 6,
     "evaluation": 6,
     "diagnostics": 7,
+    "integrations": 7,
     "quickstart": 7,
     "cli": 8,
     "__main__": 9,
@@ -60,6 +61,10 @@ IMPORTERS = {
     "aiohttp": ["serving/"],
     "lightning": ["training/loggers.py"],
     "transformers": ["checkpoint/hf/"],
+    "trl": [],
+    "nemo_rl": ["integrations/"],
+    "nemo_gym": ["integrations/nemo_gym/"],
+    "ray": ["integrations/"],
 }
 # The only files, or folders, that touch a private name of another package, each by functions that
 # say why.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
@@ -29,11 +29,18 @@ def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path 
         merging.add(_read(Path(file)), str(file))
     for text in settings:
         merging.add_setting(text)
-    config = merging.build()
-    problems = merging.render_problems()
-    if problems:
-        raise SettingsError(problems)
-    return config
+    return merging.finish()
+
+
+def load_values(schema: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Settings that another program holds, checked; ``where`` names them in errors.
+
+    Raises:
+        SettingsError: an unknown key, or a value that does not fit; it has all of them.
+    """
+    merging = _Merging(schema)
+    merging.add(OmegaConf.create(dict(values)), where)
+    return merging.finish()
 
 
 def save_config(config: object, path: Path) -> None:
@@ -119,11 +126,20 @@ class _Merging:
     def _complain(self, where: str, problem: str) -> None:
         self._problems.setdefault(where, []).append(problem)
 
-    def build(self) -> Any:
-        """The settings as ``schema``; a section that cannot be built stands at its defaults."""
-        return self._build(self._schema, self._merged, "")
+    def finish(self) -> Any:
+        """The settings as ``schema``.
+
+        Raises:
+            SettingsError: something was wrong with any of them.
+        """
+        config = self._build(self._schema, self._merged, "")
+        problems = self._render_problems()
+        if problems:
+            raise SettingsError(problems)
+        return config
 
     def _build(self, schema: Any, node: DictConfig, prefix: str) -> Any:
+        """A section that cannot be built stands at its defaults."""
         hints = get_type_hints(schema)
         values: dict[str, Any] = {}
         for item in fields(schema):
@@ -145,7 +161,7 @@ class _Merging:
                 self._complain("", problem)
             return schema()
 
-    def render_problems(self) -> list[str]:
+    def _render_problems(self) -> list[str]:
         """What was wrong; several keys of a section that nobody knows are one of it."""
         for (where, section), names in self._unknown.items():
             keys = ", ".join(names)

@@ -73,7 +73,7 @@ class RewardScorer:
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "
                 f"wanted at least the scoring contract's seq_length, {contract.seq_length}"
             )
-        self._model = model
+        self.model = model
         self._tokenizer = tokenizer
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
@@ -158,10 +158,10 @@ class RewardScorer:
         count = len(sequences)
         plan = self._plan(sequences)
         parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
-        self._model.key_value_pool = self._pool
+        self.model.key_value_pool = self._pool
         self._watch(0, count)
         rewards = infer_in_parts(
-            self._model,
+            self.model,
             plan.packs,
             self._layout,
             parts,

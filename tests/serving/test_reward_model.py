@@ -73,7 +73,7 @@ def test_label_means_are_added(scorer):
     from nemo_aligner.scoring.scorer import RewardScorer
 
     plain = RewardScorer(
-        scorer._model,
+        scorer.model,
         scorer.contract.with_label_means([0.0, 0.0]),
         scorer._tokenizer,
         scorer._layout,

@@ -1,0 +1,84 @@
+"""A reward model in this process that answers as a client of servers does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+
+import numpy as np
+
+from nemo_aligner.config.environment import RewardEnvironmentConfig
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.models.aside import WeightsAside
+from nemo_aligner.parallel.device import current_device
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.serving.client import ScoredRows
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.messages import Text
+
+
+class InProcessScorer:
+    """Scores by a ``RewardScorer``, in packs of any lengths; every rank of it calls the same.
+
+    ``close`` has to be called where the model was loaded here.
+    """
+
+    def __init__(self, scorer: RewardScorer, cpu_offload: bool = False) -> None:
+        """With ``cpu_offload`` the model is on the device only while it scores."""
+        self._scorer = scorer
+        self._aside = WeightsAside(scorer.model, current_device()) if cpu_offload else None
+        self._held = ExitStack()
+
+    @classmethod
+    def load(cls, config: RewardEnvironmentConfig) -> InProcessScorer:
+        """The model of ``rm_model_file``, with this process as its only rank.
+
+        Raises:
+            ConfigError: settings that need several processes.
+            CheckpointError: the model cannot be read.
+        """
+        assert config.rm_model_file is not None
+        sizes = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
+        if sizes != (1, 1):
+            raise ConfigError(
+                f"model: got tensor and pipeline parallel sizes {sizes[0]} and {sizes[1]}, wanted "
+                "1 and 1 in one process; start nemo-aligner serve by torchrun, and give its url"
+            )
+        with ExitStack() as held:
+            held.enter_context(launch())
+            layout = initialize_layout()
+            held.callback(destroy_layout)
+            scorer = load_scorer(
+                config.rm_model_file,
+                layout,
+                precision=config.precision,
+                micro_batch_tokens=config.model.micro_batch_tokens,
+                prefix_cache_tokens=config.prefix_cache_tokens,
+            )
+            loaded = cls(scorer, config.cpu_offload)
+            loaded._held = held.pop_all()
+        return loaded
+
+    def contract(self) -> ScoringContract:
+        """What the model scores by."""
+        return self._scorer.contract
+
+    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+        """Rewards, NaN for the texts that the contract refuses, and why it does."""
+        token_lists: dict[int, list[int]] = {}
+        errors: dict[int, str] = {}
+        for row, text in enumerate(texts):
+            try:
+                token_lists[row] = self._scorer.encode(text).token_ids
+            except DataError as error:
+                errors[row] = str(error)
+        rewards = np.full((len(texts), len(self._scorer.attributes)), np.nan, dtype=np.float32)
+        with self._aside.back() if self._aside is not None else nullcontext():
+            rewards[list(token_lists)] = self._scorer.score_token_lists([*token_lists.values()])
+        return ScoredRows(rewards, errors)
+
+    def close(self) -> None:
+        """Let go of the process group, if the model was loaded here."""
+        self._held.close()

@@ -1,0 +1,90 @@
+"""The reward function of TRL's GRPOTrainer: ``reward_funcs=reward_function(url)``.
+
+TRL itself is not needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.integrations.one_reward import one_reward, reward_weights
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.text.messages import Text
+
+_PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
+
+
+class RewardFunction:
+    """Rewards of TRL's completions by running reward model servers; made by ``reward_function``.
+
+    TRL logs it by its ``__name__``, and ``rewards/NAME/refused``, the part of the completions that
+    the server refuses.
+    """
+
+    def __init__(self, client: RewardClient, attribute: str | None, name: str) -> None:
+        """Of ``attribute`` of the client's model, None as in ``reward_weights``."""
+        self.__name__ = name
+        self._client = client
+        self._attribute = attribute
+        self._weights: np.ndarray | None = None
+
+    def __call__(
+        self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+    ) -> list[float]:
+        """A reward for each completion, NaN for one that the server refuses.
+
+        For TRL, NaN is no reward: such a completion has no part in the step.
+
+        Args:
+            prompts: texts, scored as they stand, or lists of messages, which get the template of
+                the reward model.
+            completions: what the policy said, of the same kind.
+            columns: what else TRL gives; only its ``log_metric`` is used.
+
+        Raises:
+            ServingError: no server answers, or it scores by another contract.
+            ConfigError: the model has no such attribute.
+        """
+        if self._weights is None:
+            self._weights = reward_weights(self._client.contract(), self._attribute)
+        texts = [_joined(*each) for each in zip(prompts, completions, strict=True)]
+        scored = self._client.score_rows(texts)
+        if texts and "log_metric" in columns:
+            refused = len(scored.errors) / len(texts)
+            columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
+        return one_reward(scored.rewards, self._weights).tolist()
+
+
+def reward_function(
+    url: str | Sequence[str],
+    *,
+    attribute: str | None = None,
+    name: str = "reward_model",
+    retry_s: float = _PATIENCE_S,
+    **options: Any,
+) -> RewardFunction:
+    """A reward function for TRL that asks the servers at ``url``.
+
+    Args:
+        url: ``http://host:port``, or those of several servers of the same model.
+        attribute: which of several attributes; None weighs them as the contract does.
+        name: what TRL's logs call it.
+        retry_s: for how long training waits for a server that is gone.
+        options: others of ``RewardClient``, as ``expect`` and ``wait_s``.
+
+    Raises:
+        ConfigError: an option is unfit.
+    """
+    return RewardFunction(RewardClient(url, retry_s=retry_s, **options), attribute, name)
+
+
+def _joined(prompt: Text, completion: Text) -> Text:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt + completion
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return prompt + completion
+    kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+    raise TypeError(f"prompts and completions: got {kinds}, wanted texts, or lists of messages")

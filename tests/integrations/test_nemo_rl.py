@@ -1,0 +1,297 @@
+"""NeMo RL's environment: its interface, in process and by servers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.errors import ConfigError, DataError, SettingsError
+from nemo_aligner.integrations import nemo_rl
+from nemo_aligner.integrations.in_process import InProcessScorer
+from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvironment
+from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.serving.client import ScoredRows
+from nemo_aligner.text.contract import ScoringContract
+from tests import tiny
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.servers import FAKE, QUICK, Server, running
+
+PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
+
+
+def said(question: str, answer: str) -> list[dict[str, Any]]:
+    """A log as NeMo RL has it: tokens stand beside each text."""
+    return [
+        {"role": "user", "content": question, "token_ids": torch.tensor([1, 2])},
+        {"role": "assistant", "content": answer, "token_ids": torch.tensor([3])},
+    ]
+
+
+class Sums:
+    """Scores as the fake server does, in this process."""
+
+    closed = 0
+
+    def contract(self) -> ScoringContract:
+        return CONTRACT
+
+    def score_rows(self, texts: Any) -> ScoredRows:
+        self.asked = texts
+        wholes = ["".join(turn["content"] for turn in text) for text in texts]
+        errors = {row: "the text is empty" for row, text in enumerate(wholes) if not text}
+        sums = np.outer([total(text) for text in wholes], [1, -1]).astype(np.float32)
+        sums[list(errors)] = np.nan
+        return ScoredRows(sums, errors)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def environment(**config: Any) -> RewardModelEnvironment:
+    return RewardModelEnvironment({"attribute": "sum", **config}, Sums())
+
+
+def test_a_step_gives_what_nemo_rl_reads() -> None:
+    step = environment().step([said("a", "b"), said("", "c")], [None, {"ground_truth": "x"}])
+    observations, metadata, stop_strings, rewards, terminateds, answers = step
+    assert torch.equal(rewards, torch.tensor([195.0, 99.0]))
+    assert rewards.dtype == torch.float32
+    assert torch.equal(terminateds, torch.tensor([True, True]))
+    assert terminateds.dtype == torch.bool
+    assert observations[0] == {"role": "environment", "content": "Environment: 195"}
+    assert (metadata, stop_strings, answers) == ([None] * 2, [None] * 2, ["b", "c"])
+
+
+def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
+    """As of nemo_rl/environments/interfaces.py: a rollout unpacks all six."""
+    assert EnvironmentReturn._fields == (
+        "observations",
+        "metadata",
+        "next_stop_strings",
+        "rewards",
+        "terminateds",
+        "answers",
+    )
+
+
+def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
+    step = environment(attribute=None).step([said("a", "b")], [None])
+    assert step.rewards.tolist() == [0.0]  # its sum, and minus that
+
+
+def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
+    sums = Sums()
+    bare = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    log = said("<|im_start|>user\na<|im_end|>", "b")
+    RewardModelEnvironment({}, sums).step([log], [{"messages": bare}])
+    assert sums.asked == [[*bare, {"role": "assistant", "content": "b"}]]
+
+
+def test_a_reply_that_is_refused_is_an_error_that_names_the_setting() -> None:
+    with pytest.raises(
+        DataError, match=r"1 of 2 replies .* sample 1: the text is empty; refused_r"
+    ):
+        environment().step([said("a", "b"), said("", "")], [None, None])
+
+
+def test_a_reply_that_is_refused_gets_the_reward_of_the_settings_and_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusing = environment(refused_reward=-5)
+    assert refusing.step([said("a", "b"), said("", "")], [None] * 2).rewards.tolist() == [195, -5]
+    assert "sample 1: the text is empty; they get -5" in caplog.text
+    _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
+    assert metrics["reward_model_env/num_refused"] == 1
+
+
+def test_the_metrics_are_those_of_nemo_rl() -> None:
+    rewards = torch.tensor([1.0, 2.0, 6.0])
+    batch = {"message_log": [[], [], []], "total_reward": rewards}
+    same, metrics = environment().global_post_process_and_metrics(batch)
+    assert same is batch
+    assert metrics == {
+        "reward_model_env/num_samples": 3,
+        "reward_model_env/num_refused": 0,
+        "reward_model_env/mean_reward": 3.0,
+        "reward_model_env/std_reward": pytest.approx(float(rewards.std())),
+        "reward_model_env/min_reward": 1.0,
+        "reward_model_env/max_reward": 6.0,
+    }
+
+
+def test_a_single_reward_has_no_deviation_and_none_has_no_metrics() -> None:
+    one = {"message_log": [[]], "rewards": torch.tensor([1.0])}
+    _, metrics = environment().global_post_process_and_metrics(one)
+    assert metrics["reward_model_env/std_reward"] == 0.0
+    _, metrics = environment().global_post_process_and_metrics({"message_log": [[]]})
+    assert "reward_model_env/mean_reward" not in metrics
+
+
+def test_no_samples_are_no_rewards() -> None:
+    step = environment().step([], [])
+    assert step.rewards.shape == (0,)
+    assert step.observations == []
+
+
+def test_an_environment_is_shut_down_once() -> None:
+    sums = Sums()
+    ended = RewardModelEnvironment({}, sums)
+    ended.shutdown()
+    ended.shutdown()
+    assert sums.closed == 1
+    with pytest.raises(ConfigError, match="was shut down"):
+        ended.step([said("a", "b")], [None])
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, "got neither of url and rm_model_file"),
+        ({"url": "http://x:1", "rm_model_file": "a"}, "got both of url and rm_model_file"),
+        ({"rm_model_file": "a", "dtensor_cfg": {"enabled": True}}, "env: unknown key dtensor_cfg"),
+        ({"rm_model_file": "a", "cpu_offload": True, "prefix_cache_tokens": 9}, "cpu_offload: got"),
+        ({"rm_model_file": "a", "model": {"tensor_model_parallel_size": 2}}, "by torchrun"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(config: Mapping[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        RewardModelEnvironment(config)
+
+
+def test_a_log_without_messages_and_a_prompt_that_is_none_are_errors() -> None:
+    with pytest.raises(DataError, match="without messages"):
+        environment().step([[]], [None])
+    with pytest.raises(DataError, match=r"extra_env_info\.messages: got text, wanted messages"):
+        environment().step([said("a", "b")], [{"messages": "text"}])
+
+
+def test_another_contract_than_the_expected_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="expect_contract: got a reward model with"):
+        environment(expect_contract="0" * 64)
+    environment(expect_contract=CONTRACT.hash)
+
+
+def test_settings_are_errors_all_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        environment(retry_s=-1, precision="fp8")
+    assert len(caught.value.problems) == 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("pytriton")
+    with running(tmp_path_factory.mktemp("server"), FAKE, *QUICK) as started:
+        yield started
+
+
+def test_servers_are_asked(server: Server) -> None:
+    asking = RewardModelEnvironment({"url": server.url, "attribute": "minus"})
+    step = asking.step([said("a", "b"), said("c", "d")], [None, None])
+    assert step.rewards.tolist() == [-195.0, -199.0]
+    with pytest.raises(DataError, match="sample 0: the text is empty"):
+        asking.step([said("", "")], [None])
+    asking.shutdown()
+
+
+class TestInProcess:
+    @pytest.fixture(scope="class")
+    def reward_model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
+
+    LOGS = (said("what is the river", "thank you"), said("who sings", "the bird in the tree"))
+
+    @pytest.mark.parametrize("cpu_offload", [False, True])
+    def test_rewards_are_those_of_the_scorer(self, reward_model: Path, cpu_offload: bool) -> None:
+        config = {"rm_model_file": str(reward_model), "cpu_offload": cpu_offload}
+        local = RewardModelEnvironment({**config, "attribute": "verbosity", "refused_reward": 0.0})
+        step = local.step([*self.LOGS, said("", "<|im_end|>")], [None] * 3)
+        assert isinstance(local._rewarder, InProcessScorer)
+        bare = [
+            [{key: turn[key] for key in ("role", "content")} for turn in log] for log in self.LOGS
+        ]
+        wanted = local._rewarder._scorer.score(bare)[:, 1]
+        assert step.rewards[:2].tolist() == wanted.tolist()
+        assert step.rewards[2] == 0.0
+        local.shutdown()
+
+    def test_a_scorer_of_several_ranks_can_be_given(self, reward_model: Path, layout: Any) -> None:
+        scorer = load_scorer(reward_model, layout)
+        given = RewardModelEnvironment({"attribute": "helpfulness"}, InProcessScorer(scorer))
+        rewards = given.step(self.LOGS, [None, None]).rewards
+        given.shutdown()
+        assert rewards[0] != rewards[1]
+
+
+def test_the_processor_gives_the_policy_its_template_and_the_environment_the_messages(
+    tokenizer_folder: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    spec = SimpleNamespace(system_prompt="you sing", prompt="please {}")
+    reply = {"role": "assistant", "content": "no"}
+    datum = {"messages": [{"role": "user", "content": "why"}, reply], "task_name": "chat"}
+    made = nemo_rl.messages_processor(datum, spec, tokenizer, 64, 3)
+    bare = [
+        {"role": "system", "content": "you sing"},
+        {"role": "user", "content": "please why"},
+    ]
+    assert made["extra_env_info"] == {"messages": bare}
+    (message,) = made["message_log"]
+    assert message["content"] == tokenizer.apply_chat_template(
+        bare, tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(message["token_ids"]) == message["content"]
+    assert made["length"] == len(message["token_ids"])
+    assert (made["loss_multiplier"], made["idx"], made["task_name"]) == (1.0, 3, "chat")
+    assert datum["messages"][0]["content"] == "why"
+
+
+def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    datum = {"messages": [{"role": "user", "content": "why " * 40}]}
+    made = nemo_rl.messages_processor(datum, PLAIN, tokenizer, 16, 0)
+    assert made["loss_multiplier"] == 0.0
+    assert len(made["message_log"][0]["token_ids"]) == 4
+    assert made["length"] > 40
+    with pytest.raises(DataError, match="datum 5: messages: got no prompt"):
+        nemo_rl.messages_processor({"messages": []}, PLAIN, tokenizer, 16, 5)
+
+
+def test_it_is_registered_where_nemo_rl_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The four names of NeMo RL that are used, as its sources have them."""
+    environments: dict[str, str] = {}
+    processors: dict[str, Any] = {}
+    pythons: dict[str, str] = {}
+    stand_ins = {
+        "nemo_rl": {},
+        "nemo_rl.data": {},
+        "nemo_rl.data.processors": {"register_processor": processors.__setitem__},
+        "nemo_rl.distributed": {},
+        "nemo_rl.distributed.ray_actor_environment_registry": {
+            "ACTOR_ENVIRONMENT_REGISTRY": pythons
+        },
+        "nemo_rl.environments": {},
+        "nemo_rl.environments.utils": {"register_env": environments.__setitem__},
+        "ray": {"remote": lambda cls: ("actor", cls)},
+    }
+    for name, members in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    nemo_rl.register("mine", "/there/python")
+    actor = environments["mine"]
+    assert pythons == {actor: "/there/python"}
+    assert processors == {"nemo_aligner_messages": nemo_rl.messages_processor}
+    assert getattr(nemo_rl, actor.rpartition(".")[2]) == ("actor", RewardModelEnvironment)
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = nemo_rl.Other
