@@ -156,7 +156,7 @@ def test_what_stands_outside_is_wiring(path: Path) -> None:
     A benchmark may run another library, or ask another's server.
     """
     is_benchmark = name_of(path).startswith("benchmarks/")
-    compared = {"transformers", "aiohttp"} if is_benchmark else set()
+    compared = {"transformers", "aiohttp", "trl"} if is_benchmark else set()
     for line, name in imports(path):
         first = name.split(".")[0]
         assert first not in IMPORTERS or first in compared, (

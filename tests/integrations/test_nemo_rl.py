@@ -95,9 +95,7 @@ def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
 
 
 def test_a_reply_that_is_refused_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(
-        DataError, match=r"1 of 2 replies .* sample 1: the text is empty; refused_r"
-    ):
+    with pytest.raises(DataError, match=r"1 of 2 .* sample 1: the text is empty; refused_reward"):
         environment().step([said("a", "b"), said("", "")], [None, None])
 
 
