@@ -74,12 +74,13 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
         exec(compile(block, "serving.md", "exec"), names)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "(2, 2)"
-    refused, reasons, several, checked = said[-4:]
+    refused, reasons, several, checked, plain = said[-5:]
     assert refused.endswith("row 1: the text is empty")
     assert reasons == f"[{total('A text.'):.0f}.  nan] {{1: 'the text is empty'}}"
     assert several == str(np.array([total(text) for text in names["texts"]], dtype=np.float32))
     assert checked == str(np.array([total(TEXT)], dtype=np.float32))
     assert names["contract"] == CONTRACT
+    assert plain == f"[[ {total(TEXT):.0f}. {-total(TEXT):.0f}.]] None None None"
 
 
 def test_the_reward_function_takes_texts_and_conversations(server: Any) -> None:

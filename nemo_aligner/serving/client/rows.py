@@ -23,15 +23,24 @@ OnError = Literal["raise", "nan"]
 Split = Callable[[int], list[PartialRequest]]
 
 _MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
+_OUTPUTS = ("rewards", "raw_rewards", "deviation", "passed")
 _AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons."""
+    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
+
+    From a server that shapes its rewards also those of each model before, ``raw_rewards``
+    ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
+    threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
+    """
 
     rewards: np.ndarray
     errors: dict[int, str]
+    raw_rewards: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+    passed: np.ndarray | None = None
 
 
 def check_on_error(on_error: str) -> None:
@@ -46,7 +55,7 @@ class RowCollector:
     def __init__(self, pool: ServerPool, on_error: OnError) -> None:
         self._pool = pool
         self._sets_aside = on_error == "nan"
-        self._rewards: dict[int, np.ndarray] = {}
+        self._outputs: dict[str, dict[int, np.ndarray]] = {name: {} for name in _OUTPUTS}
         self._errors: dict[int, str] = {}
         self._exceeded = 0
 
@@ -61,12 +70,25 @@ class RowCollector:
             size = min(limit, _MOST_ROWS, -(-total // servers))
             await _all_of(self._score(part) for part in split(size))
         self._tell(total)
-        first = next(iter(self._rewards.values()), None)
-        width = len(first) if first is not None else columns or 1
-        rewards = np.full((total, width), np.nan, dtype=np.float32)
-        for row, reward in self._rewards.items():
-            rewards[row] = reward
-        return ScoredRows(rewards, dict(sorted(self._errors.items())))
+        rewards = self._gathered("rewards", total)
+        if rewards is None:
+            rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
+        return ScoredRows(
+            rewards,
+            dict(sorted(self._errors.items())),
+            *(self._gathered(name, total) for name in _OUTPUTS[1:]),
+        )
+
+    def _gathered(self, name: str, total: int) -> np.ndarray | None:
+        """All rows of an output, NaN where there is none; None if no row has it."""
+        rows = self._outputs[name]
+        if not rows:
+            return None
+        shape = next(iter(rows.values())).shape
+        gathered = np.full((total, *shape), np.nan, dtype=np.float32)
+        for row, values in rows.items():
+            gathered[row] = values
+        return gathered
 
     def _tell(self, total: int) -> None:
         if self._exceeded:
@@ -99,7 +121,10 @@ class RowCollector:
                 return
 
     def _keep(self, part: PartialRequest, reply: ScoreReply) -> None:
-        self._rewards.update(zip(part.rows, reply.rewards, strict=True))
+        for name, rows in self._outputs.items():
+            values = getattr(reply, name)
+            if values is not None:
+                rows.update(zip(part.rows, values, strict=True))
         self._exceeded += int(reply.exceeded.sum())
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
