@@ -12,6 +12,7 @@ class Standardize(Enum):
     none = "none"
     contract = "contract"
     running = "running"
+    given = "given"
 
 
 class Combine(Enum):
@@ -41,8 +42,11 @@ class ShapingConfig:
 
     standardize: Standardize = setting(
         Standardize.none,
-        "less a mean, over a deviation: those of the scoring contract, or of all rewards so far",
+        "less a mean, over a deviation: those of the scoring contract, of all rewards so far, or "
+        "shaping.mean and shaping.std",
     )
+    mean: list[float] = setting([], "of standardize=given: a number for each attribute")
+    std: list[float] = setting([], "of standardize=given: a number above 0 for each attribute")
     statistics_file: str | None = setting(
         None, "of standardize=running: where mean and deviation are kept for the next start"
     )
@@ -61,6 +65,11 @@ class ShapingConfig:
             checks.not_negative("length_penalty", "length_penalty_from")
             fits = not self.clip or (len(self.clip) == 2 and self.clip[0] < self.clip[1])
             checks.require(fits, "clip", "[low, high], low below high")
+            is_given = self.standardize is Standardize.given
+            checks.require(is_given or not self.mean, "mean", "none, or shaping.standardize=given")
+            fits = len(self.std) == len(self.mean) and all(value > 0 for value in self.std)
+            wanted = "as many numbers above 0 as shaping.mean has"
+            checks.require(fits and is_given == bool(self.std), "std", wanted)
             is_running = self.standardize is Standardize.running
             checks.require(
                 self.statistics_file is None or is_running,

@@ -66,7 +66,7 @@ class RewardShaper:
         self._shape = (len(contracts), len(contracts[0].attributes))
         self._weights = _weights(shaping, contracts[0])
         self._check_columns()
-        self._fixed = _of_contracts(contracts) if _is(shaping, Standardize.contract) else None
+        self._fixed = _fixed_statistics(shaping, contracts)
         hashes = [contract.hash for contract in contracts]
         self._running = None
         if _is(shaping, Standardize.running):
@@ -268,6 +268,24 @@ def _weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | 
             f"the model: {', '.join(contract.attributes)}"
         )
     return np.array([given.get(name, 0.0) for name in contract.attributes])
+
+
+def _fixed_statistics(
+    shaping: ShapingConfig, contracts: Sequence[ScoringContract]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and deviation ``[M, A]`` that do not change; None where there are none."""
+    if _is(shaping, Standardize.contract):
+        return _of_contracts(contracts)
+    if not _is(shaping, Standardize.given):
+        return None
+    wanted = len(contracts[0].attributes)
+    if len(shaping.mean) != wanted:
+        raise ConfigError(
+            f"shaping.mean: got {len(shaping.mean)} numbers, wanted {wanted}, one for each "
+            f"attribute: {', '.join(contracts[0].attributes)}"
+        )
+    rows = (len(contracts), 1)
+    return np.tile(np.array(shaping.mean), rows), np.tile(np.array(shaping.std), rows)
 
 
 def _of_contracts(contracts: Sequence[ScoringContract]) -> tuple[np.ndarray, np.ndarray]:

@@ -68,6 +68,13 @@ def test_standardized_by_what_training_measured() -> None:
     assert shaped.rewards.tolist() == [[0.0], [-1.5], [1.5]]
 
 
+def test_standardized_by_numbers_that_are_given() -> None:
+    rules = {"standardize": Standardize.given, "mean": [1.0], "std": [2.0]}
+    assert shaper(**rules).shape(RAW).rewards.tolist() == [[0.0], [-1.5], [1.5]]
+    several = RewardShaper(ShapingConfig(**rules), EnsembleConfig(), [ONE, ONE])
+    assert several.shape(np.tile(RAW, (1, 2))).rewards.tolist() == [[0.0], [-1.5], [1.5]]
+
+
 def test_standardized_by_all_rewards_so_far() -> None:
     running = shaper(standardize=Standardize.running)
     rng = np.random.default_rng(3)
@@ -190,6 +197,7 @@ def test_rules_are_part_of_the_contract() -> None:
     [
         (ONE, {"standardize": Standardize.contract}, "no measured mean"),
         (ONE.with_statistics([1.0], [0.0], "x"), {"standardize": Standardize.contract}, "of 0"),
+        (TWO, {"standardize": Standardize.given, "mean": [1.0], "std": [2.0]}, "got 1 .* wanted 2"),
         (TWO, {"attribute_weights": {"kind": 1.0}}, "got kind, wanted attributes .* help, length"),
         (TWO, {"length_penalty": 0.5}, "length_penalty: the model has 2 attributes"),
         (TWO, {"threshold": 0.0}, "threshold: the model has 2 attributes"),
@@ -209,6 +217,9 @@ def test_rules_that_do_not_fit_the_model(
         ({"clip": [2.0, 1.0]}, "shaping.clip"),
         ({"length_penalty": -1.0}, "shaping.length_penalty: got -1.0, wanted 0 or more"),
         ({"statistics_file": "x"}, "shaping.standardize=running"),
+        ({"mean": [1.0], "std": [1.0]}, "shaping.mean: .* standardize=given"),
+        ({"standardize": Standardize.given}, r"shaping.std: got \[\]"),
+        ({"standardize": Standardize.given, "mean": [1.0], "std": [0.0]}, "shaping.std: .* above 0"),
     ],
 )
 def test_settings_that_mean_nothing(rules: dict[str, Any], message: str) -> None:
