@@ -219,7 +219,10 @@ def test_rules_that_do_not_fit_the_model(
         ({"statistics_file": "x"}, "shaping.standardize=running"),
         ({"mean": [1.0], "std": [1.0]}, "shaping.mean: .* standardize=given"),
         ({"standardize": Standardize.given}, r"shaping.std: got \[\]"),
-        ({"standardize": Standardize.given, "mean": [1.0], "std": [0.0]}, "shaping.std: .* above 0"),
+        (
+            {"standardize": Standardize.given, "mean": [1.0], "std": [0.0]},
+            "shaping.std: .* above 0",
+        ),
     ],
 )
 def test_settings_that_mean_nothing(rules: dict[str, Any], message: str) -> None:
