@@ -8,6 +8,7 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.serving.services.reward_model import RewardModelServable
 from nemo_aligner.serving.transports.triton.server import check_port, serve
 from nemo_aligner.text.contract import check_expected
 
@@ -36,4 +37,4 @@ def run_server(config: ServeConfig) -> int:
             prefix_cache_tokens=config.server.prefix_cache_tokens,
         )
         check_expected(scorer.contract, config.expect_contract, "expect_contract")
-        return serve(scorer, config.server)
+        return serve([RewardModelServable(scorer, config.server)], config.server)
