@@ -31,13 +31,24 @@ _SHORT = 2000  # bytes
 _FIRST_GUESS = 100.0  # rows/s, before any was scored
 
 
-class ServableScorer(Protocol):
+class RequestEncoder(Protocol):
+    """What a request is checked and read by."""
+
+    contract: ScoringContract
+
+    def encode(self, text: Text) -> EncodedText:
+        """Raises AlignerError where the scoring contract refuses the text."""
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raises AlignerError where these ids cannot be scored as they stand."""
+
+
+class ServableScorer(RequestEncoder, Protocol):
     """What a server needs of a scorer.
 
     ``score_token_lists`` and ``forget`` are collective over the ranks, the others are not.
     """
 
-    contract: ScoringContract
     counts: TokenCounts
 
     @property
@@ -47,12 +58,6 @@ class ServableScorer(Protocol):
     @property
     def prefix_cache_bytes(self) -> int:
         """What each rank keeps of texts before, at most."""
-
-    def encode(self, text: Text) -> EncodedText:
-        """Raises AlignerError where the scoring contract refuses the text."""
-
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raises AlignerError where these ids cannot be scored as they stand."""
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
@@ -82,7 +87,7 @@ class RewardService:
     """
 
     def __init__(
-        self, scorer: ServableScorer, batcher: Batcher, config: ServerConfig, meter: Meter
+        self, scorer: RequestEncoder, batcher: Batcher, config: ServerConfig, meter: Meter
     ) -> None:
         self._scorer = scorer
         self._batcher = batcher
