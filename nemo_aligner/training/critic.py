@@ -69,6 +69,11 @@ class CriticLearner:
         self.step = 0
         self.consumed_samples = 0
 
+    @property
+    def tokens_per_call(self) -> int:
+        """With how many tokens a call of ``values`` has a pack for every rank."""
+        return self._packing.micro_batch_tokens * self._layout.dp * self._layout.pp
+
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Of each sequence of token ids its values ``[tokens]`` float32, on every rank."""
         lengths = [len(sequence) for sequence in sequences]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,7 +16,6 @@ import numpy as np
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError, one_line
 from nemo_aligner.scoring.scorer import TokenCounts
-from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import RanksLostError
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
@@ -66,6 +65,13 @@ class ServableScorer(RequestEncoder, Protocol):
         """Keep nothing of earlier calls."""
 
 
+class RowQueue(Protocol):
+    """Where rows wait for the model."""
+
+    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        """The future of a row of numbers for each token list."""
+
+
 class BusyError(ServingError):
     """More rows wait than may."""
 
@@ -87,7 +93,7 @@ class RewardService:
     """
 
     def __init__(
-        self, scorer: RequestEncoder, batcher: Batcher, config: ServerConfig, meter: Meter
+        self, scorer: RequestEncoder, batcher: RowQueue, config: ServerConfig, meter: Meter
     ) -> None:
         self._scorer = scorer
         self._batcher = batcher
