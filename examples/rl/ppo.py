@@ -1,7 +1,8 @@
 """PPO with the critic on a server, as NeMo-Aligner runs it: the trainer holds the policy alone.
 
-    nemo-aligner serve-critic rm_model_file=results/quickstart/run/checkpoints/megatron_gpt.nemo \\
-        combine_rm_and_critic_server=true &
+    RM=results/quickstart/run/checkpoints/megatron_gpt.nemo
+    nemo-aligner serve-critic pretrained_checkpoint.restore_from_path=$RM \\
+        trainer.ppo.combine_rm_and_critic_server=true model.freeze_layers=24 model.optim.lr=1e-4 &
     python examples/rl/ppo.py --url http://127.0.0.1:5556
 
 Schulman et al. 2017, arXiv 1707.06347: generalised advantages, a clipped ratio, two epochs on every
@@ -15,12 +16,13 @@ import random
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from nemo_aligner.serving.client.critic import RewardCriticClient
 from policy import Policy, Replies, judge, measure, new_parser, print_table, read_prompts, reward_of
 from torch import Tensor
 
 from nemo_aligner.integrations.trl import RewardFunction
+from nemo_aligner.serving.client.critic import RewardCriticClient
 
 _LAMBDA = 0.95
 _CLIP = 0.2
@@ -96,17 +98,19 @@ def token_lists(replies: Replies) -> list[list[int]]:
 
 
 def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
-    """One step of the critic on the server; its loss."""
-    tokens = token_lists(batch.replies)
-    longest = max(map(len, tokens))
-    returns, values, mask = (torch.zeros(len(tokens), longest - 1) for _ in range(3))
-    for row, (ids, count) in enumerate(zip(tokens, batch.replies.mask.sum(1).long(), strict=True)):
+    """Have the critic on the server learn from the batch; its loss."""
+    lists = token_lists(batch.replies)
+    shape = (len(lists), max(map(len, lists)))
+    tokens = np.zeros(shape, dtype=np.int64)
+    returns, values, mask = (np.zeros((shape[0], shape[1] - 1), np.float32) for _ in range(3))
+    for row, (ids, count) in enumerate(zip(lists, batch.replies.mask.sum(1).long(), strict=True)):
+        tokens[row, : len(ids)] = ids
         # The value before a token is the one that the critic gives at the token before it.
         place = slice(len(ids) - int(count) - 1, len(ids) - 1)
         returns[row, place] = batch.returns[row, :count]
         values[row, place] = batch.values[row, :count]
         mask[row, place] = 1
-    return critic.train(tokens, returns.numpy(), values.numpy(), mask.numpy())
+    return critic.train(tokens, returns, values, mask)
 
 
 def train_policy(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
