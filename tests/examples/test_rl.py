@@ -78,3 +78,21 @@ def test_grpo_raises_the_reward(prepared: list[str], server: Server, trl_python:
     before, after, drift = run(trl_python, "grpo_trl.py", *prepared, *options)
     assert after > before + GAIN
     assert drift > 0.1
+
+
+@pytest.mark.slow(seconds=35)
+def test_ppo_raises_the_reward_with_its_critic_on_a_server(
+    prepared: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("pytriton")
+    settings = [
+        f"pretrained_checkpoint.restore_from_path={tiny.write_reward_nemo(tmp_path / 'rm.nemo')}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'critic'}",
+        "trainer.ppo.combine_rm_and_critic_server=true",
+        *("model.optim.lr=1e-3", "server.port=0"),
+    ]
+    with running(tmp_path, "examples/serve_ppo_critic.py", *settings) as server:
+        options = [f"--url={server.url}", "--attribute=helpfulness", "--steps=30", "--lr=3e-3"]
+        before, after, drift = run(sys.executable, "ppo.py", *prepared, *options, "--kl=0.01")
+    assert after > before + 0.1
+    assert drift > 0.1
