@@ -58,6 +58,11 @@ IMPORTERS = {
     "pytriton": ["serving/transports/triton/"],
     "tritonclient": ["serving/transports/triton/"],
     "aiohttp": ["serving/"],
+    "fastapi": ["serving/transports/http"],
+    "starlette": ["serving/transports/http"],
+    "uvicorn": ["serving/transports/http"],
+    "prometheus_client": ["serving/transports/http"],
+    "pydantic": ["serving/wire/"],
     "lightning": ["training/loggers.py"],
     "transformers": ["checkpoint/hf/"],
 }

@@ -28,10 +28,16 @@ _AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons."""
+    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
+
+    ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
+    ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
+    """
 
     rewards: np.ndarray
     errors: dict[int, str]
+    exceeded: np.ndarray
+    contract_hash: str | None
 
 
 def check_on_error(on_error: str) -> None:
@@ -48,7 +54,8 @@ class RowCollector:
         self._sets_aside = on_error == "nan"
         self._rewards: dict[int, np.ndarray] = {}
         self._errors: dict[int, str] = {}
-        self._exceeded = 0
+        self._exceeded: set[int] = set()
+        self._contract_hash: str | None = None
 
     async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
         """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
@@ -66,12 +73,14 @@ class RowCollector:
         rewards = np.full((total, width), np.nan, dtype=np.float32)
         for row, reward in self._rewards.items():
             rewards[row] = reward
-        return ScoredRows(rewards, dict(sorted(self._errors.items())))
+        exceeded = np.array([row in self._exceeded for row in range(total)], dtype=bool)
+        errors = dict(sorted(self._errors.items()))
+        return ScoredRows(rewards, errors, exceeded, self._contract_hash)
 
     def _tell(self, total: int) -> None:
         if self._exceeded:
             logger.warning(
-                "%d of %d texts were cut to the model's seq_length", self._exceeded, total
+                "%d of %d texts were cut to the model's seq_length", len(self._exceeded), total
             )
         if self._errors:
             row = min(self._errors)
@@ -100,7 +109,10 @@ class RowCollector:
 
     def _keep(self, part: PartialRequest, reply: ScoreReply) -> None:
         self._rewards.update(zip(part.rows, reply.rewards, strict=True))
-        self._exceeded += int(reply.exceeded.sum())
+        self._exceeded.update(
+            row for row, cut in zip(part.rows, reply.exceeded, strict=True) if cut
+        )
+        self._contract_hash = reply.contract_hash
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]
