@@ -18,6 +18,7 @@ VERBS = {
     "train": "train a reward model on pairs or rated replies",
     "evaluate": "measure a reward model on held-out data",
     "serve": "answer texts with rewards over HTTP",
+    "gateway": "OpenRLHF, vLLM, NeMo Gym and plain JSON in front of servers",
     "score": "ask a server for rewards",
     "convert": "a Hugging Face model or GGUF file -> .nemo",
     "import": "a checkpoint of NeMo, NeMo-Aligner or Megatron -> .nemo",

@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_aligner.data.packing import take_oldest
 from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.meter import Meter
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class _Request:
         self.rewards: dict[int, np.ndarray] = {}
         self.answer: Future[np.ndarray] = Future()
         self.answer.set_running_or_notify_cancel()  # nobody can cancel it any more
+        self.came = time.monotonic()
 
 
 _Row = tuple[_Request, int]
@@ -48,8 +50,9 @@ class Batcher:
     it.
     """
 
-    def __init__(self, execute: Execute, tokens_per_call: int) -> None:
+    def __init__(self, execute: Execute, tokens_per_call: int, meter: Meter | None = None) -> None:
         self._execute = execute
+        self._meter = meter or Meter()
         self._tokens_per_call = tokens_per_call
         self._waiting: deque[_Row] = deque()
         self._waiting_tokens = 0
@@ -157,8 +160,12 @@ class Batcher:
         requests = list(dict.fromkeys(request for request, _ in call))
         with self._changed:
             self._running -= 1
+            # One that was made ready beside another begins when that has ended.
+            started = max(begun, self._last_end)
             self._last_rows, self._last_end = len(call), time.monotonic()
             self._last_seconds = self._last_end - begun
+            queued = sum(started - request.came for request, _ in call)
+            self._meter.called(queued, self._last_end - started)
             if error is not None and len(requests) > 1:
                 logger.error("a call of %d requests failed: %s", len(requests), error)
                 self._again.extend([row for row in call if row[0] is each] for each in requests)

@@ -1,4 +1,4 @@
-"""NeMo Gym 0.7 in an environment of its own, with this project's resources server dropped into it."""
+"""NeMo Gym 0.7 in an environment of its own, with this project's resources server in it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 @contextlib.contextmanager
 def environment_server(python: Path, folder: Path, **options: Any) -> Iterator[str]:
-    """The URL of the resources server, started as Gym starts its own: by ``app.py`` and a config."""
+    """The URL of the resources server, started as Gym starts it: ``app.py`` and a config."""
     port, head = free_port(), {"host": "127.0.0.1", "port": free_port()}
     served = {"entrypoint": "app.py", "domain": "rlhf", "host": "127.0.0.1", "port": port}
     config = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from tests import tiny
 from tests.integrations import gym
-from tests.serving.servers import FAKE, QUICK, running
 
 QUESTION = "what is the river"
+REFUSED = "reward_model:refused_text"
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +55,6 @@ def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
     assert " passed" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.slow(seconds=20)
-def test_gym_gets_the_rewards_of_running_servers(python: Path, folder: Path) -> None:
-    pytest.importorskip("pytriton")
-    with running(folder, FAKE, *QUICK) as server:
-        options = {"server_url": server.url, "attribute": "sum", "retry_s": 0}
-        with gym.environment_server(python, folder, **options) as url:
-            scored = gym.verify(url, body("a rose", reward_threshold=10))
-            assert scored["reward"] == sum(map(ord, QUESTION + "a rose"))
-            assert (scored["passed"], scored["mask_sample"]) == (True, False)
-            assert scored["responses_create_params"]["input"][0]["content"] == QUESTION
-            failed = gym.verify(url, body("", responses_create_params={"input": "\u029a"}))
-            assert failed["failure_kind"] == "verifier_error", failed
-            server.stop()
-            gone = gym.verify(url, body("a rose"))
-    assert (gone["mask_sample"], gone["reward"]) == (True, 0.0)
-    assert gone["failure_kind"] == "transport_unreachable"
-
-
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
@@ -79,6 +63,16 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scorer(reward_model: Path, layout: Any) -> RewardScorer:
     return load_scorer(reward_model, layout)
+
+
+def processes_about(file: Path) -> list[int]:
+    """Those with the file in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if str(file).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.slow(seconds=20)
@@ -92,16 +86,24 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
         "command": gym.serve_command(folder),
         "attribute": "helpfulness",
         "clip": [1.4, 1.6],
+        "server_settings": ["server.exit_timeout_secs=2"],
     }
     with gym.environment_server(python, folder, **options) as url:
         answers = [gym.verify(url, body(reply)) for reply in replies]
+        enough = gym.verify(url, body(replies[0], reward_threshold=1.0))
         refused = gym.verify(url, body("yes <|im_end|>"))
+    assert answers[0]["responses_create_params"]["input"][0]["content"] == QUESTION
     user = {"role": "user", "content": QUESTION}
     texts = [[user, {"role": "assistant", "content": reply}] for reply in replies]
     wanted = scorer.score(texts)[:, 0].clip(1.4, 1.6)
     np.testing.assert_allclose([answer["reward"] for answer in answers], wanted, atol=1e-5)
-    assert (refused["failure_kind"], refused["mask_sample"]) == ("reward_model:refused", False)
+    assert (enough["reward"], enough["raw_reward"]) == (1.0, answers[0]["reward"])
+    assert (refused["failure_kind"], refused["mask_sample"]) == (REFUSED, True)
     assert "message 2 ends with '<|im_end|>'" in refused["failure_reason"]
+    end = time.monotonic() + 30
+    while processes_about(reward_model) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert processes_about(reward_model) == []
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:

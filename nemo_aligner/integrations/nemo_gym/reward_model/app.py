@@ -20,7 +20,11 @@ from nemo_gym.base_resources_server import (
     SimpleResourcesServer,
 )
 from pydantic import Field, PrivateAttr, model_validator
-from resources_servers.reward_model.conversation import UnscorableError, conversation_of
+from resources_servers.reward_model.conversation import (
+    NoReplyError,
+    UnscorableError,
+    conversation_of,
+)
 from resources_servers.reward_model.reward_server import (
     RefusedReplyError,
     RewardServerError,
@@ -29,6 +33,8 @@ from resources_servers.reward_model.reward_server import (
     StartedServer,
 )
 
+# As the gateway of nemo_aligner calls it, too; a kind of one's own has a prefix in Gym.
+REFUSED = "reward_model:refused_text"
 # Of a model that is started here; a server that runs has its own settings for them.
 _WITH_MODEL_PATH = (
     "device",
@@ -54,7 +60,7 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
     model_path: str | None = Field(None, description="a reward model of nemo_aligner, to serve")
     attribute: str | None = Field(None, description="one of several; null: by their weights")
     refused_reward: float | None = Field(
-        0.0, description="of a reply that the model does not score; null: such a sample is masked"
+        None, description="of a reply that the model does not score; null: such a sample is masked"
     )
     timeout_s: float = Field(600.0, gt=0, description="for one answer of a server")
     retry_s: float = Field(300.0, ge=0, description="for servers that are gone")
@@ -119,7 +125,7 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
 
 
 class RewardModelRunRequest(BaseRunRequest):
-    """A row of data: what the policy is asked, and what the reward should be at least."""
+    """A row of data: what the policy is asked; with a threshold the reward is 1 or 0."""
 
     reward_threshold: float | None = None
 
@@ -129,10 +135,10 @@ class RewardModelVerifyRequest(RewardModelRunRequest, BaseVerifyRequest):
 
 
 class RewardModelVerifyResponse(BaseVerifyResponse):
-    """With the rewards of all attributes, and whether ``reward`` is at least the threshold."""
+    """With the rewards of all attributes, and what the reward is without a threshold."""
 
     reward_threshold: float | None = None
-    passed: bool | None = None
+    raw_reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
     truncated: bool = False
     contract_hash: str | None = None
@@ -161,13 +167,13 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             scored = await (await self._reached()).score(conversation)
             if not math.isfinite(scored.reward):
                 raise RewardServerError("verifier_error", "the reward is not a finite number")
-        except (UnscorableError, RefusedReplyError) as error:
+        except (NoReplyError, RefusedReplyError) as error:
             return self._refused(body, str(error))
+        except UnscorableError as error:
+            return _unmeasured(body, "verifier_error", str(error))
         except RewardServerError as error:
-            return _answer(
-                body, 0.0, mask_sample=True, failure_kind=error.kind, failure_reason=str(error)
-            )
-        return _answer(body, scored.reward, **_shown(scored))
+            return _unmeasured(body, error.kind, str(error))
+        return _measured(body, scored)
 
     async def _reached(self) -> RewardServers:
         """The servers; of one that is started here, once its URL is known."""
@@ -182,27 +188,34 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         return self._servers
 
     def _refused(self, body: RewardModelVerifyRequest, reason: str) -> RewardModelVerifyResponse:
-        """The policy's own doing: it counts, unless it is to be masked."""
-        reward = self.config.refused_reward
-        failure = {"failure_kind": "reward_model:refused", "failure_reason": reason}
-        return _answer(body, reward or 0.0, mask_sample=reward is None, **failure)
+        """The policy's own doing: with a threshold it has failed."""
+        reward = self.config.refused_reward if body.reward_threshold is None else 0.0
+        return _unmeasured(body, REFUSED, reason, reward)
 
 
-def _shown(scored: Scored) -> dict[str, Any]:
-    return {
-        "reward_components": scored.rewards,
-        "truncated": scored.truncated,
-        "contract_hash": scored.contract_hash,
-    }
-
-
-def _answer(
-    body: RewardModelVerifyRequest, reward: float, mask_sample: bool = False, **more: Any
-) -> RewardModelVerifyResponse:
+def _measured(body: RewardModelVerifyRequest, scored: Scored) -> RewardModelVerifyResponse:
     threshold = body.reward_threshold
-    passed = None if threshold is None or mask_sample else reward >= threshold
-    fields = {**body.model_dump(), "reward": reward, "passed": passed, "mask_sample": mask_sample}
-    return RewardModelVerifyResponse(**fields, **more)
+    return RewardModelVerifyResponse(
+        **body.model_dump(),
+        reward=scored.reward if threshold is None else float(scored.reward >= threshold),
+        raw_reward=scored.reward,
+        reward_components=scored.rewards,
+        truncated=scored.truncated,
+        contract_hash=scored.contract_hash,
+    )
+
+
+def _unmeasured(
+    body: RewardModelVerifyRequest, kind: str, reason: str, reward: float | None = None
+) -> RewardModelVerifyResponse:
+    """Masked, unless there is a reward for it."""
+    return RewardModelVerifyResponse(
+        **body.model_dump(),
+        reward=reward or 0.0,
+        mask_sample=reward is None,
+        failure_kind=kind,
+        failure_reason=reason,
+    )
 
 
 if __name__ == "__main__":

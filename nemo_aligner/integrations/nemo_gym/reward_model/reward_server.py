@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -158,6 +159,17 @@ def _outputs(url: str, status: int, text: str) -> dict[str, list[Any]]:
     raise RewardServerError(kind, f"{url}: HTTP {status}: {said}")
 
 
+# Linux ends the server with its parent, however that ends: uvicorn ends by the signal that it got,
+# which leaves atexit out.
+_WITH_PARENT = """
+import ctypes, os, signal, sys
+library = ctypes.CDLL(None)
+if hasattr(library, "prctl"):
+    library.prctl(1, signal.SIGTERM)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
 class StartedServer:
     """``nemo-aligner serve`` in a process of its own, which ends with this one."""
 
@@ -167,7 +179,8 @@ class StartedServer:
         self._ready = Path(self._folder.name, "ready")
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
         own = ["server.port=0", f"server.ready_file={self._ready}"]
-        self._process = subprocess.Popen([*command, "serve", *settings, *own], env=environment)
+        whole = [sys.executable, "-c", _WITH_PARENT, *command, "serve", *settings, *own]
+        self._process = subprocess.Popen(whole, env=environment)
         atexit.register(self.stop)
 
     async def url(self, within_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The reward model and its contract as Triton's models, in KServe's tensors."""
+"""The reward model and its contract, with counters, as Triton's models, in KServe's tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build_triton(service: RewardService, config: ServerConfig, port: int) -> Any
         )
     )
     _bind_reward_model(triton, service, config)
-    _bind_contract(triton, service.contract)
+    _bind_contract(triton, service.contract, service)
     return triton
 
 
@@ -71,13 +71,19 @@ def _bind_reward_model(triton: Any, service: RewardService, config: ServerConfig
     )
 
 
-def _bind_contract(triton: Any, contract: ScoringContract) -> None:
+def _bind_contract(triton: Any, contract: ScoringContract, service: RewardService) -> None:
     from pytriton.model_config import ModelConfig, Tensor
 
     published = kserve.encode_contract(contract)
+
+    # Counters have no model of their own: it would be a process more, and 1.7 s more at the start.
+    def infer(requests: list[Any]) -> list[dict[str, np.ndarray]]:
+        counted = kserve.encode_statistics(service.statistics())
+        return [{**published, **counted} for _ in requests]
+
     triton.bind(
         model_name=kserve.CONTRACT_MODEL_NAME,
-        infer_func=lambda requests: [published for _ in requests],
+        infer_func=infer,
         inputs=[Tensor(**vars(spec)) for spec in kserve.CONTRACT_INPUTS],
         outputs=[Tensor(**vars(spec)) for spec in kserve.CONTRACT_OUTPUTS],
         config=ModelConfig(batching=False),

@@ -20,13 +20,13 @@ from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.services.reward import RewardService, ServableScorer
+from nemo_aligner.serving.transports.ready import ready_file
 from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
 from nemo_aligner.serving.transports.triton.processes import (
     Guard,
     free_port,
     is_running,
-    ready_file,
     triton_processes,
 )
 from nemo_aligner.serving.wire.kserve import MODEL_NAME
@@ -105,8 +105,8 @@ def _answer(
     """Have Triton hand requests over until it shall stop, while the model is at work beside."""
     port = free_port(config.host, config.port)
     ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
-    batcher = Batcher(ranks.submit, scorer.tokens_per_call)
     meter = Meter()
+    batcher = Batcher(ranks.submit, scorer.tokens_per_call, meter)
     service = RewardService(scorer, batcher, config, meter, shaper)
     triton = build_triton(service, config, port)
     guard = _start(triton)

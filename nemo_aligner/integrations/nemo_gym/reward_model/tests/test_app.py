@@ -24,7 +24,11 @@ from resources_servers.reward_model.app import (
     RewardModelRunRequest,
     RewardModelVerifyRequest,
 )
-from resources_servers.reward_model.conversation import UnscorableError, conversation_of
+from resources_servers.reward_model.conversation import (
+    NoReplyError,
+    UnscorableError,
+    conversation_of,
+)
 
 HERE = Path(__file__).resolve().parent
 SERVED = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": "reward_model"}
@@ -133,7 +137,7 @@ def test_the_reward_is_that_of_the_model() -> None:
     assert answer["reward"] == 6 - 0.5 * (6 + len(prompt))
     assert answer["reward_components"] == {"help": 6, "length": 6 + len(prompt)}
     assert (answer["truncated"], answer["contract_hash"]) == (True, "h")
-    assert (answer["mask_sample"], answer["failure_kind"], answer["passed"]) == (False, None, None)
+    assert (answer["mask_sample"], answer["failure_kind"]) == (False, None)
     assert answer["response"]["output"][0]["content"][0]["text"] == "a rose"
 
 
@@ -144,10 +148,10 @@ def test_one_attribute_may_be_the_reward() -> None:
     assert answer["mask_sample"]
 
 
-@pytest.mark.parametrize(("threshold", "passed"), [(6, True), (6.5, False)])
-def test_a_threshold_says_whether_a_reward_is_enough(threshold: float, passed: bool) -> None:
+@pytest.mark.parametrize(("threshold", "reward"), [(6, 1.0), (6.5, 0.0)])
+def test_with_a_threshold_a_reward_is_enough_or_not(threshold: float, reward: float) -> None:
     answer = verified(FakeModel(), body(reward_threshold=threshold), attribute="help")
-    assert (answer["reward"], answer["passed"]) == (6, passed)
+    assert (answer["reward"], answer["raw_reward"]) == (reward, 6)
 
 
 def failing(status: int, error: str) -> FakeModel:
@@ -160,9 +164,11 @@ def test_a_reply_that_is_not_scored_is_the_policys_doing() -> None:
     model = failing(400, "row 0: message 2 ends with '<|im_end|>'")
     answer = verified(model, body(), refused_reward=-3.0)
     assert (answer["reward"], answer["mask_sample"]) == (-3.0, False)
-    assert answer["failure_kind"] == "reward_model:refused"
+    assert answer["failure_kind"] == "reward_model:refused_text"
     assert answer["failure_reason"] == "message 2 ends with '<|im_end|>'"
-    assert verified(model, body(), refused_reward=None)["mask_sample"]
+    assert verified(model, body())["mask_sample"]
+    failed = verified(model, body(reward_threshold=-1), refused_reward=5.0)
+    assert (failed["reward"], failed["mask_sample"]) == (0.0, False)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_a_reply_that_is_not_scored_is_the_policys_doing() -> None:
 )
 def test_a_server_that_fails_masks_the_sample(status: int, kind: str) -> None:
     answer = verified(failing(status, "no"), body(reward_threshold=0))
-    assert (answer["reward"], answer["mask_sample"], answer["passed"]) == (0.0, True, None)
+    assert (answer["reward"], answer["mask_sample"], answer["raw_reward"]) == (0.0, True, None)
     assert answer["failure_kind"] == kind
     assert answer["failure_reason"].endswith(f"HTTP {status}: no")
     assert kind in FAILURE_KINDS
@@ -216,7 +222,7 @@ def test_rewards_by_another_contract_mask_the_sample() -> None:
 def test_every_route_of_a_resources_server_answers() -> None:
     server = served(config(server_url="http://127.0.0.1:9", retry_s=0, refused_reward=-1))
     with TestClient(server.setup_webserver()) as client:
-        answer = client.post("/verify", json={**ROWS[1], "response": {**said(), "output": []}})
+        answer = client.post("/verify", json={**ROWS[0], "response": {**said(), "output": []}})
         assert (answer.status_code, answer.json()["reward"]) == (200, -1.0)
         assert client.get("/reverify_mode").json() == "stateless"
         assert client.post("/seed_session", json={}).status_code == 200
@@ -232,47 +238,48 @@ def test_rows_of_the_sample_are_what_a_run_takes() -> None:
     ]
 
 
-def test_a_conversation_has_the_words_of_the_system_and_of_tools() -> None:
+def test_a_conversation_has_the_words_of_the_system_and_one_turn_of_the_policy() -> None:
     request = {"instructions": "be kind", "input": [{"role": "developer", "content": "be brief"}]}
+    parts = [{"type": "output_text", "text": "It "}, {"type": "output_text", "text": "is"}]
     output = [
         {"type": "reasoning", "summary": []},
-        {"type": "message", "role": "assistant", "content": "I look."},
-        {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"},
-        {"type": "function_call_output", "output": "a rose", "call_id": "1"},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [
-                {"type": "output_text", "text": "It is "},
-                {"type": "refusal", "refusal": "no"},
-            ],
-        },
+        {"type": "message", "role": "assistant", "content": "I look. "},
+        {"type": "message", "role": "assistant", "content": parts},
     ]
     assert conversation_of(request, {"output": output}) == [
         {"role": "system", "content": "be kind"},
         {"role": "system", "content": "be brief"},
-        {"role": "assistant", "content": 'I look.\n{"name": "look", "arguments": "{}"}'},
-        {"role": "tool", "content": "a rose"},
-        {"role": "assistant", "content": "It is no"},
+        {"role": "assistant", "content": "I look. It is"},
     ]
+
+
+@pytest.mark.parametrize("output", [[], [{"type": "reasoning", "summary": []}]])
+def test_a_policy_that_says_nothing_has_no_reply(output: list[Any]) -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "earlier"}]
+    with pytest.raises(NoReplyError, match="no message of the assistant"):
+        conversation_of({"input": asked}, {"output": output})
 
 
 @pytest.mark.parametrize(
     ("output", "wanted"),
     [
-        ([], "no reply"),
-        ([{"type": "function_call_output", "output": "x"}], "no reply"),
-        ([{"type": "web_search_call"}], "an item of type 'web_search_call'"),
+        ([{"type": "function_call", "name": "look"}], "an item of type 'function_call'"),
         (
             [{"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}],
             "a part of type 'input_image'",
         ),
     ],
 )
-def test_what_is_no_conversation_of_texts(output: list[Any], wanted: str) -> None:
-    request = {"input": "a question"}
+def test_what_is_no_text_cannot_be_scored(output: list[Any], wanted: str) -> None:
     with pytest.raises(UnscorableError, match=wanted):
-        conversation_of(request, {"output": output})
+        conversation_of({"input": "a question"}, {"output": output})
+
+
+def test_calls_of_tools_mask_the_sample() -> None:
+    call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"}
+    answer = verified(FakeModel(), {**body(), "response": {**said(), "output": [call]}})
+    assert (answer["mask_sample"], answer["failure_kind"]) == (True, "verifier_error")
+    assert "an item of type 'function_call'" in answer["failure_reason"]
 
 
 def test_the_options_are_settings_of_the_server_that_is_started() -> None:
