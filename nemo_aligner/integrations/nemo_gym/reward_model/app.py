@@ -29,7 +29,7 @@ from resources_servers.reward_model.reward_server import (
     RefusedReplyError,
     RewardServerError,
     RewardServers,
-    Scored,
+    ScoredConversation,
     StartedServer,
 )
 
@@ -175,6 +175,13 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             return _unmeasured(body, error.kind, str(error))
         return _measured(body, scored)
 
+    async def close(self) -> None:
+        """Let the connections go, and end a server that was started here."""
+        if self._servers is not None:
+            await self._servers.close()
+        if self._started is not None:
+            self._started.stop()
+
     async def _reached(self) -> RewardServers:
         """The servers; of one that is started here, once its URL is known."""
         if self._servers is None:
@@ -193,7 +200,9 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         return _unmeasured(body, REFUSED, reason, reward)
 
 
-def _measured(body: RewardModelVerifyRequest, scored: Scored) -> RewardModelVerifyResponse:
+def _measured(
+    body: RewardModelVerifyRequest, scored: ScoredConversation
+) -> RewardModelVerifyResponse:
     threshold = body.reward_threshold
     return RewardModelVerifyResponse(
         **body.model_dump(),

@@ -44,7 +44,7 @@ class RewardServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredConversation:
     """Rewards of one conversation by attribute, and whether its beginning was cut off."""
 
     rewards: dict[str, float]
@@ -66,7 +66,7 @@ class RewardServers:
         self._session: aiohttp.ClientSession | None = None
         self._contract: dict[str, Any] | None = None
 
-    async def score(self, conversation: Sequence[Message]) -> Scored:
+    async def score(self, conversation: Sequence[Message]) -> ScoredConversation:
         """The rewards of a conversation.
 
         Raises:
@@ -89,7 +89,7 @@ class RewardServers:
                 "verifier_error",
                 f"a reward by the scoring contract {made_by}, wanted {contract['hash']}",
             )
-        return Scored(rewards, reward, truncated, made_by)
+        return ScoredConversation(rewards, reward, truncated, made_by)
 
     async def close(self) -> None:
         """Let the connections go."""

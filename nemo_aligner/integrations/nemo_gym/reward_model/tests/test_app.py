@@ -101,8 +101,7 @@ async def answers(
     server = served(settings)
     request = RewardModelVerifyRequest.model_validate(body)
     found = await asyncio.gather(*(server.verify(request) for _ in range(count)))
-    if server._servers is not None:
-        await server._servers.close()
+    await server.close()
     return [answer.model_dump() for answer in found]
 
 
@@ -335,8 +334,7 @@ def test_options_that_do_not_fit_are_errors(options: dict[str, Any], wanted: str
 def test_a_server_that_cannot_start_masks_the_sample(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import sys; sys.exit(3)")
-    server = served(config(model_path="x", command=[sys.executable, str(script)]))
-    answer = asyncio.run(server.verify(RewardModelVerifyRequest.model_validate(body())))
-    assert (answer.mask_sample, answer.failure_kind) == (True, "provider_unavailable")
-    assert answer.failure_reason == "the reward server ended with exit code 3; its output says why"
-    server._started.stop()
+    settings = config(model_path="x", command=[sys.executable, str(script)])
+    (answer,) = asyncio.run(answers(1, body(), settings))
+    assert (answer["mask_sample"], answer["failure_kind"]) == (True, "provider_unavailable")
+    assert answer["failure_reason"].endswith("ended with exit code 3; its output says why")
