@@ -43,6 +43,7 @@ class RelayService:
     def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
         self.contract: ScoringContract | None = None
         self.recent = RecentRewards(drift_rows)
+        self._has_none = False
         self._client = client
         self._admission = Admission(max_queue_rows, "gateway.max_queue_rows")
 
@@ -93,6 +94,11 @@ class RelayService:
 
     async def _know_contract(self, contract_hash: str | None) -> None:
         """For the names and weights of attributes; a server of NeMo-Aligner has no contract."""
-        known = self.contract.hash if self.contract is not None else None
-        if contract_hash is not None and contract_hash != known:
+        if self.contract is not None and contract_hash in (None, self.contract.hash):
+            return
+        if self._has_none and contract_hash is None:
+            return
+        try:
             await self.ask_contract()
+        except RefusedError:
+            self._has_none = True
