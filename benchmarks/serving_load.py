@@ -100,13 +100,15 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Reply:
 
 
 def rewards_of(reply: Reply) -> list[float] | None:
-    """The rewards that a KServe server or vLLM has answered, None if it has not."""
+    """The rewards that a KServe server, the gateway or vLLM has answered, None if it has not."""
     if reply.status != 200:
         return None
     content = json.loads(reply.body)
     if "outputs" in content:
         found = {output["name"]: output["data"] for output in content["outputs"]}
         return [float(reward) for reward in found["rewards"]]
+    if "rewards" in content:
+        return [float(row[0]) for row in content["rewards"]]
     return [float(row["probs"][0]) for row in content["data"]]
 
 

@@ -17,7 +17,7 @@ import nemo_aligner.parallel  # noqa: F401 - before any test imports megatron-co
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
 from tests.contracts import Contracts
-from tests.environments import make_environment
+from tests.environments import kept_environment, make_environment
 from tests.launching import PREPARED
 from tests.once import TURNS, Once, once_per_run, run_folder
 
@@ -145,13 +145,14 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 
 @pytest.fixture(scope="session")
-def trl_python(once: Once) -> Path:
+def trl_python() -> Path:
     """A python with TRL and the module of rewardbench's pipeline."""
+    trl, rewardbench = "trl==1.16.0", "rewardbench==0.1.4"
 
     def make(folder: Path) -> None:
-        make_environment(folder, "trl==1.16.0", alone=("rewardbench==0.1.4",))
+        make_environment(folder, trl, alone=(rewardbench,))
 
-    return once("trl", make) / "bin" / "python"
+    return kept_environment("trl", (trl, rewardbench), make) / "bin" / "python"
 
 
 @pytest.fixture(scope="session")

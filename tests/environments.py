@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+# Where environments are kept from one run to the next; they may be deleted at any time.
+FOLDER_VARIABLE = "NEMO_ALIGNER_TEST_ENVIRONMENTS"
+_INSTALL_S = 600
+
+
+def kept_environments() -> Path:
+    given = os.environ.get(FOLDER_VARIABLE)
+    return Path(given) if given else Path.home() / ".cache" / "nemo_aligner" / "test_environments"
 
 
 def make_environment(folder: Path, *requirements: str, alone: tuple[str, ...] = ()) -> Path:
@@ -12,14 +28,77 @@ def make_environment(folder: Path, *requirements: str, alone: tuple[str, ...] = 
 
     ``alone`` are installed without what they ask for.
     """
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = new_environment(folder, sys.executable)
     (packages,) = folder.glob("lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "ours.pth").write_text("\n".join(ours) + "\n")
-    python = folder / "bin" / "python"
     for options, wanted in (([], requirements), (["--no-deps"], alone)):
         if wanted:
-            command = [str(python), "-m", "pip", "install", "--quiet", *options, *wanted]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[-2000:]
+            install(python, *options, *wanted)
     return python
+
+
+def new_environment(folder: Path, base: str) -> Path:
+    """The python of a new environment of ``base``, without packages."""
+    subprocess.run([base, "-m", "venv", str(folder)], check=True)
+    return folder / "bin" / "python"
+
+
+def install(python: Path, *wanted: str) -> None:
+    """By pip; the test is skipped, saying why, where that cannot be."""
+    command = [str(python), "-m", "pip", "install", "--quiet", *wanted]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{' '.join(wanted)}: not installed within {_INSTALL_S} s")
+    if done.returncode != 0:
+        pytest.skip(f"{' '.join(wanted)}: cannot be installed: {done.stderr[-300:]}")
+
+
+def kept_environment(name: str, made_of: tuple[str, ...], make: Callable[[Path], object]) -> Path:
+    """The folder of an environment that ``make`` fills once, for this run and those to come.
+
+    ``made_of`` is all that it depends on beside this Python: with another one it is made anew.
+    """
+    parent = kept_environments()
+    parent.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256("\n".join((sys.prefix, sys.version, *made_of)).encode()).hexdigest()
+    folder = parent / f"{name}-{key[:12]}"
+    built = parent / f"{folder.name}.built"
+    with FileLock(parent / f"{folder.name}.lock"):
+        if not built.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            make(folder)
+            built.touch()
+    return folder
+
+
+def python_of(version: str) -> str:
+    """A Python of this version, as ``3.13``; the test is skipped where there is none."""
+    named = shutil.which(f"python{version}")
+    kept = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), reverse=True)
+    for python in [*([named] if named else []), *map(str, kept)]:
+        # A name on the path may be pyenv's, which does not run.
+        if subprocess.run([python, "--version"], capture_output=True).returncode == 0:
+            return python
+    pytest.skip(f"there is no Python {version}")
+
+
+def package(name: str) -> Path:
+    """A folder with a package's files, not installed.
+
+    It is taken from the wheel, without what it asks for; the test is skipped where it is not there.
+    """
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        options = ["--only-binary", ":all:", "--dest", str(folder), name]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        wheels = list(folder.glob("*.whl"))
+        if not wheels:
+            pytest.skip(f"the package {name} cannot be had: {done.stderr.strip()[-300:]}")
+        shutil.unpack_archive(wheels[0], folder, format="zip")
+        wheels[0].unlink()
+
+    return kept_environment(name.partition("=")[0], (name,), make)

@@ -15,6 +15,7 @@ import pytest
 from nemo_aligner.cli.main import load
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.config.training import TrainConfig
@@ -33,6 +34,7 @@ SCHEMAS = {
     "quickstart": TrainConfig,
     "evaluate": EvaluateConfig,
     "serve": ServeConfig,
+    "gateway": GatewayRunConfig,
 }
 SCRIPT = re.compile(r"(?:examples|scripts|conf|tests|docs)/[\w./-]+\.(?:py|sh|sbatch|yaml)")
 # What a command begins with, and the verb that the rest is for.

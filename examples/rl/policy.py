@@ -7,7 +7,6 @@ far from is itself before training.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,10 +69,14 @@ class Policy:
         )
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.tokenizer.chat_template = _CHATML
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.reference = AutoModelForCausalLM.from_pretrained(
             where, gguf_file=file, dtype=torch.float32
-        ).eval()
-        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        ).requires_grad_(False)
+        # Made anew: what comes from a GGUF file counts as quantized, which nothing trains.
+        self.reference.config.quantization_config = None
+        self.model = AutoModelForCausalLM.from_config(self.reference.config, dtype=torch.float32)
+        self.model.load_state_dict(self.reference.state_dict())
+        self.model.eval()
         self.model.model.embed_tokens.requires_grad_(False)
         self.model.model.layers[:frozen_layers].requires_grad_(False)
         self._most_tokens = most_tokens

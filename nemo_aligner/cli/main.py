@@ -19,6 +19,7 @@ VERBS = {
     "evaluate": "measure a reward model on held-out data",
     "serve": "answer texts with rewards over HTTP",
     "serve-critic": "the critic of PPO over HTTP: values, training, saving",
+    "gateway": "OpenRLHF, vLLM, NeMo Gym and plain JSON in front of servers",
     "score": "ask a server for rewards",
     "convert": "a Hugging Face model or GGUF file -> .nemo",
     "import": "a checkpoint of NeMo, NeMo-Aligner or Megatron -> .nemo",

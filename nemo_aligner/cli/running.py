@@ -20,6 +20,10 @@ Run = Callable[[argparse.Namespace], int]
 _EXTRAS = {
     "pytriton": "serving",
     "tritonclient": "serving",
+    "fastapi": "gateway",
+    "uvicorn": "gateway",
+    "pydantic": "gateway",
+    "prometheus_client": "gateway",
     "gguf": "gguf",
     "zarr": "zarr",
     "ml_dtypes": "zarr",

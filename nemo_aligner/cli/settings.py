@@ -19,14 +19,18 @@ from nemo_aligner.subcommand import environment
 T = TypeVar("T")
 
 
-def settings_parser(verb: str, description: str | None, schema: type) -> Parser:
+def settings_parser(
+    verb: str, description: str | None, schema: type, has_ranks: bool = True
+) -> Parser:
     """A parser of the settings of ``schema``, whose help lists every one of them."""
     parser = Parser(verb, description)
     parser.settings_are_flags = False
-    parser.add_argument(
-        "--processes", type=positive, metavar="N",
-        help="ranks to start on this machine, one for each GPU (several nodes: torchrun, srun)",
-    )  # fmt: skip
+    parser.set_defaults(processes=None)
+    if has_ranks:
+        parser.add_argument(
+            "--processes", type=positive, metavar="N",
+            help="ranks to start on this machine, one for each GPU (several nodes: torchrun, srun)",
+        )  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in a YAML file")
     settings: Any = parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings, which win over the file's"

@@ -15,7 +15,7 @@ from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.client import ScoredRows
-from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
 
 
@@ -67,17 +67,19 @@ class InProcessScorer:
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
         """Rewards, NaN for the texts that the contract refuses, and why it does."""
-        token_lists: dict[int, list[int]] = {}
+        encoded: dict[int, EncodedText] = {}
         errors: dict[int, str] = {}
         for row, text in enumerate(texts):
             try:
-                token_lists[row] = self._scorer.encode(text).token_ids
+                encoded[row] = self._scorer.encode(text)
             except DataError as error:
                 errors[row] = str(error)
         rewards = np.full((len(texts), len(self._scorer.attributes)), np.nan, dtype=np.float32)
         with self._aside.back() if self._aside is not None else nullcontext():
-            rewards[list(token_lists)] = self._scorer.score_token_lists([*token_lists.values()])
-        return ScoredRows(rewards, errors)
+            token_lists = [each.token_ids for each in encoded.values()]
+            rewards[list(encoded)] = self._scorer.score_token_lists(token_lists)
+        exceeded = [row in encoded and encoded[row].truncated for row in range(len(texts))]
+        return ScoredRows(rewards, errors, np.array(exceeded, dtype=bool), self.contract().hash)
 
     def close(self) -> None:
         """Let go of the process group, if the model was loaded here."""

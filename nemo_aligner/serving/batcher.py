@@ -14,6 +14,7 @@ import numpy as np
 
 from nemo_aligner.data.packing import take_oldest
 from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.meter import Meter
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class _Request:
         self.rewards: dict[int, np.ndarray] = {}
         self.answer: Future[np.ndarray] = Future()
         self.answer.set_running_or_notify_cancel()  # nobody can cancel it any more
+        self.came = time.monotonic()
 
 
 _Row = tuple[_Request, int]
@@ -52,8 +54,15 @@ class Batcher:
     it.
     """
 
-    def __init__(self, execute: Execute, tokens_per_call: int, join: Join = np.stack) -> None:
+    def __init__(
+        self,
+        execute: Execute,
+        tokens_per_call: int,
+        meter: Meter | None = None,
+        join: Join = np.stack,
+    ) -> None:
         self._execute = execute
+        self._meter = meter or Meter()
         self._join = join
         self._tokens_per_call = tokens_per_call
         self._waiting: deque[_Row] = deque()
@@ -162,8 +171,12 @@ class Batcher:
         requests = list(dict.fromkeys(request for request, _ in call))
         with self._changed:
             self._running -= 1
+            # One that was made ready beside another begins when that has ended.
+            started = max(begun, self._last_end)
             self._last_rows, self._last_end = len(call), time.monotonic()
             self._last_seconds = self._last_end - begun
+            queued = sum(started - request.came for request, _ in call)
+            self._meter.called(queued, self._last_end - started)
             if error is not None and len(requests) > 1:
                 logger.error("a call of %d requests failed: %s", len(requests), error)
                 self._again.extend([row for row in call if row[0] is each] for each in requests)

@@ -1,10 +1,10 @@
-"""What a person who watches a server sees: a line every few seconds while it has work."""
+"""What a server counts: a line every few seconds for a person who watches, and totals."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -20,12 +20,26 @@ class _Counts:
     refused: int = 0
 
 
+@dataclass
+class _Totals:
+    """Since the start."""
+
+    requests: int = 0
+    rows: int = 0
+    tokens: int = 0
+    refused_requests: int = 0
+    calls: int = 0
+    queue_seconds: float = 0.0
+    forward_seconds: float = 0.0
+
+
 class Meter:
-    """Counts requests; from any thread."""
+    """Counts requests, and calls of the model; from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = _Counts(time.monotonic(), [])
+        self._totals = _Totals()
 
     def answered(self, seconds: float, rows: int, tokens: int) -> None:
         """A request has its rewards, ``seconds`` after it came."""
@@ -33,11 +47,32 @@ class Meter:
             self._counts.seconds.append(seconds)
             self._counts.rows += rows
             self._counts.tokens += tokens
+            self._totals.requests += 1
+            self._totals.rows += rows
+            self._totals.tokens += tokens
 
     def refused(self) -> None:
         """A request has got an error."""
         with self._lock:
             self._counts.refused += 1
+            self._totals.refused_requests += 1
+
+    def called(self, queue_seconds: float, forward_seconds: float) -> None:
+        """The model was called once; its rows had waited ``queue_seconds`` for it, all added."""
+        with self._lock:
+            self._totals.calls += 1
+            self._totals.queue_seconds += queue_seconds
+            self._totals.forward_seconds += forward_seconds
+
+    def statistics(self) -> dict[str, float]:
+        """Sums since the start.
+
+        ``requests``, ``rows``, ``tokens`` that were answered, and ``refused_requests``; ``calls``
+        of the model, the ``forward_seconds`` that they took, and the ``queue_seconds`` that each
+        row had waited for its call, added.
+        """
+        with self._lock:
+            return asdict(self._totals)
 
     def take_line(self, waiting_rows: int, cached_tokens: int = 0) -> str | None:
         """What happened since the last one, in one line; None if nothing did."""

@@ -48,7 +48,7 @@ class Sums:
         errors = {row: "the text is empty" for row, text in enumerate(wholes) if not text}
         sums = np.outer([total(text) for text in wholes], [1, -1]).astype(np.float32)
         sums[list(errors)] = np.nan
-        return ScoredRows(sums, errors)
+        return ScoredRows(sums, errors, np.zeros(len(texts), dtype=bool), CONTRACT.hash)
 
     def close(self) -> None:
         self.closed += 1

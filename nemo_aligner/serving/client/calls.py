@@ -63,6 +63,10 @@ class ServerClient(Generic[C]):
         limited = partial(_in_time, work, given, self._timeout_s, self._name)
         return self._started().submit(limited)
 
+    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
+        """``_submit``, for asyncio."""
+        return await asyncio.wrap_future(self._submit(work, *given))
+
     def _started(self) -> Background[C]:
         """The background of this process: a forked one has none yet.
 

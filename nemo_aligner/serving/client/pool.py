@@ -122,6 +122,16 @@ class ServerPool:
         """
         return await self._ask(RemoteServer.contract, 1)
 
+    async def probe(self) -> dict[str, str | None]:
+        """Of each server by its URL: why it does not answer now, None where it does."""
+        found = await asyncio.gather(*(server.probe() for server in self._servers))
+        return {server.url: why for server, why in zip(self._servers, found, strict=True)}
+
+    async def ask_statistics(self) -> dict[str, dict[str, float] | None]:
+        """Of each server by its URL: what it has counted, None where it does not answer."""
+        found = await asyncio.gather(*(server.statistics() for server in self._servers))
+        return {server.url: counts for server, counts in zip(self._servers, found, strict=True)}
+
     def trouble(self) -> str:
         """What is wrong with each server that is not there."""
         wrong = [(each.name, each.trouble) for each in self._servers if each.trouble]

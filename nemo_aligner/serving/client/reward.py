@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -119,7 +118,35 @@ class RewardClient(ServerClient[ServerPool]):
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> np.ndarray:
         """Like ``score``, for asyncio."""
-        return await asyncio.wrap_future(self.score_future(texts, on_error=on_error))
+        return await self._run(self._rewards, *_of_texts(texts), on_error)
+
+    async def score_rows_async(
+        self, texts: Sequence[Text], *, on_error: OnError = "nan"
+    ) -> ScoredRows:
+        """Like ``score_rows``, for asyncio; ``on_error="raise"``: a refused text is an error."""
+        return await self._run(self._collect, *_of_texts(texts), on_error)
+
+    async def score_token_rows_async(
+        self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "nan"
+    ) -> ScoredRows:
+        """``score_rows_async`` of token sequences, scored as they stand."""
+        rows = list(token_lists)
+        return await self._run(self._collect, len(rows), partial(split_tokens, rows), on_error)
+
+    async def contract_async(self) -> ScoringContract:
+        """Like ``contract``, for asyncio."""
+        return await self._run(ServerPool.ask_contract)
+
+    async def probe_async(self) -> dict[str, str | None]:
+        """Of each server by its URL: why it does not answer now, None where it does."""
+        return await self._run(ServerPool.probe)
+
+    async def statistics_async(self) -> dict[str, dict[str, float] | None]:
+        """Of each server by its URL: what it has counted since its start, by name.
+
+        None where it does not answer, empty where it is a server that counts nothing.
+        """
+        return await self._run(ServerPool.ask_statistics)
 
     async def _rewards(
         self, pool: ServerPool, total: int, split: Split, on_error: OnError

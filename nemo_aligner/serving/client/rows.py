@@ -31,6 +31,9 @@ _AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 class ScoredRows:
     """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
 
+    ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
+    ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
+
     From a server that shapes its rewards also those of each model before, ``raw_rewards``
     ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
     threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
@@ -38,6 +41,8 @@ class ScoredRows:
 
     rewards: np.ndarray
     errors: dict[int, str]
+    exceeded: np.ndarray
+    contract_hash: str | None
     raw_rewards: np.ndarray | None = None
     deviation: np.ndarray | None = None
     passed: np.ndarray | None = None
@@ -57,7 +62,8 @@ class RowCollector:
         self._sets_aside = on_error == "nan"
         self._outputs: dict[str, dict[int, np.ndarray]] = {name: {} for name in _OUTPUTS}
         self._errors: dict[int, str] = {}
-        self._exceeded = 0
+        self._exceeded: set[int] = set()
+        self._contract_hash: str | None = None
 
     async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
         """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
@@ -76,6 +82,8 @@ class RowCollector:
         return ScoredRows(
             rewards,
             dict(sorted(self._errors.items())),
+            np.array([row in self._exceeded for row in range(total)], dtype=bool),
+            self._contract_hash,
             *(self._gathered(name, total) for name in _OUTPUTS[1:]),
         )
 
@@ -93,7 +101,7 @@ class RowCollector:
     def _tell(self, total: int) -> None:
         if self._exceeded:
             logger.warning(
-                "%d of %d texts were cut to the model's seq_length", self._exceeded, total
+                "%d of %d texts were cut to the model's seq_length", len(self._exceeded), total
             )
         if self._errors:
             row = min(self._errors)
@@ -125,7 +133,10 @@ class RowCollector:
             values = getattr(reply, name)
             if values is not None:
                 rows.update(zip(part.rows, values, strict=True))
-        self._exceeded += int(reply.exceeded.sum())
+        self._exceeded.update(
+            row for row, cut in zip(part.rows, reply.exceeded, strict=True) if cut
+        )
+        self._contract_hash = reply.contract_hash
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]

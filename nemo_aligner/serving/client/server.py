@@ -25,6 +25,7 @@ from nemo_aligner.text.contract import ScoringContract
 
 _CONNECT_S = 3.0
 _MEET_S = 10.0  # for a question that costs a server nothing
+_PROBE_S = 2.0  # for one that somebody waits for who wants to know whether it is there
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _UNAVAILABLE = (429, 502, 503, 504)
 _AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
@@ -135,6 +136,27 @@ class RemoteServer:
         """
         with self._asked():
             return await self._contract()
+
+    async def probe(self) -> str | None:
+        """Why it does not answer now, None where it does; one that does not is left out."""
+        try:
+            with self._asked():
+                await self._ask("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
+        except (UnavailableError, ServingError) as error:
+            return str(error)
+        return None
+
+    async def statistics(self) -> dict[str, float] | None:
+        """What it has counted since its start; empty if it does not say, None without an answer."""
+        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        try:
+            with self._asked():
+                outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _PROBE_S)
+            return kserve.decode_statistics(outputs)
+        except UnavailableError:
+            return None
+        except ServingError:  # another's server, or an older one
+            return {}
 
     @contextmanager
     def _asked(self) -> Iterator[None]:

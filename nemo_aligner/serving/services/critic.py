@@ -57,7 +57,7 @@ class CriticService:
         self._meter = Meter()
         self._contract = run.contract
         values = partial(ranks.submit, VALUES)
-        self._batcher = Batcher(values, run.learner.tokens_per_call, wire.join_rows)
+        self._batcher = Batcher(values, run.learner.tokens_per_call, self._meter, wire.join_rows)
         self._intake = RewardService(
             TextEncoder(run.contract, run.tokenizer),
             _InTurn(self._batcher, self._turns),
@@ -75,7 +75,9 @@ class CriticService:
             Endpoint(wire.SAVE_NAME, wire.SAVE_INPUTS, wire.SAVE_OUTPUTS, self._save),
         ]
         # Where the reward model is here, too, it has an endpoint for its own.
-        return endpoints if self._has_rewards else [*endpoints, contract_endpoint(self._contract)]
+        if self._has_rewards:
+            return endpoints
+        return [*endpoints, contract_endpoint(self._contract, self._meter.statistics)]
 
     @property
     def greeting(self) -> Sequence[str]:

@@ -17,6 +17,7 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError, one_line
 from nemo_aligner.scoring.scorer import TokenCounts
 from nemo_aligner.scoring.shaping import RewardShaper
+from nemo_aligner.serving.admission import Admission, BusyError
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import RanksLostError
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 # Beside the model: one would let a long text hold up all others.
 _ENCODERS = 2
 _SHORT = 2000  # bytes
-_FIRST_GUESS = 100.0  # rows/s, before any was scored
 
 
 class RequestEncoder(Protocol):
@@ -78,10 +78,6 @@ class RowQueue(Protocol):
         """The future of a row of numbers for each token list."""
 
 
-class BusyError(ServingError):
-    """More rows wait than may."""
-
-
 @dataclass
 class _Encoded:
     token_lists: list[list[int]] = field(default_factory=list)
@@ -110,7 +106,7 @@ class RewardService:
         self._scorer = scorer
         self._batcher = batcher
         self._max_bytes = config.max_request_bytes
-        self._admission = _Admission(config.max_queue_rows)
+        self._admission = Admission(config.max_queue_rows, "server.max_queue_rows")
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
         self._shaper = shaper
@@ -135,7 +131,7 @@ class RewardService:
                 encoded = self._encode(read()) if is_short else await self._in_encoder(read)
                 answer = await self._score(encoded)
         except BusyError as error:
-            answer = Failure(str(error), FailureKind.busy)
+            answer = Failure(str(error), FailureKind.busy, error.retry_after_s)
         except _TooLargeError as error:
             answer = Failure(str(error), FailureKind.too_large)
         except RanksLostError as error:
@@ -228,36 +224,6 @@ class _TooLargeError(ServingError):
 
 class _ModelError(ServingError):
     """The rows were fit, and could not be scored."""
-
-
-class _Admission:
-    """How many rows are in the server, of all that may; for one event loop."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._inside = 0
-        self._rows_per_second = _FIRST_GUESS
-
-    @contextmanager
-    def of(self, rows: int) -> Iterator[None]:
-        """Let so many in for a block; alone, a request is always let in.
-
-        Raises:
-            BusyError: too many are inside, with a guess at when there is room.
-        """
-        if self._inside and self._inside + rows > self._most:
-            seconds = max(1, round(self._inside / self._rows_per_second))
-            raise BusyError(
-                f"the queue is full ({self._inside} rows wait of {self._most}, "
-                f"server.max_queue_rows); retry after {seconds} s"
-            )
-        ahead, begun = self._inside, time.monotonic()
-        self._inside += rows
-        try:
-            yield
-        finally:
-            self._inside -= rows
-            self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
 
 
 @contextmanager

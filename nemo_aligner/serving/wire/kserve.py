@@ -23,8 +23,9 @@ rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M mo
 threshold.
 
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
-JSON, its hash included. It needs no input; ``dummy_var`` INT64 [1] is for clients that must send
-one.
+JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
+start, a JSON object of numbers (see ``Meter.statistics``). It needs no input; ``dummy_var`` INT64
+[1] is for clients that must send one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
@@ -70,7 +71,10 @@ SHAPED_OUTPUTS = (
     TensorSpec("passed", np.int32, (1,)),
 )
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
-CONTRACT_OUTPUTS = (TensorSpec("contract", bytes, (1,)),)
+CONTRACT_OUTPUTS = (
+    TensorSpec("contract", bytes, (1,)),
+    TensorSpec("statistics", bytes, (1,)),
+)
 
 
 def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
@@ -124,7 +128,7 @@ def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
 
 
 def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
-    """The outputs of the ``contract`` model."""
+    """What the ``contract`` model says of the model's scores."""
     text = json.dumps(contract.to_dict(), ensure_ascii=False, allow_nan=False)
     return {"contract": np.array([text.encode()], dtype=np.object_)}
 
@@ -136,6 +140,28 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
         CheckpointError: it is of another version, or was changed.
     """
     return ScoringContract.from_dict(json.loads(_decode_bytes(outputs["contract"].reshape(-1)[0])))
+
+
+def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """What the ``contract`` model says of the server itself."""
+    return {"statistics": np.array([json.dumps(statistics).encode()], dtype=np.object_)}
+
+
+def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """What a server has counted; what is no number is left out.
+
+    Raises:
+        ServingError: it does not say, or not as a JSON object.
+    """
+    try:
+        found = json.loads(_decode_bytes(outputs["statistics"].reshape(-1)[0]))
+        return {name: float(value) for name, value in found.items() if _is_number(value)}
+    except (KeyError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise ServingError(f"statistics: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:

@@ -53,6 +53,7 @@ class FailureKind(Enum):
     """Whose fault it is, and so what its sender may do."""
 
     bad_request = "bad request"  # mend it
+    unauthorized = "unauthorized"  # send the token
     too_large = "too large"  # send less at once
     busy = "busy"  # send it again later
     internal = "internal"  # look at the server's log
@@ -60,7 +61,8 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one request is not answered, in one line."""
+    """Why one request is not answered, in one line; and where it is busy, when to ask again."""
 
     message: str
     kind: FailureKind
+    retry_after_s: int | None = None

@@ -1,4 +1,4 @@
-"""What a server has on its machine: Triton's processes, its port, and its ready file."""
+"""What a server has on its machine: Triton's processes, and its port."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import random
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_aligner.errors import ServingError
@@ -108,19 +107,3 @@ def _why_taken(host: str, port: int) -> OSError | None:
         except OSError as error:
             return error
     return None
-
-
-@contextmanager
-def ready_file(path: str | None, url: str) -> Iterator[None]:
-    """While the server answers, ``path`` holds its URL."""
-    if path is None:
-        yield
-        return
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(url + "\n")
-    partial.replace(target)
-    try:
-        yield
-    finally:
-        target.unlink(missing_ok=True)

@@ -17,13 +17,13 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError
 from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.service import Servable, Service
+from nemo_aligner.serving.transports.ready import ready_file
 from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
 from nemo_aligner.serving.transports.triton.processes import (
     Guard,
     free_port,
     is_running,
-    ready_file,
     triton_processes,
 )
 

@@ -14,7 +14,6 @@ from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.transports.triton.processes import (
     free_port,
     is_running,
-    ready_file,
     triton_processes,
 )
 
@@ -33,16 +32,6 @@ def test_a_port_is_the_one_asked_for_or_a_free_one() -> None:
 def test_a_host_of_another_machine_has_no_free_port() -> None:
     with pytest.raises(ServingError, match=r"server.host: 192.0.2.1: no free port was found"):
         free_port("192.0.2.1", 0)
-
-
-def test_the_ready_file_is_there_while_the_server_answers(tmp_path: Path) -> None:
-    path = tmp_path / "ready"
-    with ready_file(str(path), "http://here"):
-        assert path.read_text() == "http://here\n"
-        assert list(tmp_path.iterdir()) == [path]
-    assert not path.exists()
-    with ready_file(None, "http://here"):
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_runs_until_it_ends() -> None:

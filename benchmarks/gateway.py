@@ -1,0 +1,170 @@
+"""What the gateway adds to a request: a tiny model's server, asked directly and through it.
+
+    python benchmarks/gateway.py --requests 300 --turns 5
+
+Both are asked for the same token ids, one text a request, in turns: the server by KServe, the
+gateway by ``/v1/rewards`` and by vLLM's ``/classify``. At one client the medians of the turns are
+compared, each with that of the server's in the same turn; ``--clients`` of them show how many
+requests a second come through. At one client every reward must be the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import ROOT, WorkerFailed, choose_device, machine, render, require, write_json
+from serving_model import prepare_reward_model, write_tiny
+from serving_servers import Clients, Load, Recipe, Server, percentile
+
+LENGTH = 32
+LIMIT_S = 300.0
+_WARM_UP = 50
+_ATOL = 2e-5  # in another batch
+DIRECT = "server, KServe"
+
+Request = dict[str, str]
+Ask = Callable[[list[int]], Request]
+
+
+def rewards_request(token_ids: Sequence[int]) -> Request:
+    """This package's own protocol."""
+    return {"path": "/v1/rewards", "body": json.dumps({"tokens": [token_ids]})}
+
+
+def classify_request(token_ids: Sequence[int]) -> Request:
+    """vLLM's."""
+    body = {"model": "reward", "input": token_ids, "use_activation": False}
+    return {"path": "/classify", "body": json.dumps(body)}
+
+
+def main() -> None:
+    arguments = _parse()
+    require("aiohttp", "psutil", "pytriton", "fastapi", "uvicorn")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
+    choose_device("cpu")
+    work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
+    work.mkdir(parents=True, exist_ok=True)
+    hf = work / "tiny"
+    model = prepare_reward_model(hf if hf.is_dir() else write_tiny(hf), work)
+    recipe = Recipe("nemo_aligner", model, 1)
+    server, url = recipe.start(work / "server.log")
+    try:
+        gateway, gateway_url = _start_gateway(url, work)
+        try:
+            ways = {
+                DIRECT: (url, recipe.request),
+                "gateway, /v1/rewards": (gateway_url, rewards_request),
+                "gateway, /classify": (gateway_url, classify_request),
+            }
+            rows = _measure(ways, arguments)
+        finally:
+            gateway.stop()
+    finally:
+        server.stop()
+    print(f"\n{render(rows)}", flush=True)
+    if arguments.json:
+        write_json(arguments.json, {"machine": machine(), "gateway": rows})
+
+
+def _start_gateway(backend: str, work: Path) -> tuple[Server, str]:
+    ready = work / "gateway.ready"
+    ready.unlink(missing_ok=True)
+    settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
+    command = [sys.executable, "-m", "nemo_aligner", "gateway", *settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    gateway = Server(command, environment, work / "gateway.log")
+    return gateway, gateway.wait_for_file(ready)
+
+
+def _measure(
+    ways: dict[str, tuple[str, Any]], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    rng = random.Random(0)
+    clients = Clients()
+    alone: dict[str, list[Load]] = {name: [] for name in ways}
+    busy: dict[str, list[Load]] = {name: [] for name in ways}
+
+    def put(name: str, token_lists: Sequence[list[int]], at_once: int) -> Load:
+        url, ask = ways[name]
+        requests = [ask(token_ids) for token_ids in token_lists]
+        return clients.put(url, requests, at_once, LIMIT_S, len(requests))
+
+    try:
+        for name in ways:
+            put(name, _texts(rng, _WARM_UP), 1)
+        for _ in range(arguments.turns):
+            # Once beforehand: a text's first request is the only one that its cache does not help.
+            texts = _texts(rng, arguments.requests)
+            put(DIRECT, texts, arguments.clients)
+            for loads, at_once, atol in ((alone, 1, 0.0), (busy, arguments.clients, _ATOL)):
+                for name in ways:
+                    loads[name].append(put(name, texts, at_once))
+                _check([loads[name][-1] for name in ways], atol)
+    finally:
+        clients.close()
+    return [_row(name, alone, busy, arguments.clients) for name in ways]
+
+
+def _texts(rng: random.Random, count: int) -> list[list[int]]:
+    return [[rng.randrange(100, 250) for _ in range(LENGTH)] for _ in range(count)]
+
+
+def _check(loads: Sequence[Load], atol: float) -> None:
+    """Raises WorkerFailed: a request has no reward, or another one than the server's."""
+    first = _rewards(loads[0])
+    for load in loads:
+        apart = float(np.abs(_rewards(load) - first).max())
+        if apart > atol:
+            raise WorkerFailed(f"a reward is {apart} from that of the server, wanted {atol}")
+
+
+def _rewards(load: Load) -> np.ndarray:
+    if load.refused:
+        raise WorkerFailed(f"{load.refused} requests have no reward: {load.said[:1]}")
+    return np.array(load.rewards, dtype=np.float32)
+
+
+def _row(
+    name: str, alone: dict[str, list[Load]], busy: dict[str, list[Load]], at_once: int
+) -> dict[str, Any]:
+    added = [
+        percentile([mine], 50) - percentile([direct], 50)
+        for mine, direct in zip(alone[name], alone[DIRECT], strict=True)
+    ]
+    return {
+        "asked": name,
+        "p50 ms": percentile(alone[name], 50) * 1000,
+        "p99 ms": percentile(alone[name], 99) * 1000,
+        "added ms": median(added) * 1000,
+        "most added ms": max(added) * 1000,
+        f"requests/s, {at_once} clients": median(
+            len(load.waited) / load.seconds for load in busy[name]
+        ),
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=300, help="of a turn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=32, help="at once, for requests/s")
+    parser.add_argument("--work", help="folder for the model and logs (default: a temporary one)")
+    parser.add_argument("--json", type=Path, help="write what was measured there, too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

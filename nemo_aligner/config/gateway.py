@@ -1,0 +1,60 @@
+"""Settings of the gateway: other protocols in front of reward servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nemo_aligner.config.common import Checks, setting
+
+
+@dataclass
+class GatewayConfig:
+    """Where it listens, whom it lets in, and how much it takes."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
+    port: int = setting(8000, "0: any free port")
+    token_file: str | None = setting(None, "file with the bearer token that requests must have")
+    token_variable: str | None = setting(None, "environment variable with the bearer token")
+    certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
+    key_file: str | None = setting(None, "private key of the certificate (PEM)")
+    reward_threshold: float | None = setting(
+        None, "/verify: reward 1 from here on, else 0; null: the reward as it is"
+    )
+    max_request_bytes: int = setting(16 * 2**20, "bytes of a request's body; more get a 413")
+    max_queue_rows: int = setting(8192, "rows inside at once; more get a 503, to be sent later")
+    max_connections: int = setting(256, "requests at once to each backend")
+    timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
+    retry_s: float = setting(1.0, "seconds to look for a backend before a 503")
+    drift_rows: int = setting(1000, "rows that the metrics of rewards are taken over, the last")
+    exit_timeout_secs: int = setting(20, "seconds to answer what is in flight after SIGTERM")
+    ready_file: str | None = setting(None, "file that holds the URL while the gateway answers")
+
+    def __post_init__(self) -> None:
+        with Checks("gateway", self) as checks:
+            checks.require(0 <= self.port < 65536, "port", "0 (any free port) to 65535")
+            checks.positive(
+                "max_request_bytes",
+                "max_queue_rows",
+                "max_connections",
+                "timeout_s",
+                "drift_rows",
+                "exit_timeout_secs",
+            )
+            checks.not_negative("retry_s")
+            both = (self.certificate_file is None) == (self.key_file is None)
+            checks.require(both, "key_file", "a key_file with a certificate_file, or neither")
+            one = self.token_file is None or self.token_variable is None
+            checks.require(one, "token_variable", "a token_file or a token_variable, not both")
+
+
+@dataclass
+class GatewayRunConfig:
+    """The whole of ``nemo-aligner gateway``."""
+
+    backends: list[str] = setting(["http://127.0.0.1:5555"], "URLs of servers of one model")
+    expect_contract: str | None = setting(None, "refuse backends whose contract has another hash")
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    def __post_init__(self) -> None:
+        with Checks("", self) as checks:
+            checks.require(bool(self.backends), "backends", "the URL of a server, or several")

@@ -1,0 +1,231 @@
+"""A reward model as the verifier of NeMo Gym: the reward of a response is what the model gives.
+
+The model runs in servers of nemo_aligner (``server_url``), or in one that is started for this
+environment (``model_path``). Where no server gives a reward, the sample is masked: it says nothing
+of the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, ClassVar, Literal
+
+from nemo_gym.base_resources_server import (
+    BaseResourcesServerConfig,
+    BaseRunRequest,
+    BaseVerifyRequest,
+    BaseVerifyResponse,
+    ReverifyMode,
+    SimpleResourcesServer,
+)
+from pydantic import Field, PrivateAttr, model_validator
+from resources_servers.reward_model.conversation import (
+    NoReplyError,
+    UnscorableError,
+    conversation_of,
+)
+from resources_servers.reward_model.reward_server import (
+    RefusedReplyError,
+    RewardServerError,
+    RewardServers,
+    ScoredConversation,
+    StartedServer,
+)
+
+# As the gateway of nemo_aligner calls it, too; a kind of one's own has a prefix in Gym.
+REFUSED = "reward_model:refused_text"
+# Of a model that is started here; a server that runs has its own settings for them.
+_WITH_MODEL_PATH = (
+    "device",
+    "batch_size",
+    "max_length",
+    "normalize_rewards",
+    "reward_mean",
+    "reward_std",
+    "clip",
+    "length_penalty",
+    "length_penalty_from",
+    "ensemble",
+    "server_settings",
+)
+
+
+class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
+    """Either ``server_url`` or ``model_path``, with which alone the options below it go."""
+
+    REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.STATELESS
+
+    server_url: str | list[str] | None = Field(None, description="running servers of one model")
+    model_path: str | None = Field(None, description="a reward model of nemo_aligner, to serve")
+    attribute: str | None = Field(None, description="one of several; null: by their weights")
+    refused_reward: float | None = Field(
+        None, description="of a reply that the model does not score; null: such a sample is masked"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="for one answer of a server")
+    retry_s: float = Field(300.0, ge=0, description="for servers that are gone")
+
+    command: list[str] = Field(["nemo-aligner"], description="what runs nemo-aligner")
+    start_s: float = Field(600.0, gt=0, description="for the server to load its model")
+    device: Literal["cuda", "cpu"] | None = Field(None, description="null: a GPU if there is one")
+    batch_size: int | None = Field(None, gt=0, description="replies of max_length in one pass")
+    max_length: int | None = Field(None, gt=0, description="tokens, see batch_size")
+    normalize_rewards: bool = Field(False, description="less a mean, over a deviation")
+    reward_mean: float | None = Field(None, description="null: what training has measured")
+    reward_std: float | None = Field(None, gt=0, description="null: what training has measured")
+    clip: list[float] | None = Field(None, description="[low, high] of the rewards")
+    length_penalty: float = Field(0.0, ge=0, description="taken off for each token beyond")
+    length_penalty_from: int = Field(0, ge=0, description="tokens of a reply that cost nothing")
+    ensemble: list[str] = Field([], description="more reward models beside model_path")
+    ensemble_combine: Literal["mean", "min", "lower_bound"] = "mean"
+    ensemble_k: float = Field(1.0, ge=0, description="of lower_bound: how many deviations")
+    server_settings: list[str] = Field([], description="other key=value of nemo-aligner serve")
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardModelResourcesServerConfig:
+        if (self.server_url is None) == (self.model_path is None):
+            raise ValueError("server_url, model_path: wanted one of them")
+        given = [
+            name for name in _WITH_MODEL_PATH if getattr(self, name) not in (None, False, 0, [])
+        ]
+        if self.server_url is not None and given:
+            raise ValueError(
+                f"{', '.join(given)}: wanted with model_path alone; a running server has its own "
+                "settings: shaping.*, ensemble.*, model.*"
+            )
+        if self.model_path is not None and (self.num_workers or 1) > 1:
+            raise ValueError("num_workers: each would load the model; wanted 1, or server_url")
+        if (self.reward_mean is None) != (self.reward_std is None):
+            raise ValueError("reward_mean, reward_std: wanted both, or none")
+        if self.reward_mean is not None and not self.normalize_rewards:
+            raise ValueError("reward_mean, reward_std: wanted normalize_rewards: true with them")
+        if self.batch_size is not None and self.max_length is None:
+            raise ValueError("batch_size: wanted max_length with it, for their product of tokens")
+        return self
+
+    def settings(self) -> list[str]:
+        """Of ``nemo-aligner serve``, for the model at ``model_path``."""
+        pairs: dict[str, Any] = {"rm_model_file": self.model_path}
+        if self.batch_size is not None and self.max_length is not None:
+            pairs["model.micro_batch_tokens"] = self.batch_size * self.max_length
+        if self.normalize_rewards:
+            pairs["shaping.standardize"] = "contract" if self.reward_mean is None else "given"
+        if self.reward_mean is not None:
+            pairs |= {"shaping.mean": [self.reward_mean], "shaping.std": [self.reward_std]}
+        if self.clip is not None:
+            pairs["shaping.clip"] = self.clip
+        if self.length_penalty:
+            pairs["shaping.length_penalty"] = self.length_penalty
+            pairs["shaping.length_penalty_from"] = self.length_penalty_from
+        if self.ensemble:
+            pairs["ensemble.files"] = json.dumps(self.ensemble)
+            pairs["ensemble.combine"] = self.ensemble_combine
+            pairs["ensemble.k"] = self.ensemble_k
+        return [*(f"{key}={value}" for key, value in pairs.items()), *self.server_settings]
+
+
+class RewardModelRunRequest(BaseRunRequest):
+    """A row of data: what the policy is asked; with a threshold the reward is 1 or 0."""
+
+    reward_threshold: float | None = None
+
+
+class RewardModelVerifyRequest(RewardModelRunRequest, BaseVerifyRequest):
+    """The same, with what the policy said."""
+
+
+class RewardModelVerifyResponse(BaseVerifyResponse):
+    """With the rewards of all attributes, and what the reward is without a threshold."""
+
+    reward_threshold: float | None = None
+    raw_reward: float | None = None
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    truncated: bool = False
+    contract_hash: str | None = None
+
+
+class RewardModelResourcesServer(SimpleResourcesServer):
+    """Answers ``/verify``; it has no tools and keeps nothing between requests."""
+
+    ray_enabled = False
+    config: RewardModelResourcesServerConfig
+    _started: StartedServer | None = PrivateAttr(None)
+    _servers: RewardServers | None = PrivateAttr(None)
+
+    def model_post_init(self, context: Any) -> None:
+        """Begin to load the model, if it is not served yet."""
+        super().model_post_init(context)
+        config = self.config
+        if config.model_path is not None:
+            self._started = StartedServer(config.command, config.settings(), config.device)
+
+    async def verify(self, body: RewardModelVerifyRequest) -> RewardModelVerifyResponse:
+        """The reward of a response; never an error: what is wrong stands in the answer."""
+        asked = body.responses_create_params.model_dump(exclude_none=True)
+        try:
+            conversation = conversation_of(asked, body.response.model_dump(exclude_none=True))
+            scored = await (await self._reached()).score(conversation)
+            if not math.isfinite(scored.reward):
+                raise RewardServerError("verifier_error", "the reward is not a finite number")
+        except (NoReplyError, RefusedReplyError) as error:
+            return self._refused(body, str(error))
+        except UnscorableError as error:
+            return _unmeasured(body, "verifier_error", str(error))
+        except RewardServerError as error:
+            return _unmeasured(body, error.kind, str(error))
+        return _measured(body, scored)
+
+    async def close(self) -> None:
+        """Let the connections go, and end a server that was started here."""
+        if self._servers is not None:
+            await self._servers.close()
+        if self._started is not None:
+            self._started.stop()
+
+    async def _reached(self) -> RewardServers:
+        """The servers; of one that is started here, once its URL is known."""
+        if self._servers is None:
+            config = self.config
+            urls = config.server_url or []
+            if self._started is not None:
+                urls = [await self._started.url(config.start_s)]
+            urls = [urls] if isinstance(urls, str) else urls
+            found = RewardServers(urls, config.attribute, config.timeout_s, config.retry_s)
+            self._servers = self._servers or found  # of requests that waited together, the first
+        return self._servers
+
+    def _refused(self, body: RewardModelVerifyRequest, reason: str) -> RewardModelVerifyResponse:
+        """The policy's own doing: with a threshold it has failed."""
+        reward = self.config.refused_reward if body.reward_threshold is None else 0.0
+        return _unmeasured(body, REFUSED, reason, reward)
+
+
+def _measured(
+    body: RewardModelVerifyRequest, scored: ScoredConversation
+) -> RewardModelVerifyResponse:
+    threshold = body.reward_threshold
+    return RewardModelVerifyResponse(
+        **body.model_dump(),
+        reward=scored.reward if threshold is None else float(scored.reward >= threshold),
+        raw_reward=scored.reward,
+        reward_components=scored.rewards,
+        truncated=scored.truncated,
+        contract_hash=scored.contract_hash,
+    )
+
+
+def _unmeasured(
+    body: RewardModelVerifyRequest, kind: str, reason: str, reward: float | None = None
+) -> RewardModelVerifyResponse:
+    """Masked, unless there is a reward for it."""
+    return RewardModelVerifyResponse(
+        **body.model_dump(),
+        reward=reward or 0.0,
+        mask_sample=reward is None,
+        failure_kind=kind,
+        failure_reason=reason,
+    )
+
+
+if __name__ == "__main__":
+    RewardModelResourcesServer.run_webserver()

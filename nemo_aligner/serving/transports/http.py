@@ -1,0 +1,230 @@
+"""The gateway's routes as a FastAPI application; each answers by its own protocol."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic_core import to_json
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import nemo_aligner
+from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.errors import ServingError, one_line
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.services.relay import RelayService
+from nemo_aligner.serving.transports.http_metrics import GatewayMetrics
+from nemo_aligner.serving.wire.kserve import MODEL_NAME
+from nemo_aligner.serving.wire.route import HttpAnswer, Route, ScoredRequest, Served
+from nemo_aligner.serving.wire.types import Failure, FailureKind
+
+# Who looks whether it lives has no token.
+_OPEN_PATHS = ("/health", "/ready")
+_SCHEMAS = "#/components/schemas/"
+_ERRORS = {
+    "400": "A body that cannot be read, or a text that cannot be scored",
+    "401": "The bearer token is missing or wrong",
+    "413": "A body of more than gateway.max_request_bytes",
+    "503": "No backend answers, or the queue is full; Retry-After says when to come again",
+}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(
+    routes: Sequence[Route[Any]], client: RewardClient, config: GatewayConfig, token: str | None
+) -> ASGIApp:
+    """What answers HTTP; with a ``token``, all but health and readiness asks for it."""
+    app = FastAPI(
+        title="nemo_aligner gateway",
+        version=nemo_aligner.__version__,
+        description="Rewards of a reward model, by several protocols.",
+    )
+    relay = RelayService(client, config.max_queue_rows, config.drift_rows)
+    metrics = GatewayMetrics()
+    for route in routes:
+        app.add_api_route(
+            route.path,
+            _Endpoint(route, relay, config, metrics).handle,
+            methods=["POST"],
+            summary=route.about,
+            operation_id=route.path.strip("/").replace("/", "_"),
+            openapi_extra=_described(route),
+        )
+    _add_own_routes(app, relay, client, metrics)
+    app.openapi = lambda: _openapi(app, routes)  # type: ignore[method-assign]
+    refusals = {route.path: route for route in routes}
+    return app if token is None else _Guarded(app, token, refusals, metrics)
+
+
+class _Endpoint:
+    """One route: its requests, one by one."""
+
+    def __init__(
+        self, route: Route[Any], relay: RelayService, config: GatewayConfig, metrics: GatewayMetrics
+    ) -> None:
+        self._route, self._relay = route, relay
+        self._config, self._metrics = config, metrics
+
+    async def handle(self, request: Request) -> Response:
+        """The answer by the route's protocol, whatever happens."""
+        begun = time.monotonic()
+        answer, retry_after_s = await self._answer(request)
+        seconds = time.monotonic() - begun
+        self._metrics.answered(self._route.path, answer.status, seconds)
+        return respond(answer, retry_after_s)
+
+    async def _answer(self, request: Request) -> tuple[HttpAnswer, int | None]:
+        route, body = self._route, None
+        try:
+            content = await _read(request, self._config.max_request_bytes)
+            body = route.parse(content)
+            asked = route.read(body)
+            found = await self._relay.answer(asked, route.sets_rows_aside)
+            if not isinstance(found, Failure):
+                scored = ScoredRequest(*found)
+                self._metrics.scored(route.path, scored)
+                return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
+            failure = found
+        except _TooLargeBodyError as error:
+            failure = Failure(str(error), FailureKind.too_large)
+        except ServingError as error:
+            failure = Failure(one_line(error), FailureKind.bad_request)
+        return route.refuse(failure, body), failure.retry_after_s
+
+    def _served(self, scored: ScoredRequest) -> Served:
+        contract, threshold = self._relay.contract, self._config.reward_threshold
+        if contract is not None:
+            return Served(MODEL_NAME, contract.attributes, contract.attribute_weights, threshold)
+        columns = scored.reply.rewards.shape[1]
+        names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
+        return Served(MODEL_NAME, names, None, threshold)
+
+
+class _TooLargeBodyError(Exception):
+    """More bytes than a body may have."""
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """The body; of one that is too large, no more than it takes to know that.
+
+    Raises:
+        _TooLargeBodyError: it has more bytes than ``most``.
+    """
+    said = request.headers.get("content-length", "")
+    too_large = _TooLargeBodyError(
+        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once"
+    )
+    if said.isdecimal() and int(said) > most:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
+    """Its JSON; with ``Retry-After`` where there is something to wait for."""
+    headers = {}
+    if retry_after_s is not None and answer.status == 503:
+        headers["Retry-After"] = str(retry_after_s)
+    if answer.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    content = to_json(answer.content, inf_nan_mode="constants")
+    return Response(content, answer.status, headers, "application/json")
+
+
+class _Guarded:
+    """The application, for those who have the token."""
+
+    def __init__(
+        self, app: ASGIApp, token: str, routes: dict[str, Route[Any]], metrics: GatewayMetrics
+    ) -> None:
+        self._app, self._routes, self._metrics = app, routes, metrics
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._has_token(scope):
+            await self._app(scope, receive, send)
+            return
+        failure = Failure("the bearer token is missing or wrong", FailureKind.unauthorized)
+        route = self._routes.get(scope["path"])
+        if route is None:
+            answer = HttpAnswer(401, {"detail": failure.message})
+        else:
+            answer = route.refuse(failure, None)
+            self._metrics.answered(route.path, answer.status, 0.0)
+        await respond(answer)(scope, receive, send)
+
+    def _has_token(self, scope: Scope) -> bool:
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        # In constant time: how much of it was right, nobody learns from the clock.
+        return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)
+
+
+def _add_own_routes(
+    app: FastAPI, relay: RelayService, client: RewardClient, metrics: GatewayMetrics
+) -> None:
+    async def health() -> Response:
+        return respond(HttpAnswer(200, {"status": "ok"}))
+
+    async def ready() -> Response:
+        backends = await client.probe_async()
+        status = 200 if None in backends.values() else 503
+        words = {url: "ready" if why is None else one_line(why) for url, why in backends.items()}
+        content = {"status": "ready" if status == 200 else "no backend answers", "backends": words}
+        return respond(HttpAnswer(status, content), 1)
+
+    async def contract() -> Response:
+        try:
+            return respond(HttpAnswer(200, (await relay.ask_contract()).to_dict()))
+        except ServingError as error:
+            return respond(HttpAnswer(503, {"detail": one_line(error)}), 1)
+
+    async def scrape() -> Response:
+        text, kind = metrics.render(relay, await client.statistics_async())
+        return Response(text, media_type=kind)
+
+    own: list[tuple[str, Callable[[], Awaitable[Response]], str]] = [
+        ("/v1/contract", contract, "The scoring contract: what a reward means"),
+        ("/health", health, "200 while the gateway runs"),
+        ("/ready", ready, "200 while a backend answers, else 503"),
+        ("/metrics", scrape, "For Prometheus"),
+    ]
+    for path, handler, about in own:
+        app.add_api_route(path, handler, methods=["GET"], summary=about, response_model=None)
+
+
+def _described(route: Route[Any]) -> dict[str, Any]:
+    """For the OpenAPI page: FastAPI does not see the models, as it does not read the bodies."""
+
+    def content(name: str) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{name}"}}}
+
+    return {
+        "requestBody": {"required": True, "content": content(route.request.__name__)},
+        "responses": {
+            "200": {"description": "Scored", "content": content(route.response.__name__)},
+            **{status: {"description": about} for status, about in _ERRORS.items()},
+        },
+    }
+
+
+def _openapi(app: FastAPI, routes: Sequence[Route[Any]]) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        page = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        schemas = page.setdefault("components", {}).setdefault("schemas", {})
+        for model in {model for route in routes for model in (route.request, route.response)}:
+            schema = model.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+            schemas.update({**schema.pop("$defs", {}), model.__name__: schema})
+        app.openapi_schema = page
+    return app.openapi_schema

@@ -1,0 +1,179 @@
+"""NeMo Gym's ``POST /verify``: one rollout, and the same back with its reward.
+
+The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``responses_create_params`` is
+what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
+API), ``response.output`` what it said. Both together are scored as one conversation. Reasoning is
+no part of it, and a rollout with calls of tools cannot be scored.
+
+A rollout whose reward is no measurement of the policy has ``mask_sample``, ``failure_kind`` (of
+Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, and where the
+model refuses what the policy said (too long, or with the template's own tokens). With
+``gateway.reward_threshold`` the latter is a rollout that failed: reward 0, and no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from nemo_aligner.errors import ServingError, shown
+from nemo_aligner.serving.wire.route import (
+    STATUSES,
+    Body,
+    HttpAnswer,
+    Route,
+    ScoredRequest,
+    Served,
+    text_of,
+)
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
+from nemo_aligner.text.messages import Conversation
+
+# Gym's failure_kinds.py; of its own kinds a server says whose they are.
+_KINDS = {
+    FailureKind.busy: "transport_unreachable",
+    FailureKind.internal: "verifier_error",
+}
+_REFUSED = "reward_model:refused_text"
+_ROLES = {"developer": "system"}
+
+
+class ResponseParams(Body):
+    """What the policy was asked."""
+
+    input: str | list[Any]
+    instructions: str | None = None
+
+
+class PolicyResponse(Body):
+    """What the policy said."""
+
+    output: list[Any]
+
+
+class VerifyRequest(Body):
+    """One rollout; whatever else it has comes back as it is."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "responses_create_params": {"input": "What is red?"},
+                "response": {
+                    "output": [
+                        {
+                            "type": "message",
+                            "role": "assistant",
+                            "content": [{"type": "output_text", "text": "A rose."}],
+                        }
+                    ]
+                },
+            }
+        }
+    )
+
+    responses_create_params: ResponseParams
+    response: PolicyResponse
+
+
+class VerifyResponse(Body):
+    """The request's fields, and those from ``reward`` on."""
+
+    responses_create_params: ResponseParams
+    response: PolicyResponse
+    reward: float
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    mask_sample: bool = False
+    failure_kind: str | None = None
+    failure_reason: str | None = None
+
+
+def read(body: VerifyRequest) -> ScoreRequest:
+    """Raises ServingError: it has items that are no text."""
+    asked = body.responses_create_params
+    turns: Conversation = []
+    if asked.instructions:
+        turns.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        turns.append({"role": "user", "content": asked.input})
+    else:
+        turns += _turns(asked.input, "responses_create_params.input")
+    turns += _turns(body.response.output, "response.output")
+    if not turns or turns[-1]["role"] != "assistant":
+        raise ServingError("response.output: got no message of the assistant, wanted its reply")
+    return ScoreRequest(texts=[turns])
+
+
+def _turns(items: list[Any], where: str) -> Conversation:
+    """Messages of the Responses API; several of one role that follow each other are one turn."""
+    turns: Conversation = []
+    for number, item in enumerate(items):
+        place = f"{where}.{number}"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "reasoning":
+            continue
+        if kind != "message" or not isinstance(item.get("role"), str):
+            raise ServingError(
+                f"{place}: got {shown(item)}, wanted a message with role and content"
+            )
+        role = _ROLES.get(item["role"], item["role"])
+        content = text_of(item.get("content"), place)
+        if turns and turns[-1]["role"] == role == "assistant":
+            turns[-1]["content"] += content
+        else:
+            turns.append({"role": role, "content": content})
+    return turns
+
+
+def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+    """The rollout with its reward: 1 or 0 where there is a threshold, else as it is."""
+    threshold = served.reward_threshold
+    if scored.errors:
+        reason = f"the model refuses what the policy said: {scored.errors[0]}"
+        return {**_echo(body), **_unmeasured(_REFUSED, reason, is_masked=threshold is None)}
+    (reward,) = served.one_reward(scored.reply.rewards)
+    components = dict(zip(served.attributes, scored.reply.rewards[0].tolist(), strict=True))
+    return {
+        **_echo(body),
+        "reward": reward if threshold is None else float(reward >= threshold),
+        "raw_reward": reward,
+        "reward_components": components,
+        "mask_sample": False,
+        "failure_kind": None,
+        "failure_reason": None,
+    }
+
+
+def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
+    """Where a server failed, a rollout without a valid reward; else an error."""
+    if body is None or failure.kind not in _KINDS:
+        return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
+    unmeasured = _unmeasured(_KINDS[failure.kind], failure.message, is_masked=True)
+    return HttpAnswer(200, {**_echo(body), **unmeasured})
+
+
+def _echo(body: VerifyRequest) -> dict[str, Any]:
+    return body.model_dump(exclude_unset=True)
+
+
+def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
+    return {
+        "reward": 0.0,
+        "mask_sample": is_masked,
+        "failure_kind": kind,
+        "failure_reason": reason,
+    }
+
+
+ROUTES = [
+    Route(
+        "/verify",
+        "NeMo Gym: a rollout's reward",
+        VerifyRequest,
+        VerifyResponse,
+        read,
+        answer,
+        refuse,
+        sets_rows_aside=True,
+    )
+]

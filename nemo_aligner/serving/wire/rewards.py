@@ -1,0 +1,117 @@
+"""``POST /v1/rewards``: this package's own protocol, for anything that can post JSON.
+
+The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, which
+get the model's chat template) and ``tokens`` (token ids, scored as they stand). ``rewards`` has a
+row for each, with a number for each of ``attributes``, or null where the model refuses it, and
+``errors`` says why. ``truncated`` says which texts were cut to the model's length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.wire.route import STATUSES, Body, HttpAnswer, Route, ScoredRequest, Served
+from nemo_aligner.serving.wire.types import Failure, ScoreRequest
+from nemo_aligner.text.messages import Text
+
+# What only servers answer that shape their rewards.
+_SHAPED = ("raw_rewards", "deviation", "passed")
+
+
+class RewardMessage(Body, extra="forbid"):
+    """One turn."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class RewardsRequest(Body, extra="forbid"):
+    """Exactly one of the three."""
+
+    texts: list[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
+    conversations: list[list[RewardMessage]] | None = Field(None, min_length=1)
+    tokens: list[list[int]] | None = Field(None, min_length=1)
+
+
+class RowError(Body):
+    """Why a row has no reward."""
+
+    row: int
+    message: str
+
+
+class RewardsResponse(Body):
+    """A reward of each row for each attribute; what shapes rewards adds more of the same rows."""
+
+    rewards: list[list[float] | None]
+    attributes: list[str]
+    contract_hash: str | None
+    truncated: list[bool]
+    errors: list[RowError]
+    raw_rewards: list[list[float] | None] | None = None
+    deviation: list[list[float] | None] | None = None
+    passed: list[float | None] | None = None
+
+
+def read(body: RewardsRequest) -> ScoreRequest:
+    """Raises ServingError: not exactly one form."""
+    forms = [name for name in ("texts", "conversations", "tokens") if getattr(body, name)]
+    if len(forms) != 1:
+        got = " and ".join(forms) or "none of them"
+        raise ServingError(f"got {got}, wanted one of texts, conversations and tokens")
+    if body.tokens:
+        return ScoreRequest(token_lists=body.tokens)
+    if body.texts:
+        return ScoreRequest(texts=[*body.texts])
+    conversations: list[Text] = [
+        [{"role": turn.role, "content": turn.content} for turn in each]
+        for each in body.conversations or ()
+    ]
+    return ScoreRequest(texts=conversations)
+
+
+def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+    """See the top of this file."""
+    reply = scored.reply
+    shaped = {name: getattr(reply, name, None) for name in _SHAPED}
+    return {
+        "rewards": _rows(reply.rewards),
+        "attributes": list(served.attributes),
+        "contract_hash": reply.contract_hash,
+        "truncated": reply.exceeded.tolist(),
+        "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],
+        **{name: _rows(values) for name, values in shaped.items() if values is not None},
+    }
+
+
+def _rows(values: np.ndarray) -> list[Any]:
+    """Rows of numbers for JSON, which has no NaN: null in place of a row that has one."""
+    missing = np.isnan(values).reshape(len(values), -1).any(axis=1)
+    return [
+        None if is_missing else row
+        for row, is_missing in zip(values.tolist(), missing, strict=True)
+    ]
+
+
+def refuse(failure: Failure, body: RewardsRequest | None) -> HttpAnswer:
+    """``{"error": {"kind", "message"}}``"""
+    error = {"kind": failure.kind.value, "message": failure.message}
+    return HttpAnswer(STATUSES[failure.kind], {"error": error})
+
+
+ROUTES = [
+    Route(
+        "/v1/rewards",
+        "Rewards of texts, conversations or token ids",
+        RewardsRequest,
+        RewardsResponse,
+        read,
+        answer,
+        refuse,
+        sets_rows_aside=True,
+    )
+]

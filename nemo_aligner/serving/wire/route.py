@@ -1,0 +1,149 @@
+"""What a protocol over plain HTTP and JSON is to the gateway that serves it.
+
+A protocol is one file of this folder with its ``Route``\\ s, and their line in ``protocols.py``. It
+only translates: its body to a ``ScoreRequest``, and what became of that to its own answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nemo_aligner.errors import ServingError, short, shown
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
+
+_SHOWN_PROBLEMS = 3
+# HTTP's statuses for what may be wrong.
+STATUSES = {
+    FailureKind.bad_request: 400,
+    FailureKind.unauthorized: 401,
+    FailureKind.too_large: 413,
+    FailureKind.internal: 500,
+    FailureKind.busy: 503,
+}
+
+
+class Body(BaseModel):
+    """What a request or an answer has; names that a request has beyond it are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+T = TypeVar("T", bound=Body)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the gateway serves, for answers that say so.
+
+    ``attributes`` are the names of a reward's columns, and ``weights`` (None where no server says)
+    make one number of them.
+    """
+
+    model_name: str
+    attributes: Sequence[str]
+    weights: Sequence[float] | None
+    reward_threshold: float | None = None
+
+    def one_reward(self, rewards: np.ndarray) -> list[float]:
+        """Of ``[B, A]`` rewards one for each row, as evaluation has it: A = 1 as it stands.
+
+        Raises:
+            ServingError: A > 1, and nobody says how much each attribute counts.
+        """
+        if rewards.shape[1] == 1:
+            return [float(reward) for reward in rewards[:, 0]]
+        if self.weights is None:
+            raise ServingError(
+                f"the model has {rewards.shape[1]} attributes, and its server publishes no scoring "
+                "contract with their weights; wanted one reward for each text"
+            )
+        merged = rewards @ np.asarray(self.weights, dtype=np.float64)
+        return [float(reward) for reward in merged.astype(np.float32)]
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """A status, and an object for JSON."""
+
+    status: int
+    content: Any
+
+
+@dataclass(frozen=True)
+class ScoredRequest:
+    """The rewards of a request; ``errors`` says of rows why they have none (theirs are NaN)."""
+
+    reply: ScoreReply
+    errors: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Route(Generic[T]):
+    """A URL of a protocol.
+
+    Attributes:
+        path: the URL's path; requests come by POST.
+        about: for people, in one line.
+        request: what the body has; unfit ones are refused in one line.
+        response: what the answer has, for the OpenAPI page.
+        read: raises ServingError where the body cannot be scored.
+        answer: to a request that was scored.
+        refuse: to one that was not; the body is None where it could not be read.
+        sets_rows_aside: a row that is refused has an error of its own; else the request has.
+    """
+
+    path: str
+    about: str
+    request: type[T]
+    response: type[Body]
+    read: Callable[[T], ScoreRequest]
+    answer: Callable[[T, ScoredRequest, Served], Any]
+    refuse: Callable[[Failure, T | None], HttpAnswer]
+    sets_rows_aside: bool = False
+
+    def parse(self, body: bytes) -> T:
+        """The body of a request.
+
+        Raises:
+            ServingError: it is no JSON, or has not the form of ``request``.
+        """
+        try:
+            return self.request.model_validate_json(body)
+        except ValidationError as error:
+            raise ServingError(_problems(error)) from error
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content: a string, or parts that are all texts (OpenAI's form).
+
+    Raises:
+        ServingError: a part is an image, or anything else but text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse_content(content, where)
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            _refuse_content(part, where)
+    return "".join(text for text in texts if text is not None)
+
+
+def _refuse_content(content: Any, where: str) -> NoReturn:
+    raise ServingError(f"{where}: got {shown(content)}, wanted a text or a list of parts with text")
+
+
+def _problems(error: ValidationError) -> str:
+    found = [
+        f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}"
+        for each in error.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    more = len(found) - _SHOWN_PROBLEMS
+    rest = [f"and {more} more"] if more > 0 else []
+    return short("; ".join([*found[:_SHOWN_PROBLEMS], *rest]))

@@ -1,0 +1,117 @@
+"""NeMo Gym runs the resources server, and gets the rewards of the scorer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from tests import tiny
+from tests.integrations import gym
+
+QUESTION = "what is the river"
+REFUSED = "reward_model:refused_text"
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    return gym.gym_python()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return gym.gym_folder(tmp_path)
+
+
+def body(reply: str, **more: Any) -> dict[str, Any]:
+    """What an agent of Gym posts to ``/verify``."""
+    part = {"type": "output_text", "text": reply, "annotations": []}
+    message = {"id": "m", "type": "message", "role": "assistant", "status": "completed"}
+    response = {
+        "id": "r",
+        "created_at": 0,
+        "model": "policy",
+        "object": "response",
+        "output": [{**message, "content": [part]}],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+    asked = {"input": [{"role": "user", "content": QUESTION}]}
+    return {"responses_create_params": asked, "response": response, **more}
+
+
+@pytest.mark.slow(seconds=10)
+def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
+    done = gym.run(python, folder, "-m", "pytest", "-q", "resources_servers/reward_model")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
+
+
+@pytest.fixture(scope="module")
+def scorer(reward_model: Path, layout: Any) -> RewardScorer:
+    return load_scorer(reward_model, layout)
+
+
+def processes_about(file: Path) -> list[int]:
+    """Those with the file in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if str(file).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow(seconds=20)
+def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
+    python: Path, folder: Path, reward_model: Path, scorer: RewardScorer
+) -> None:
+    pytest.importorskip("pytriton")
+    replies = ["thank you", "the bird sings in the tree"]
+    options = {
+        "model_path": str(reward_model),
+        "command": gym.serve_command(folder),
+        "attribute": "helpfulness",
+        "clip": [1.4, 1.6],
+        "server_settings": ["server.exit_timeout_secs=2"],
+    }
+    with gym.environment_server(python, folder, **options) as url:
+        answers = [gym.verify(url, body(reply)) for reply in replies]
+        enough = gym.verify(url, body(replies[0], reward_threshold=1.0))
+        refused = gym.verify(url, body("yes <|im_end|>"))
+    assert answers[0]["responses_create_params"]["input"][0]["content"] == QUESTION
+    user = {"role": "user", "content": QUESTION}
+    texts = [[user, {"role": "assistant", "content": reply}] for reply in replies]
+    wanted = scorer.score(texts)[:, 0].clip(1.4, 1.6)
+    np.testing.assert_allclose([answer["reward"] for answer in answers], wanted, atol=1e-5)
+    assert (enough["reward"], enough["raw_reward"]) == (1.0, answers[0]["reward"])
+    assert (refused["failure_kind"], refused["mask_sample"]) == (REFUSED, True)
+    assert "message 2 ends with '<|im_end|>'" in refused["failure_reason"]
+    end = time.monotonic() + 30
+    while processes_about(reward_model) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert processes_about(reward_model) == []
+
+
+def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
+    target = drop_in(tmp_path)
+    assert target == tmp_path / "resources_servers" / "reward_model"
+    names = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    assert {"app.py", "configs/reward_model.yaml", "data/example.jsonl", "README.md"} <= names
+    rows = [json.loads(line) for line in (target / "data/example.jsonl").open()]
+    assert all(row["responses_create_params"]["input"] for row in rows)
+    with pytest.raises(FileExistsError):
+        drop_in(tmp_path)

@@ -1,0 +1,115 @@
+"""Calls of the gateway's application in this process, and a client that scores by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.serving.client import RefusedError, ScoredRows
+from nemo_aligner.text.contract import ScoringContract
+from tests.serving.fake_server import CONTRACT, total
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def call(app: Any, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+    """POST where there is a body (as JSON, or bytes as they are), else GET."""
+    return asyncio.run(call_async(app, path, body, headers))
+
+
+async def call_async(
+    app: Any, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+) -> Answer:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    chunks = [data[:7], data[7:]]
+    sent: list[Any] = []
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "GET" if body is None else "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in (headers or {}).items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+
+    async def receive() -> Any:
+        part = chunks.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(chunks)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+    return Answer(sent[0]["status"], found, b"".join(each.get("body", b"") for each in sent[1:]))
+
+
+class FakeClient:
+    """Rewards of fake_server.py, without a server; empty texts are refused."""
+
+    def __init__(self, contract: ScoringContract | None = CONTRACT, columns: int = 2) -> None:
+        self.contract, self.columns = contract, columns
+        self.failure: Exception | None = None
+        self.asked: list[Any] = []
+        self.gate: asyncio.Event | None = None
+        self.counted: dict[str, dict[str, float] | None] = {"http://one": None}
+
+    async def score_rows_async(self, texts: Sequence[Any], *, on_error: str = "nan") -> ScoredRows:
+        whole = [
+            text if isinstance(text, str) else "".join(turn["content"] for turn in text)
+            for text in texts
+        ]
+        return await self._scored(list(texts), [total(text) for text in whole], on_error)
+
+    async def score_token_rows_async(
+        self, token_lists: Sequence[Sequence[int]], *, on_error: str = "nan"
+    ) -> ScoredRows:
+        return await self._scored(list(token_lists), [*map(float, map(sum, token_lists))], on_error)
+
+    async def _scored(self, rows: list[Any], sums: list[float], on_error: str) -> ScoredRows:
+        self.asked.append(rows)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        errors = {row: "the text is empty" for row, value in enumerate(sums) if value == 0}
+        if errors and on_error == "raise":
+            raise RefusedError("http://one", 400, f"row {min(errors)}: the text is empty")
+        rewards = np.array([[value, -value][: self.columns] for value in sums], dtype=np.float32)
+        rewards[[*errors]] = np.nan
+        exceeded = np.array([value > 5000 for value in sums])
+        published = self.contract.hash if self.contract is not None else None
+        return ScoredRows(rewards, errors, exceeded, published if len(errors) < len(rows) else None)
+
+    async def contract_async(self) -> ScoringContract:
+        if self.failure is not None:
+            raise self.failure
+        if self.contract is None:
+            raise RefusedError("http://one", 404, "no such model")
+        return self.contract
+
+    async def probe_async(self) -> dict[str, str | None]:
+        return {"http://one": None if self.failure is None else "connection refused"}
+
+    async def statistics_async(self) -> dict[str, dict[str, float] | None]:
+        return self.counted

@@ -1,0 +1,111 @@
+"""Requests that another server scores: answers, rows that are refused, and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.client import RefusedError
+from nemo_aligner.serving.services.relay import RelayService
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.gateway_calls import FakeClient
+
+TWO = ScoreRequest(texts=["ab", "c"])
+
+
+def service(client: FakeClient, most_rows: int = 100) -> RelayService:
+    return RelayService(client, most_rows, drift_rows=100)
+
+
+def ask(relay: RelayService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
+    return asyncio.run(relay.answer(request, sets_rows_aside))
+
+
+def test_texts_and_tokens_have_the_backends_rewards() -> None:
+    relay = service(FakeClient())
+    reply, errors = ask(relay, TWO)
+    assert reply.rewards.tolist() == [[total("ab"), -total("ab")], [total("c"), -total("c")]]
+    assert (reply.contract_hash, errors) == (CONTRACT.hash, {})
+    assert reply.exceeded.tolist() == [False, False]
+    reply, _ = ask(relay, ScoreRequest(token_lists=[[1, 2], [3]]))
+    assert reply.rewards[:, 0].tolist() == [3.0, 3.0]
+    assert relay.contract == CONTRACT
+
+
+def test_a_refused_row_is_set_aside_or_fails_the_request() -> None:
+    relay = service(FakeClient())
+    request = ScoreRequest(texts=["ab", ""])
+    reply, errors = ask(relay, request, sets_rows_aside=True)
+    assert errors == {1: "the text is empty"}
+    assert np.isnan(reply.rewards[1]).all()
+    assert ask(relay, request) == Failure("row 1: the text is empty", FailureKind.bad_request)
+    assert relay.recent.drift(None)[0].rows == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RefusedError("s", 400, "row 0: no"), Failure("row 0: no", FailureKind.bad_request)),
+        (RefusedError("s", 413, "too many"), Failure("too many", FailureKind.too_large)),
+        (RefusedError("s", 500, "model failed"), Failure("model failed", FailureKind.internal)),
+        (ServingError("nobody"), Failure("nobody", FailureKind.busy, 1)),
+        (KeyError("x"), Failure("internal error: KeyError", FailureKind.internal)),
+    ],
+)
+def test_each_way_to_fail_says_whose_fault_it_is(error: Exception, wanted: Failure) -> None:
+    client = FakeClient()
+    client.failure = error
+    assert ask(service(client), TWO) == wanted
+
+
+def test_more_rows_than_may_wait_are_told_when_to_come_again() -> None:
+    async def both() -> tuple[Any, Any, int]:
+        client = FakeClient()
+        client.gate = asyncio.Event()
+        relay = service(client, most_rows=3)
+        first = asyncio.ensure_future(relay.answer(TWO, False))
+        await asyncio.sleep(0)
+        inside = relay.rows_inside
+        second = await relay.answer(TWO, False)
+        client.gate.set()
+        return await first, second, inside
+
+    first, second, inside = asyncio.run(both())
+    assert inside == 2
+    assert first[0].rewards.shape == (2, 2)
+    assert second.kind is FailureKind.busy
+    assert second.retry_after_s == 1
+    assert "2 rows wait of 3, gateway.max_queue_rows" in second.message
+
+
+def test_a_server_without_a_contract_is_asked_for_it_once() -> None:
+    client = FakeClient(contract=None, columns=1)
+    asked: list[int] = []
+    plain: Callable[[], Any] = client.contract_async
+
+    async def count() -> Any:
+        asked.append(1)
+        return await plain()
+
+    client.contract_async = count  # type: ignore[method-assign]
+    relay = service(client)
+    for _ in range(3):
+        reply, _ = ask(relay, TWO)
+        assert reply.contract_hash is None
+    assert (relay.contract, asked) == (None, [1])
+
+
+def test_another_contract_is_known_with_its_first_reward() -> None:
+    client = FakeClient()
+    relay = service(client)
+    ask(relay, TWO)
+    client.contract = replace(CONTRACT, attributes=("other", "names"))
+    ask(relay, TWO)
+    assert relay.contract == client.contract

@@ -1,0 +1,234 @@
+"""The gateway's application: bodies, tokens, limits and pages; without a socket or a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.transports.http import build_app
+from nemo_aligner.serving.wire.protocols import ROUTES
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.gateway_calls import FakeClient, call, call_async
+
+GOOD = {
+    "/v1/rewards": {"texts": ["ab"]},
+    "/get_reward": {"query": ["ab"]},
+    "/classify": {"input": "ab"},
+    "/pooling": {"input": "ab"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/verify": {
+        "responses_create_params": {"input": "a"},
+        "response": {"output": [{"role": "assistant", "content": "b"}]},
+    },
+}
+MERGED = ("/get_reward", "/score", "/verify")  # several attributes as one number
+BEARER = {"Authorization": "Bearer s3cret"}
+every_path = pytest.mark.parametrize("path", [route.path for route in ROUTES])
+
+
+def make(client: FakeClient | None = None, token: str | None = None, **settings: Any) -> Any:
+    return build_app(ROUTES, client or FakeClient(), GatewayConfig(**settings), token)
+
+
+def message(answer: Any) -> str:
+    found = answer.json
+    found = found["detail"] if "detail" in found else found["error"]["message"]
+    assert isinstance(found, str)
+    return found
+
+
+@every_path
+def test_every_route_answers(path: str) -> None:
+    answer = call(make(), path, GOOD[path])
+    assert answer.status == 200, answer.body
+    assert answer.headers["content-type"] == "application/json"
+    whole, merged = total("ab"), total("ab") / 2
+    assert str(merged if path in MERGED else whole) in answer.body.decode()
+
+
+@every_path
+@pytest.mark.parametrize("body", [b"{", b"", b"null", b'{"texts": 5}', b"\xff\xfe"])
+def test_a_malformed_body_is_a_400_in_the_protocols_own_shape(path: str, body: bytes) -> None:
+    answer = call(make(), path, body)
+    assert answer.status == 400
+    assert message(answer)
+
+
+@every_path
+def test_a_body_that_is_too_large_is_a_413(path: str) -> None:
+    client = FakeClient()
+    app = make(client, max_request_bytes=100)
+    big = json.dumps(GOOD[path]).encode() + b" " * 100
+    for headers in ({}, {"Content-Length": str(len(big))}):
+        answer = call(app, path, big, headers)
+        assert answer.status == 413
+        assert "more than 100 bytes (gateway.max_request_bytes)" in message(answer)
+    assert client.asked == []
+
+
+@every_path
+@pytest.mark.parametrize(
+    "sent",
+    [
+        None,
+        "Bearer wrong",
+        "Bearer s3cre",
+        "Bearer s3crets",
+        "s3cret",
+        "Basic s3cret",
+        "Bearer \xe9",
+    ],
+)
+def test_without_the_token_nothing_is_answered(path: str, sent: str | None) -> None:
+    client = FakeClient()
+    headers = {} if sent is None else {"Authorization": sent}
+    answer = call(make(client, token="s3cret"), path, GOOD[path], headers)
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert "bearer token" in message(answer)
+    assert client.asked == []
+
+
+def test_with_the_token_it_is() -> None:
+    app = make(token="s3cret")
+    assert call(app, "/v1/rewards", GOOD["/v1/rewards"], BEARER).status == 200
+    for path in ("/metrics", "/docs", "/openapi.json", "/v1/contract", "/nowhere"):
+        assert call(app, path).status == 401, path
+    assert call(app, "/metrics", headers=BEARER).status == 200
+
+
+def test_health_and_readiness_need_no_token() -> None:
+    app = make(token="s3cret")
+    assert call(app, "/health").status == 200
+    assert call(app, "/ready").json == {"status": "ready", "backends": {"http://one": "ready"}}
+
+
+def test_not_ready_without_a_backend_and_healthy_all_the_same() -> None:
+    client = FakeClient()
+    client.failure = ServingError("nobody")
+    app = make(client)
+    answer = call(app, "/ready")
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json["backends"] == {"http://one": "connection refused"}
+    assert call(app, "/health").status == 200
+    assert call(app, "/v1/contract").status == 503
+
+
+@every_path
+def test_no_backend_is_a_503_with_retry_after_and_a_masked_sample_in_gym(path: str) -> None:
+    client = FakeClient()
+    client.failure = ServingError("nobody listens")
+    answer = call(make(client), path, GOOD[path])
+    if path == "/verify":
+        assert (answer.status, answer.json["mask_sample"]) == (200, True)
+        assert "nobody listens" in answer.json["failure_reason"]
+    else:
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert "nobody listens" in message(answer)
+
+
+def test_a_full_queue_is_a_503_with_retry_after() -> None:
+    async def both() -> Any:
+        client = FakeClient()
+        client.gate = asyncio.Event()
+        app = make(client, max_queue_rows=1)
+        first = asyncio.ensure_future(call_async(app, "/v1/rewards", GOOD["/v1/rewards"]))
+        while not client.asked:
+            await asyncio.sleep(0)
+        second = await call_async(app, "/classify", GOOD["/classify"])
+        client.gate.set()
+        return await first, second
+
+    first, second = asyncio.run(both())
+    assert (first.status, second.status) == (200, 503)
+    assert second.headers["retry-after"] == "1"
+
+
+def test_a_bug_is_a_500_without_its_insides() -> None:
+    client = FakeClient()
+    client.failure = KeyError("secret words")
+    answer = call(make(client), "/v1/rewards", GOOD["/v1/rewards"])
+    assert answer.status == 500
+    assert message(answer) == "internal error: KeyError"
+
+
+def test_several_attributes_without_a_contract_cannot_be_one_reward() -> None:
+    app = make(FakeClient(contract=None))
+    answer = call(app, "/get_reward", GOOD["/get_reward"])
+    assert answer.status == 400
+    assert "the model has 2 attributes" in message(answer)
+    answer = call(app, "/v1/rewards", GOOD["/v1/rewards"])
+    assert answer.json["attributes"] == ["reward_0", "reward_1"]
+
+
+def test_the_contract_is_published_as_it_is() -> None:
+    assert call(make(), "/v1/contract").json == json.loads(json.dumps(CONTRACT.to_dict()))
+
+
+def test_the_page_describes_every_route_and_all_its_references_lead_somewhere() -> None:
+    page = call(make(), "/openapi.json").json
+    schemas = page["components"]["schemas"]
+    for route in ROUTES:
+        described = page["paths"][route.path]["post"]
+        assert described["summary"] == route.about
+        body = described["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert body.endswith(route.request.__name__)
+        assert {"200", "400", "401", "413", "503"} <= set(described["responses"])
+    references = re.findall(r'"\$ref": "([^"]+)"', json.dumps(page))
+    assert references
+    assert {ref.removeprefix("#/components/schemas/") for ref in references} <= set(schemas)
+    assert "swagger" in call(make(), "/docs").body.decode()
+
+
+def test_what_is_shown_to_prometheus() -> None:
+    client = FakeClient(CONTRACT.with_statistics([100.0, -100.0], [50.0, 50.0], "held-out pairs"))
+    client.counted = {
+        "http://one": {
+            "calls": 4.0,
+            "tokens_per_call": 100.0,
+            "computed_tokens": 300.0,
+            "cached_tokens": 20.0,
+            "queue_seconds": 0.5,
+            "forward_seconds": 2.0,
+            "tokens": 320.0,
+            "waiting_rows": 3.0,
+        },
+        "http://two": None,
+        "http://three": {},
+    }
+    app = make(client)
+    call(app, "/v1/rewards", {"texts": ["ab", "ab", ""]})
+    call(app, "/classify", b"{")
+    shown = call(app, "/metrics").body.decode()
+    values = dict(line.rsplit(" ", 1) for line in shown.splitlines() if not line.startswith("#"))
+    prefix, mean = "nemo_aligner_", total("ab")
+    wanted = {
+        'gateway_requests_total{route="/v1/rewards",status="200"}': 1,
+        'gateway_requests_total{route="/classify",status="400"}': 1,
+        'gateway_request_seconds_count{route="/v1/rewards"}': 1,
+        'gateway_rows_total{outcome="scored",route="/v1/rewards"}': 2,
+        'gateway_rows_total{outcome="refused",route="/v1/rewards"}': 1,
+        "gateway_rows_in_flight": 0,
+        'reward_mean{attribute="sum"}': mean,
+        'reward_std{attribute="sum"}': 0,
+        'reward_mean_drift{attribute="sum"}': (mean - 100) / 50,
+        'reward_std_ratio{attribute="minus"}': 0,
+        'server_up{backend="http://one"}': 1,
+        'server_up{backend="http://two"}': 0,
+        'server_up{backend="http://three"}': 1,
+        'server_pack_fill{backend="http://one"}': 0.75,
+        'server_queue_seconds_total{backend="http://one"}': 0.5,
+        'server_forward_seconds_total{backend="http://one"}': 2,
+        'server_cached_tokens_total{backend="http://one"}': 20,
+        'server_tokens_total{backend="http://one"}': 320,
+        'server_waiting_rows{backend="http://one"}': 3,
+    }
+    assert {name: float(values[prefix + name]) for name in wanted} == wanted

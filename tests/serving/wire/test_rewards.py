@@ -1,0 +1,90 @@
+"""/v1/rewards: texts, conversations or tokens in; rewards, and reasons for those that are not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pydantic")
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.wire.rewards import ROUTES
+from nemo_aligner.serving.wire.route import ScoredRequest, Served
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply
+
+(ROUTE,) = ROUTES
+SERVED = Served("reward_model", ("helpfulness", "verbosity"), (1.0, 0.5))
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def parsed(body: Any) -> Any:
+    return ROUTE.parse(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "texts", "token_lists"),
+    [
+        ({"texts": ["a", "b"]}, ["a", "b"], None),
+        ({"conversations": [TURNS]}, [TURNS], None),
+        ({"tokens": [[1, 2], [3]]}, None, [[1, 2], [3]]),
+    ],
+)
+def test_each_form_is_what_it_says(body, texts, token_lists) -> None:
+    request = ROUTE.read(parsed(body))
+    assert (request.texts, request.token_lists) == (texts, token_lists)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "got none of them, wanted one of texts, conversations and tokens"),
+        ({"texts": ["a"], "tokens": [[1]]}, "got texts and tokens, wanted one of"),
+        ({"texts": []}, "texts: .* at least 1 item"),
+        ({"texts": "a"}, "texts: .* valid array"),
+        ({"texts": [1]}, "texts.0: .* valid string"),
+        ({"tokens": [[1.5]]}, "tokens.0.0: .* valid integer"),
+        ({"tokens": [[True]]}, "tokens.0.0: .* valid integer"),
+        ({"conversations": [[{"role": "user"}]]}, "conversations.0.0.content: Field required"),
+        ({"conversations": [[{"role": "nobody", "content": ""}]]}, "conversations.0.0.role: "),
+        ({"text": ["a"]}, "text: Extra inputs are not permitted"),
+        ([], "body: "),
+        ({"texts": [1, 2, 3, 4, 5]}, "and 2 more"),
+    ],
+)
+def test_another_body_is_refused_in_a_line(body, message) -> None:
+    with pytest.raises(ServingError, match=message) as caught:
+        ROUTE.read(parsed(body))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b'{"texts": ["\\ud800"]}'])
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(ServingError, match="JSON"):
+        ROUTE.parse(body)
+
+
+def test_rows_have_their_rewards_or_their_errors() -> None:
+    rewards = np.array([[0.1, -2.0], [np.nan, np.nan]], dtype=np.float32)
+    reply = ScoreReply(rewards, np.array([True, False]), "cafe")
+    scored = ScoredRequest(reply, {1: "the text is empty"})
+    answer = ROUTE.answer(parsed({"texts": ["a", ""]}), scored, SERVED)
+    assert answer == {
+        "rewards": [[float(np.float32(0.1)), -2.0], None],
+        "attributes": ["helpfulness", "verbosity"],
+        "contract_hash": "cafe",
+        "truncated": [True, False],
+        "errors": [{"row": 1, "message": "the text is empty"}],
+    }
+    assert np.float32(json.loads(json.dumps(answer))["rewards"][0][0]) == rewards[0, 0]
+    ROUTE.response.model_validate(answer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [(FailureKind.bad_request, 400), (FailureKind.busy, 503)]
+)
+def test_a_failure_has_its_status_and_its_words(kind: FailureKind, status: int) -> None:
+    answer = ROUTE.refuse(Failure("why", kind), None)
+    assert answer.status == status
+    assert answer.content == {"error": {"kind": kind.value, "message": "why"}}
