@@ -83,7 +83,7 @@ def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
 
 def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
     step = environment(attribute=None).step([said("a", "b")], [None])
-    assert step.rewards.tolist() == [0.0]  # its sum, and minus that
+    assert step.rewards.tolist() == [97.5]  # the sum, and half of what is minus that
 
 
 def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
