@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.cli.main import load
+from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
@@ -33,6 +34,7 @@ SCHEMAS = {
     "quickstart": TrainConfig,
     "evaluate": EvaluateConfig,
     "serve": ServeConfig,
+    "serve-critic": ServeCriticConfig,
 }
 SCRIPT = re.compile(r"(?:examples|scripts|conf|tests|docs)/[\w./-]+\.(?:py|sh|sbatch|yaml)")
 # What a command begins with, and the verb that the rest is for.
@@ -43,6 +45,7 @@ STARTS = {
     "examples/train_reward_model.py": ["train"],
     "examples/evaluate_reward_model.py": ["evaluate"],
     "examples/serve_reward_model.py": ["serve"],
+    "examples/serve_ppo_critic.py": ["serve-critic"],
     "examples/score.py": ["score"],
 }
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

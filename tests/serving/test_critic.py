@@ -18,10 +18,12 @@ from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RewardCriticClient
+from nemo_aligner.serving.wire.critic import DEFAULT_URL
 from tests import tiny
 from tests.once import Once
 from tests.serving.servers import Server, running
 from tests.serving.test_aligner_client import fetch
+from tests.serving.test_page import blocks
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
 pytestmark = pytest.mark.slow(seconds=20)
@@ -172,20 +174,30 @@ def test_what_cannot_be_learned_from_is_refused_and_changes_nothing(both: Server
     assert all(map(np.array_equal, before, after))
 
 
+def test_the_page_runs_from_its_first_line_of_python_to_its_last(
+    both: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(tiny.ROOT / "docs" / "critic.md", "python"):
+        exec(compile(block.replace(DEFAULT_URL, both.url), "critic.md", "exec"), names)
+    names["client"].close()
+    lengths, shape, loss = capsys.readouterr().out.splitlines()
+    assert (lengths, shape) == ("[4, 2]", "(2,)")
+    assert float(loss) == pytest.approx(0.005, rel=1e-3)
+
+
 def test_a_server_that_is_killed_goes_on_from_what_was_saved(model: Path, tmp_path: Path) -> None:
     arguments = settings(model, tmp_path, "model.tensor_model_parallel_size=2")
     losses, values = [], []
     for number in (signal.SIGKILL, signal.SIGTERM):
         (tmp_path / "ready").unlink(missing_ok=True)
-        with (
-            running(tmp_path, SERVE_CRITIC, *arguments, ranks=2) as server,
-            RewardCriticClient(server.url) as client,
-        ):
-            if number == signal.SIGKILL:
-                client.train(*arrays(ROLLOUT))
-                client.save()
-            losses.append(client.train(*arrays(NEXT)))
-            values.append(client.infer(TEXTS).values)
+        with running(tmp_path, SERVE_CRITIC, *arguments, ranks=2) as server:
+            with RewardCriticClient(server.url) as client:
+                if number == signal.SIGKILL:
+                    client.train(*arrays(ROLLOUT))
+                    client.save()
+                losses.append(client.train(*arrays(NEXT)))
+                values.append(client.infer(TEXTS).values)
             codes = server.stop(number)
             server.assert_nothing_is_left()
             assert codes == [-number if number == signal.SIGKILL else 0] * 2
