@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from nemo_aligner.serving.wire.critic import DEFAULT_URL
 from tests import tiny
 from tests.once import Once
 from tests.serving.servers import Server, running
-from tests.serving.test_aligner_client import fetch
+from tests.serving.test_aligner_client import fetch, run_client
 from tests.serving.test_page import blocks
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
@@ -82,18 +79,8 @@ def ask_aligner(source: Path, server: Server, folder: Path) -> dict[str, Any]:
         "values": ROLLOUT.prev_values.tolist(),
         "mask": ROLLOUT.mask.tolist(),
     }
-    script = tiny.ROOT / "tests/serving/aligner_critic_client.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(source)],
-        input=json.dumps({"port": urlsplit(server.url).port, "rollout": rollout}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=tiny.environment(),
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    job = {"port": urlsplit(server.url).port, "rollout": rollout}
+    return run_client("aligner_critic_client.py", source, job, folder)
 
 
 def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarray]:
