@@ -1,6 +1,6 @@
 """Serve the critic of PPO over HTTP: values, training and saving, until SIGTERM or Ctrl-C.
 
-nemo-aligner serve-critic pretrained_checkpoint.restore_from_path=megatron_gpt.nemo
+nemo-aligner serve-critic pretrained_checkpoint.restore_from_path=rm.nemo
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from enum import Enum
 import torch
 from torch import Tensor, UntypedStorage
 
-from nemo_aligner.parallel.device import current_device
-
 
 class Holds(Enum):
     """What becomes of the content of tensors that leave the device."""
@@ -38,11 +36,12 @@ class ResidentPart:
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors
         }
-        self._device = current_device()
+        # Host memory is nobody's device where there is a GPU.
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
         self._storages: list[UntypedStorage] = [
             storage
             for pointer, storage in found.items()
-            if pointer and pointer not in others and storage.device == self._device
+            if pointer and pointer not in others and storage.device.type == kind
         ]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._holds = holds
@@ -99,7 +98,7 @@ class ResidentPart:
         self._wait()
 
     def _bytes_of(self, storage: UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def _wait(self) -> None:
         if torch.cuda.is_available():  # memory that is let go may be taken by another stream

@@ -13,6 +13,7 @@ from nemo_aligner.serving.service import Servable
 from nemo_aligner.serving.services.critic_ranks import CriticServable
 from nemo_aligner.serving.services.reward_model import RewardModelServable
 from nemo_aligner.serving.transports.triton.server import check_port, serve
+from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.training.critic_run import CriticRun, open_critic
 
 
@@ -55,8 +56,17 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
         config.model.micro_batch_tokens,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
     )
-    if loaded.contract.tokenizer_fingerprint != run.contract.tokenizer_fingerprint:
-        raise ConfigError(f"rm_model_file: {path} has another tokenizer than the critic")
+    _check_reads_alike(path, loaded.contract, run.contract)
     critic = CriticServable(run, config, (scorer, loaded.model))
     rewards = RewardModelServable(scorer, config.server, prepare=critic.make_room_for_rewards)
     return [critic, rewards]
+
+
+def _check_reads_alike(path: str, rewards: ScoringContract, critic: ScoringContract) -> None:
+    """Both read the same token ids; raises ConfigError where the reward model cannot."""
+    for name in ("tokenizer_fingerprint", "seq_length"):
+        got, wanted = getattr(rewards, name), getattr(critic, name)
+        if got != wanted:
+            raise ConfigError(
+                f"rm_model_file: {path}: got {name} {got}, wanted the critic's, {wanted}"
+            )

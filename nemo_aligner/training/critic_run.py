@@ -63,7 +63,9 @@ class CriticRun:
             checkpoints.publish()
         path = checkpoints.folder / MODEL_NAME
         contract = replace(self.contract, reward_mean=None, reward_std=None, measured_on=None)
-        save_reward_model(path, learner.model, self.model_config, self.tokenizer, contract)
+        save_reward_model(
+            path, learner.model, self.model_config, self.tokenizer, contract, copied=True
+        )
         return path
 
 

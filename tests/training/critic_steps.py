@@ -57,7 +57,7 @@ def rollouts() -> list[Rollout]:
     return [make_rollout(seed) for seed in range(3)]
 
 
-def open_run(archive: str, folder: Path, layout: Any) -> Any:
+def open_run(archive: str, folder: Path, layout: Any, *more: str) -> Any:
     from nemo_aligner.config.critic import ServeCriticConfig
     from nemo_aligner.config.load import load_config
     from nemo_aligner.training.critic_run import open_critic
@@ -66,7 +66,7 @@ def open_run(archive: str, folder: Path, layout: Any) -> Any:
         f"pretrained_checkpoint.restore_from_path={archive}",
         f"exp_manager.explicit_log_dir={folder}",
     ]
-    return open_critic(load_config(ServeCriticConfig, [*SETTINGS, *where]), layout)
+    return open_critic(load_config(ServeCriticConfig, [*SETTINGS, *where, *more]), layout)
 
 
 def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, Any]:

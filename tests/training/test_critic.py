@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from transformers import LlamaForSequenceClassification
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
 from nemo_aligner.data.rollout import Rollout
+from nemo_aligner.errors import CheckpointError, ConfigError, TrainingError
+from nemo_aligner.training.critic_run import CriticRun
 from tests import tiny
 from tests.once import Once
-from tests.training.critic_steps import PROBES, rollouts
+from tests.training.critic_steps import PROBES, open_run, rollouts
 
 LR, CLIP, EPS, DECAY, MAX_NORM, BATCH = 0.01, 0.3, 1e-3, 0.05, 0.5, 4
 CLOSE = {"rtol": 0, "atol": 2e-5}
@@ -122,3 +125,69 @@ def test_losses_and_weights_are_those_written_out(
         assert restarted["steps"] == whole["steps"], name
         for one, other in zip(whole["after"], restarted["after"], strict=True):
             assert np.array_equal(one, other), name
+
+
+@pytest.fixture(scope="module")
+def opened(model_folder: Path, layout: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that has learned and was saved, and how to open others in its folder."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def open_again(*more: str, archive: Path = model_folder / "rm.nemo") -> CriticRun:
+        return open_run(str(archive), folder, layout, *more)
+
+    run = open_again()
+    run.learner.train(rollouts()[0])
+    run.save()
+    return run, open_again
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights_and_the_next_one_learns(opened: Any) -> None:
+    run, _ = opened
+    bad, good = rollouts()[1], rollouts()[2]
+    bad = replace(bad, returns=np.full_like(bad.returns, 3e38))
+    before = [parameter.clone() for parameter in run.learner.model.parameters()]
+    step = run.learner.step
+    with pytest.raises(TrainingError, match=f"^step {step + 1}: got a gradient norm of (nan|inf)"):
+        run.learner.train(bad)
+    assert all(map(torch.equal, before, run.learner.model.parameters()))
+    assert run.learner.step == step
+    found = run.learner.train(good)
+    assert [each.step for each in found] == [step + 1, step + 2]
+    assert not any(map(torch.equal, before, run.learner.model.parameters()))
+
+
+def test_to_save_twice_is_to_save_once_and_only_the_newest_is_kept(opened: Any) -> None:
+    run, open_again = opened
+    run.learner.train(rollouts()[1])
+    path = run.save()
+    assert run.save() == path
+    assert len(run.checkpoints.list_saved()) == 1
+    assert open_again().learner.step == run.learner.step
+
+
+def test_another_run_and_one_that_may_not_go_on_are_refused(opened: Any) -> None:
+    _, open_again = opened
+    with pytest.raises(CheckpointError, match=r"model\.freeze_layers: the checkpoint has 0"):
+        open_again("model.freeze_layers=1")
+    with pytest.raises(ConfigError, match=r"exp_manager\.resume_if_exists: got false"):
+        open_again("exp_manager.resume_if_exists=false")
+    with pytest.raises(ConfigError, match=r"model\.micro_batch_tokens: got 31, wanted at least"):
+        open_again("model.micro_batch_tokens=31")
+
+
+def test_what_is_no_reward_model_is_refused(opened: Any, tmp_path: Path) -> None:
+    _, open_again = opened
+    base = tiny.write_base_nemo(tmp_path / "base.nemo")
+    with pytest.raises(CheckpointError, match="no scoring contract; wanted a reward model"):
+        open_again(archive=base)
+
+
+def test_the_saved_critic_starts_another_run_with_its_values(
+    opened: Any, layout: Any, tmp_path: Path
+) -> None:
+    run, _ = opened
+    another = open_run(str(run.save()), tmp_path, layout)
+    probes = [np.array(probe) for probe in PROBES]
+    assert another.learner.step == 0
+    for one, other in zip(run.learner.values(probes), another.learner.values(probes), strict=True):
+        assert np.array_equal(one, other)

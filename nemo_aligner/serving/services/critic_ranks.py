@@ -62,8 +62,9 @@ class CriticServable:
         """The critic keeps nothing; the reward model's cache is forgotten by who offers it."""
 
     def start(self, ranks: ModelRanks) -> CriticService:
-        ranks.execute(VALUES, [np.zeros(1, dtype=np.int64)])
         shown = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
+        # The first forward pass is slow, and may show that the model cannot run.
+        ranks.execute(VALUES, [np.zeros(1, dtype=np.int64)])
         has_rewards = self._scorer is not None
         return CriticService(self._run, self._config, ranks, shown, has_rewards=has_rewards)
 
