@@ -13,6 +13,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,14 @@ import pytest
 
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.errors import ConfigError
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT
+from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.fake_server import CONTRACT, total
-from tests.serving.servers import Server, gateway
+from tests.serving.servers import gateway
 
-pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 aiohttp = pytest.importorskip("aiohttp")
-
-SLOW = [700]  # seconds in fake_server.py: 3
 
 
 def post(
@@ -49,27 +49,36 @@ def rewards(answer: tuple[int, Any]) -> list[float]:
     return [row[0] for row in body["rewards"]]
 
 
-@pytest.mark.slow(seconds=8)
-def test_it_answers_until_sigterm_and_then_what_is_in_flight(
-    server: Server, tmp_path: Path
-) -> None:
-    async def stop_among_requests(started: Server) -> list[Any]:
-        url = f"{started.url}/v1/rewards"
+def ask_at_once(url: str, texts: list[str], then: Callable[[], None]) -> list[tuple[int, Any]]:
+    """A request for each text side by side, and while they wait, ``then``."""
+
+    async def ask(session: Any, text: str) -> tuple[int, Any]:
+        async with session.post(f"{url}/v1/rewards", json={"texts": [text]}) as answer:
+            return answer.status, await answer.json()
+
+    async def everyone() -> list[tuple[int, Any]]:
         async with aiohttp.ClientSession() as session:
-
-            async def ask(number: int) -> Any:
-                async with session.post(url, json={"tokens": [SLOW, [number]]}) as answer:
-                    return answer.status, await answer.json()
-
-            asked = [asyncio.ensure_future(ask(number)) for number in range(8)]
-            await asyncio.sleep(1)
-            started.ranks[0].send_signal(signal.SIGTERM)
+            asked = [asyncio.ensure_future(ask(session, text)) for text in texts]
+            await asyncio.wait(asked, timeout=0.5)
+            then()
             return await asyncio.gather(*asked)
 
-    with gateway(tmp_path, f"backends=[{server.url}]") as started:
+    return asyncio.run(everyone())
+
+
+def test_it_answers_until_sigterm_and_then_what_is_in_flight(
+    lone: Misbehaving, tmp_path: Path
+) -> None:
+    def in_a_while(texts: list[str]) -> None:
+        time.sleep(1.5)
+
+    with gateway(tmp_path, f"backends=[{lone.url}]") as started:
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
-        answers = asyncio.run(stop_among_requests(started))
-        assert [rewards(each) for each in answers] == [[700.0, number] for number in range(8)]
+        lone.answer = in_a_while
+        texts = [str(number) for number in range(8)]
+        stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
+        answers = ask_at_once(started.url, texts, stop)
+        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
         assert started.wait(10) == [0], started.output()
         assert "Draining" in started.output()
         assert not (tmp_path / "ready").exists()
@@ -77,26 +86,45 @@ def test_it_answers_until_sigterm_and_then_what_is_in_flight(
             post(f"{started.url}/v1/rewards", {"texts": ["ab"]})
 
 
-def test_it_starts_before_its_backend_and_is_ready_once_that_answers(tmp_path: Path) -> None:
-    from tests.serving.client.misbehaving import Misbehaving
+def test_of_two_backends_one_may_die_among_requests(
+    servers: list[Misbehaving], tmp_path: Path
+) -> None:
+    first, second = servers[0].come(), servers[1].come()
 
-    backend = Misbehaving()
-    backend.port = free_port()
-    with gateway(tmp_path, f"backends=[{backend.url}]", "gateway.retry_s=0.3") as started:
+    def in_a_while(texts: list[str]) -> None:
+        time.sleep(1.5)
+
+    texts = [f"{number:03}" for number in range(200)]
+    with gateway(tmp_path, f"backends=[{first.url},{second.url}]") as started:
+        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        first.answer = second.answer = in_a_while
+        answers = ask_at_once(started.url, texts, first.go)
+        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
+        assert len(first.asked) > 50
+        with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
+            words = json.load(ready)["backends"]
+        assert words[second.url] == "ready"
+        assert "connection refused" in words[first.url]
+
+
+def test_it_starts_before_its_backend_and_is_ready_once_that_answers(
+    lone: Misbehaving, tmp_path: Path
+) -> None:
+    lone.go()
+    with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.retry_s=0.3") as started:
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{started.url}/ready", timeout=10)
         begun = time.monotonic()
         status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})
         assert (status, time.monotonic() - begun < 3) == (503, True), answer
         assert "connection refused" in answer["detail"]
-        backend.come()
+        lone.come()
         with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
             assert ready.status == 200
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
-        backend.go()
 
 
-def test_by_tls_with_a_token_from_a_file(server: Server, tmp_path: Path) -> None:
+def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
@@ -114,7 +142,7 @@ def test_by_tls_with_a_token_from_a_file(server: Server, tmp_path: Path) -> None
     token.write_text("s3cret\n")
     settings = [f"gateway.certificate_file={certificate}", f"gateway.key_file={key}"]
     with gateway(
-        tmp_path, f"backends=[{server.url}]", *settings, f"gateway.token_file={token}"
+        tmp_path, f"backends=[{lone.url}]", *settings, f"gateway.token_file={token}"
     ) as started:
         assert started.url.startswith("https://127.0.0.1:")
         url, trusted = f"{started.url}/v1/rewards", ssl.create_default_context(cafile=certificate)
