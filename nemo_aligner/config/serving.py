@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from nemo_aligner.config.common import Checks, Precision, setting
 from nemo_aligner.config.scoring import ScorerModelConfig
+from nemo_aligner.config.shaping import EnsembleConfig, ShapingConfig
 
 
 @dataclass
@@ -47,3 +48,5 @@ class ServeConfig:
     precision: Precision | None = setting(None, "null: the one that the scoring contract names")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)

@@ -6,8 +6,10 @@ from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.console import say
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import initialize_layout
-from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
+from nemo_aligner.scoring.ensemble import RewardEnsemble
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.scoring.shaping import build_shaper
 from nemo_aligner.serving.transports.triton.server import check_port, serve
 from nemo_aligner.text.contract import check_expected
 
@@ -27,13 +29,22 @@ def run_server(config: ServeConfig) -> int:
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
         )
-        say(f"loading {config.rm_model_file} ...")
-        scorer = load_scorer(
-            config.rm_model_file,
-            layout,
-            precision=config.precision,
-            micro_batch_tokens=config.model.micro_batch_tokens,
-            prefix_cache_tokens=config.server.prefix_cache_tokens,
-        )
-        check_expected(scorer.contract, config.expect_contract, "expect_contract")
-        return serve(scorer, config.server)
+        models = [
+            _load(file, config, layout) for file in (config.rm_model_file, *config.ensemble.files)
+        ]
+        check_expected(models[0].contract, config.expect_contract, "expect_contract")
+        scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
+        contracts = [model.contract for model in models]
+        shaper = build_shaper(config.shaping, config.ensemble, contracts)
+        return serve(scorer, config.server, shaper)
+
+
+def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScorer:
+    say(f"loading {file} ...")
+    return load_scorer(
+        file,
+        layout,
+        precision=config.precision,
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        prefix_cache_tokens=config.server.prefix_cache_tokens,
+    )

@@ -62,6 +62,7 @@ class ScoringContract:
 
     ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
     the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
+    ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
     """
 
     template: str
@@ -81,6 +82,7 @@ class ScoringContract:
     reward_mean: tuple[float, ...] | None = None
     reward_std: tuple[float, ...] | None = None
     measured_on: str | None = None
+    shaping: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -115,9 +117,9 @@ class ScoringContract:
         """Field -> (value here, value there), for every field by which the two score otherwise."""
         mine, theirs = self._fields(), other._fields()
         return {
-            name: (mine[name], theirs[name])
-            for name in mine
-            if name not in _NOT_HASHED and mine[name] != theirs[name]
+            name: (mine.get(name), theirs.get(name))
+            for name in {**mine, **theirs}
+            if name not in _NOT_HASHED and mine.get(name) != theirs.get(name)
         }
 
     def _fields(self) -> dict[str, Any]:
@@ -125,6 +127,8 @@ class ScoringContract:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
+            # Contracts of before there was any have no such field.
+            if (name, value) != ("shaping", None)
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,6 +148,7 @@ class ScoringContract:
             raise CheckpointError(
                 f"scoring contract: got version {shown(version)}, wanted {VERSION}"
             )
+        content.setdefault("shaping", None)
         known = {field.name for field in dataclasses.fields(cls)}
         if set(content) != known:
             raise CheckpointError(

@@ -69,6 +69,7 @@ def _one_of(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 _FLAG = (_is_flag, "true or false")
 _ID = (_is_id, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
+_TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "template": (
         lambda value: is_text(value) and len(value) <= MAX_TEMPLATE,
@@ -92,5 +93,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scored_position": (lambda value: value == "last_token", "'last_token'"),
     "reward_mean": (_are_numbers_or_none, "numbers or null"),
     "reward_std": (_are_numbers_or_none, "numbers or null"),
-    "measured_on": (lambda value: value is None or is_text(value), "a text or null"),
+    "measured_on": _TEXT_OR_NONE,
+    "shaping": _TEXT_OR_NONE,
 }

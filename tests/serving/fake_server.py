@@ -74,6 +74,9 @@ class FakeScorer:
         if min(token_ids) < 0:
             raise DataError(f"got token id {min(token_ids)}, wanted 0 or more")
 
+    def count_reply_tokens(self, texts: Sequence[str | list[dict[str, str]]]) -> list[int]:
+        return [len(text if isinstance(text, str) else text[-1]["content"]) for text in texts]
+
     def forget(self) -> None:
         print("FORGET", flush=True)
 

@@ -65,7 +65,7 @@ def test_every_field_that_changes_a_score_changes_the_hash() -> None:
         "template": "x", "add_bos": False, "add_eos": True, "bos_id": 2, "eos_id": 2,
         "overlong": "error", "seq_length": 2, "attributes": ("depth", "help"),
         "attribute_weights": (1.0, 1.0), "label_means": (0.1, 3.3333333333333), "dtype": "bf16",
-        "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking",
+        "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking", "shaping": "{}",
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
     fields = {field.name for field in dataclasses.fields(FIXED)} - {"scored_position"}
@@ -77,7 +77,11 @@ def test_every_field_that_changes_a_score_changes_the_hash() -> None:
 
 def test_a_contract_survives_json() -> None:
     measured = FIXED.with_statistics([0.5, 1.0], [1.0, 2.0], "heldout.jsonl")
-    for contract in (FIXED, measured):
+    shaped = dataclasses.replace(FIXED, shaping='{"clip": [-1.0, 1.0]}')
+    assert "shaping" not in FIXED.to_dict()  # nor in those of before there was any
+    assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
+    assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
+    for contract in (FIXED, measured, shaped):
         assert ScoringContract.from_dict(json.loads(json.dumps(contract.to_dict()))) == contract
 
 

@@ -51,6 +51,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reward_mean": ("numbers or null", tuple(bad for bad in NOT_NUMBERS if bad is not None)),
     "reward_std": ("numbers or null", tuple(bad for bad in NOT_NUMBERS if bad is not None)),
     "measured_on": ("a text or null", (1, HALF_A_PAIR, ["x"])),
+    "shaping": ("a text or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
 }
 
 

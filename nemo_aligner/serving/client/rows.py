@@ -23,6 +23,7 @@ OnError = Literal["raise", "nan"]
 Split = Callable[[int], list[PartialRequest]]
 
 _MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
+_OUTPUTS = ("rewards", "raw_rewards", "deviation", "passed")
 _AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 
@@ -32,12 +33,19 @@ class ScoredRows:
 
     ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
     ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
+
+    From a server that shapes its rewards also those of each model before, ``raw_rewards``
+    ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
+    threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
     """
 
     rewards: np.ndarray
     errors: dict[int, str]
     exceeded: np.ndarray
     contract_hash: str | None
+    raw_rewards: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+    passed: np.ndarray | None = None
 
 
 def check_on_error(on_error: str) -> None:
@@ -52,7 +60,7 @@ class RowCollector:
     def __init__(self, pool: ServerPool, on_error: OnError) -> None:
         self._pool = pool
         self._sets_aside = on_error == "nan"
-        self._rewards: dict[int, np.ndarray] = {}
+        self._outputs: dict[str, dict[int, np.ndarray]] = {name: {} for name in _OUTPUTS}
         self._errors: dict[int, str] = {}
         self._exceeded: set[int] = set()
         self._contract_hash: str | None = None
@@ -68,14 +76,27 @@ class RowCollector:
             size = min(limit, _MOST_ROWS, -(-total // servers))
             await _all_of(self._score(part) for part in split(size))
         self._tell(total)
-        first = next(iter(self._rewards.values()), None)
-        width = len(first) if first is not None else columns or 1
-        rewards = np.full((total, width), np.nan, dtype=np.float32)
-        for row, reward in self._rewards.items():
-            rewards[row] = reward
-        exceeded = np.array([row in self._exceeded for row in range(total)], dtype=bool)
-        errors = dict(sorted(self._errors.items()))
-        return ScoredRows(rewards, errors, exceeded, self._contract_hash)
+        rewards = self._gathered("rewards", total)
+        if rewards is None:
+            rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
+        return ScoredRows(
+            rewards,
+            dict(sorted(self._errors.items())),
+            np.array([row in self._exceeded for row in range(total)], dtype=bool),
+            self._contract_hash,
+            *(self._gathered(name, total) for name in _OUTPUTS[1:]),
+        )
+
+    def _gathered(self, name: str, total: int) -> np.ndarray | None:
+        """All rows of an output, NaN where there is none; None if no row has it."""
+        rows = self._outputs[name]
+        if not rows:
+            return None
+        shape = next(iter(rows.values())).shape
+        gathered = np.full((total, *shape), np.nan, dtype=np.float32)
+        for row, values in rows.items():
+            gathered[row] = values
+        return gathered
 
     def _tell(self, total: int) -> None:
         if self._exceeded:
@@ -108,7 +129,10 @@ class RowCollector:
                 return
 
     def _keep(self, part: PartialRequest, reply: ScoreReply) -> None:
-        self._rewards.update(zip(part.rows, reply.rewards, strict=True))
+        for name, rows in self._outputs.items():
+            values = getattr(reply, name)
+            if values is not None:
+                rows.update(zip(part.rows, values, strict=True))
         self._exceeded.update(
             row for row, cut in zip(part.rows, reply.exceeded, strict=True) if cut
         )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError, one_line
 from nemo_aligner.scoring.scorer import TokenCounts
+from nemo_aligner.scoring.shaping import RewardShaper
 from nemo_aligner.serving.admission import Admission, BusyError
 from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
@@ -38,7 +39,10 @@ class ServableScorer(Protocol):
     """
 
     contract: ScoringContract
-    counts: TokenCounts
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Tokens of all calls."""
 
     @property
     def tokens_per_call(self) -> int:
@@ -54,6 +58,9 @@ class ServableScorer(Protocol):
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Raises AlignerError where these ids cannot be scored as they stand."""
 
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone."""
+
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
 
@@ -65,6 +72,7 @@ class ServableScorer(Protocol):
 class _Encoded:
     token_lists: list[list[int]] = field(default_factory=list)
     exceeded: list[bool] = field(default_factory=list)
+    reply_tokens: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +86,12 @@ class RewardService:
     """
 
     def __init__(
-        self, scorer: ServableScorer, batcher: Batcher, config: ServerConfig, meter: Meter
+        self,
+        scorer: ServableScorer,
+        batcher: Batcher,
+        config: ServerConfig,
+        meter: Meter,
+        shaper: RewardShaper | None = None,
     ) -> None:
         self._scorer = scorer
         self._batcher = batcher
@@ -86,7 +99,14 @@ class RewardService:
         self._admission = Admission(config.max_queue_rows, "server.max_queue_rows")
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
-        self._contract_hash = scorer.contract.hash
+        self._shaper = shaper
+        self.contract = scorer.contract if shaper is None else shaper.contract
+        self._contract_hash = self.contract.hash
+
+    @property
+    def shaped_outputs(self) -> tuple[str, ...]:
+        """What replies have beside rewards, where rewards are shaped."""
+        return () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
 
     async def answer(
         self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
@@ -134,6 +154,8 @@ class RewardService:
     def close(self) -> None:
         """End the threads; nothing may be in flight."""
         self._encoders.shutdown()
+        if self._shaper is not None:
+            self._shaper.save()
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
@@ -157,7 +179,11 @@ class RewardService:
         if wrong.size:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
             return Failure(what, FailureKind.internal)
-        return ScoreReply(rewards, np.array(encoded.exceeded, dtype=bool), self._contract_hash)
+        reply = ScoreReply(rewards, np.array(encoded.exceeded, dtype=bool), self._contract_hash)
+        if self._shaper is None:
+            return reply
+        shaped = self._shaper.shape(rewards, encoded.reply_tokens)
+        return replace(reply, raw_rewards=rewards, **vars(shaped))
 
     def _encode(self, request: ScoreRequest) -> _Encoded:
         self._check_add_eos(request)
@@ -172,7 +198,15 @@ class RewardService:
                 found = self._scorer.encode(text)
             encoded.token_lists.append(list(found.token_ids))
             encoded.exceeded.append(found.truncated)
+        if self._shaper is not None and self._shaper.needs_lengths:
+            encoded.reply_tokens = self._count_reply_tokens(request)
         return encoded
+
+    def _count_reply_tokens(self, request: ScoreRequest) -> list[int]:
+        """Of token ids nobody knows where the reply begins."""
+        if request.texts is not None:
+            return self._scorer.count_reply_tokens(request.texts)
+        return [len(token_list) for token_list in request.token_lists or ()]
 
     def _check_add_eos(self, request: ScoreRequest) -> None:
         raw_text = request.texts is not None and isinstance(request.texts[0], str)

@@ -17,7 +17,10 @@ input                 dtype  shape   meaning
 The answer has ``rewards`` FP32 [B, A], one column per attribute; ``exceeded`` INT32 [B, 1], 1
 where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it; and
 ``contract_hash`` BYTES [B, 1], which says by what contract it was scored. With any other overlong
-rule, and for ``tokens``, which are never altered, too long is an error.
+rule, and for ``tokens``, which are never altered, too long is an error. A server that shapes its
+rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M models before;
+``deviation`` FP32 [B, A] where it has several; and ``passed`` INT32 [B, 1] where it has a
+threshold.
 
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
 JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
@@ -61,6 +64,12 @@ OUTPUTS = (
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
 )
+# Where rewards are shaped; which of them a server has, its rules say.
+SHAPED_OUTPUTS = (
+    TensorSpec("raw_rewards", np.float32, (-1,)),
+    TensorSpec("deviation", np.float32, (-1,)),
+    TensorSpec("passed", np.int32, (1,)),
+)
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
     TensorSpec("contract", bytes, (1,)),
@@ -90,11 +99,16 @@ def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]
 
 def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
     """The outputs of one answered request."""
-    return {
+    outputs = {
         "rewards": np.asarray(reply.rewards, dtype=np.float32),
         "exceeded": np.asarray(reply.exceeded, dtype=np.int32).reshape(-1, 1),
         "contract_hash": _bytes_column([(reply.contract_hash or "").encode()] * len(reply.rewards)),
     }
+    for spec in SHAPED_OUTPUTS:
+        values = getattr(reply, spec.name)
+        if values is not None:
+            outputs[spec.name] = np.asarray(values, dtype=spec.dtype).reshape(len(values), -1)
+    return outputs
 
 
 def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
@@ -102,10 +116,14 @@ def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     hashes = outputs.get("contract_hash", np.array([b""]))
+    passed = outputs.get("passed")
     return ScoreReply(
         rewards,
         np.asarray(exceeded).reshape(-1).astype(bool),
         _decode_bytes(hashes.reshape(-1)[0]) or None,
+        outputs.get("raw_rewards"),
+        outputs.get("deviation"),
+        None if passed is None else passed.reshape(-1).astype(bool),
     )
 
 

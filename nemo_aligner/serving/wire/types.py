@@ -35,11 +35,18 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class ScoreReply:
-    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known."""
+    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known.
+
+    Where the server shapes rewards (see scoring/shaping.py): what they were before, ``[B, M * A]``
+    for M models; ``deviation`` ``[B, A]`` between models; ``passed`` ``[B]`` bool. None if not.
+    """
 
     rewards: np.ndarray
     exceeded: np.ndarray
     contract_hash: str | None = None
+    raw_rewards: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+    passed: np.ndarray | None = None
 
 
 class FailureKind(Enum):

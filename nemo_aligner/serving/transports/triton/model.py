@@ -28,9 +28,7 @@ _TRITON_CODES = {
 }
 
 
-def build_triton(
-    service: RewardService, contract: ScoringContract, config: ServerConfig, port: int
-) -> Any:
+def build_triton(service: RewardService, config: ServerConfig, port: int) -> Any:
     """PyTriton's server with both models bound, not yet running.
 
     Raises:
@@ -53,19 +51,20 @@ def build_triton(
         )
     )
     _bind_reward_model(triton, service, config)
-    _bind_contract(triton, contract, service)
+    _bind_contract(triton, service.contract, service)
     return triton
 
 
 def _bind_reward_model(triton: Any, service: RewardService, config: ServerConfig) -> None:
     from pytriton.model_config import ModelConfig, Tensor
 
+    shaped = [spec for spec in kserve.SHAPED_OUTPUTS if spec.name in service.shaped_outputs]
     bind_unbatched(
         triton,
         model_name=kserve.MODEL_NAME,
         infer_func=_infer_function(service),
         inputs=[Tensor(**vars(spec)) for spec in kserve.INPUTS],
-        outputs=[Tensor(**vars(spec)) for spec in kserve.OUTPUTS],
+        outputs=[Tensor(**vars(spec)) for spec in (*kserve.OUTPUTS, *shaped)],
         # Without Triton's batcher, which ends a batch where the set of inputs changes, waits half a
         # second where it misses a wake-up, and gives a batch to one who answers all of it at once.
         config=ModelConfig(max_batch_size=config.max_batch_size, batcher=None),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError
+from nemo_aligner.scoring.shaping import RewardShaper
 from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import ModelRanks
@@ -51,7 +52,7 @@ def check_port(config: ServerConfig) -> None:
         raise ServingError(said[0])
 
 
-def serve(scorer: ServableScorer, config: ServerConfig) -> int:
+def serve(scorer: ServableScorer, config: ServerConfig, shaper: RewardShaper | None = None) -> int:
     """Answer requests until SIGTERM or SIGINT; every rank calls it.
 
     Returns:
@@ -75,33 +76,39 @@ def serve(scorer: ServableScorer, config: ServerConfig) -> int:
         ranks.stop()
         return 0
     try:
-        return _lead(scorer, ranks, config)
+        return _lead(scorer, ranks, config, shaper)
     except AlignerError:
         if ranks.failure is None:  # the others have nothing to say to it
             ranks.stop()
         raise
 
 
-def _lead(scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig) -> int:
+def _lead(
+    scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig, shaper: RewardShaper | None
+) -> int:
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
-    ranks.lead(lambda: _answer(scorer, ranks, config, lambda: bool(stopping)))
+    ranks.lead(lambda: _answer(scorer, ranks, config, shaper, lambda: bool(stopping)))
     ranks.stop()
     print("Stopped", flush=True)
     return 0
 
 
 def _answer(
-    scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig, shall_stop: Callable[[], bool]
+    scorer: ServableScorer,
+    ranks: ModelRanks,
+    config: ServerConfig,
+    shaper: RewardShaper | None,
+    shall_stop: Callable[[], bool],
 ) -> None:
     """Have Triton hand requests over until it shall stop, while the model is at work beside."""
     port = free_port(config.host, config.port)
     ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
     meter = Meter()
     batcher = Batcher(ranks.submit, scorer.tokens_per_call, meter)
-    service = RewardService(scorer, batcher, config, meter)
-    triton = build_triton(service, scorer.contract, config, port)
+    service = RewardService(scorer, batcher, config, meter, shaper)
+    triton = build_triton(service, config, port)
     guard = _start(triton)
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
@@ -109,7 +116,9 @@ def _answer(
     watch = _Watch(triton, processes, ranks, report)
     with ready_file(config.ready_file, url):
         print(f"Serving {MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
-        print(f"Scoring contract {scorer.contract.hash}", flush=True)
+        print(f"Scoring contract {service.contract.hash}", flush=True)
+        if service.contract.shaping is not None:
+            print(f"Shaped rewards: {service.contract.shaping}", flush=True)
         if scorer.prefix_cache_bytes:
             kept, size = config.prefix_cache_tokens, scorer.prefix_cache_bytes / 2**20
             print(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank", flush=True)

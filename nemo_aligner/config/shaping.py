@@ -1,0 +1,69 @@
+"""Settings of what a server makes of a reward model's rewards for a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from nemo_aligner.config.common import Checks, setting
+
+
+class Standardize(Enum):
+    none = "none"
+    contract = "contract"
+    running = "running"
+
+
+class Combine(Enum):
+    mean = "mean"
+    min = "min"
+    lower_bound = "lower_bound"
+
+
+@dataclass
+class EnsembleConfig:
+    """More reward models beside ``rm_model_file``, and one reward of them all."""
+
+    files: list[str] = setting([], "reward models that score the same texts beside rm_model_file")
+    combine: Combine = setting(
+        Combine.mean, "lower_bound: the mean less k deviations between the models"
+    )
+    k: float = setting(1.0, "of lower_bound: how many deviations")
+
+    def __post_init__(self) -> None:
+        with Checks("ensemble", self) as checks:
+            checks.not_negative("k")
+
+
+@dataclass
+class ShapingConfig:
+    """Each is off by default; in this order, and the raw rewards stand beside."""
+
+    standardize: Standardize = setting(
+        Standardize.none,
+        "less a mean, over a deviation: those of the scoring contract, or of all rewards so far",
+    )
+    statistics_file: str | None = setting(
+        None, "of standardize=running: where mean and deviation are kept for the next start"
+    )
+    attribute_weights: dict[str, float] = setting(
+        {}, "attributes by name: their weighted sum is the one reward"
+    )
+    length_penalty: float = setting(
+        0.0, "taken off for each token of the reply beyond length_penalty_from"
+    )
+    length_penalty_from: int = setting(0, "tokens of a reply that cost nothing")
+    clip: list[float] = setting([], "[low, high]: rewards beyond become these")
+    threshold: float | None = setting(None, "says of each reward whether it is at least this")
+
+    def __post_init__(self) -> None:
+        with Checks("shaping", self) as checks:
+            checks.not_negative("length_penalty", "length_penalty_from")
+            fits = not self.clip or (len(self.clip) == 2 and self.clip[0] < self.clip[1])
+            checks.require(fits, "clip", "[low, high], low below high")
+            is_running = self.standardize is Standardize.running
+            checks.require(
+                self.statistics_file is None or is_running,
+                "statistics_file",
+                "null, or shaping.standardize=running",
+            )
