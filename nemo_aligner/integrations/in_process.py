@@ -96,5 +96,7 @@ class InProcessScorer:
             self._weights.leave()
 
     def close(self) -> None:
-        """Let go of the process group, if the model was loaded here."""
+        """Let go of the process group, if the model was loaded here; a given one is left whole."""
+        if self._weights is not None:
+            self._weights.come()
         self._held.close()

@@ -214,7 +214,10 @@ class TestInProcess:
         bare = [
             [{key: turn[key] for key in ("role", "content")} for turn in log] for log in self.LOGS
         ]
-        wanted = local._rewarder._scorer.score(bare)[:, 1]
+        weights = local._rewarder._weights
+        assert (weights is not None and not weights.is_here) == cpu_offload
+        with local._rewarder._weights_here():
+            wanted = local._rewarder._scorer.score(bare)[:, 1]
         assert step.rewards[:2].tolist() == wanted.tolist()
         assert step.rewards[2] == 0.0
         local.shutdown()
