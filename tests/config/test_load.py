@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import config_to_dict, load_config, save_config
 from nemo_aligner.config.serving import ServeConfig
@@ -170,12 +171,17 @@ def test_a_setting_may_refer_to_another(tmp_path: Path) -> None:
     assert load_config(TrainConfig, file=path).model.data.seq_length == 7
 
 
-SCHEMAS = {"train": TrainConfig, "serve": ServeConfig, "evaluate": EvaluateConfig}
+SCHEMAS = {
+    "train": TrainConfig,
+    "serve": ServeConfig,
+    "serve_critic": ServeCriticConfig,
+    "evaluate": EvaluateConfig,
+}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_yaml_loads(path: Path) -> None:
-    schema = SCHEMAS[path.name.partition("_")[0]]
+    schema = SCHEMAS.get(path.stem) or SCHEMAS[path.stem.partition("_")[0]]
     load_config(schema, file=path)
 
 
