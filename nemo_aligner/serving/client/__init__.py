@@ -1,7 +1,7 @@
 """Clients of the reward server: ``from nemo_aligner.serving.client import RewardClient``."""
 
-from nemo_aligner.serving.client.reward import RewardClient
+from nemo_aligner.serving.client.reward import LoopRewardClient, RewardClient
 from nemo_aligner.serving.client.rows import ScoredRows
 from nemo_aligner.serving.client.server import RefusedError
 
-__all__ = ["RefusedError", "RewardClient", "ScoredRows"]
+__all__ = ["LoopRewardClient", "RefusedError", "RewardClient", "ScoredRows"]

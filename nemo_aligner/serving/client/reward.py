@@ -235,6 +235,26 @@ class RewardClient:
         return await RowCollector(pool, on_error).collect(total, split, self._agreement.columns)
 
 
+class LoopRewardClient(RewardClient):
+    """The asyncio methods of a ``RewardClient``, for one event loop, and in that loop.
+
+    There is no thread beside it, which every request would have to be handed to and taken back
+    from. It has to be closed by ``aclose``; the methods without ``async`` are those of its parent.
+    """
+
+    _pool: ServerPool | None = None
+
+    async def aclose(self) -> None:
+        """Let the connections go; nothing may be in flight."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
+        if self._pool is None:
+            self._pool = self._connect()
+        return await _in_time(work, given, self._timeout_s, self._name, self._pool)
+
+
 async def _in_time(
     work: Callable[..., Coroutine[Any, Any, T]],
     given: Sequence[Any],
