@@ -60,7 +60,7 @@ class ServerClient(Generic[C]):
 
     def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> Future[T]:
         """``work(pool, *given)`` in the background, for ``timeout_s`` at most."""
-        limited = partial(_in_time, work, given, self._timeout_s, self._name)
+        limited = partial(in_time, work, given, self._timeout_s, self._name)
         return self._started().submit(limited)
 
     async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
@@ -96,13 +96,18 @@ class ServerClient(Generic[C]):
             raise
 
 
-async def _in_time(
+async def in_time(
     work: Callable[..., Coroutine[Any, Any, T]],
     given: Sequence[Any],
     timeout_s: float,
     name: str,
-    connections: Connections,
+    connections: C,
 ) -> T:
+    """``work(connections, *given)``, for ``timeout_s`` at most.
+
+    Raises:
+        ServingError: it took longer; ``name`` begins the error.
+    """
     try:
         return await asyncio.wait_for(work(connections, *given), timeout_s)
     except asyncio.TimeoutError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.calls import ServerClient, checked_urls
+from nemo_aligner.serving.client.calls import ServerClient, checked_urls, in_time
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.rows import (
     OnError,
@@ -22,6 +23,8 @@ from nemo_aligner.serving.client.split import split_texts, split_tokens
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text
+
+T = TypeVar("T")
 
 
 class RewardClient(ServerClient[ServerPool]):
@@ -158,6 +161,26 @@ class RewardClient(ServerClient[ServerPool]):
     ) -> ScoredRows:
         check_on_error(on_error)
         return await RowCollector(pool, on_error).collect(total, split, self._agreement.columns)
+
+
+class LoopRewardClient(RewardClient):
+    """The asyncio methods of a ``RewardClient``, for one event loop, and in that loop.
+
+    There is no thread beside it, which every request would have to be handed to and taken back
+    from. It has to be closed by ``aclose``; the methods without ``async`` are those of its parent.
+    """
+
+    _pool: ServerPool | None = None
+
+    async def aclose(self) -> None:
+        """Let the connections go; nothing may be in flight."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
+        if self._pool is None:
+            self._pool = self._connect()
+        return await in_time(work, given, self._timeout_s, self._name, self._pool)
 
 
 def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:
