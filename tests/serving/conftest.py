@@ -1,4 +1,4 @@
-"""A server with a fake scorer, and clients of it, for the tests of this folder."""
+"""Servers with a fake scorer or of this process, and clients, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import tiny
+from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.servers import FAKE, QUICK, Server, running
 
 
@@ -75,3 +76,17 @@ def scorer_and_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]
         save_reward_model(path, base.model, base.config, base.tokenizer, contract)
         yield load_scorer(path, layout, micro_batch_tokens=128), path
         destroy_layout()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Misbehaving]]:
+    """Three of this process that are not there yet; each goes in the end."""
+    made = [Misbehaving() for _ in range(3)]
+    yield made
+    for each in made:
+        each.go()
+
+
+@pytest.fixture
+def lone(servers: list[Misbehaving]) -> Misbehaving:
+    return servers[0].come()

@@ -103,6 +103,14 @@ def running(
 
 
 @contextlib.contextmanager
+def gateway(folder: Path, *settings: str) -> Iterator[Server]:
+    """A gateway in a process of its own, at any free port, that is gone afterwards."""
+    command = [sys.executable, "-m", "nemo_aligner", "gateway", "gateway.port=0", *settings]
+    with _running(folder, [*command, "gateway.ready_file="], 1) as started:
+        yield started
+
+
+@contextlib.contextmanager
 def _running(folder: Path, command: list[str], ranks: int) -> Iterator[Server]:
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters

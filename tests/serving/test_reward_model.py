@@ -136,6 +136,7 @@ def test_over_http_it_is_the_same_number(archive, tmp_path, layout):
         if layout == "one":
             check_plain_http(server, archive)
             check_score_example(server, archive)
+            check_gateway(server, archive)
         assert server.stop() == [0] * ranks, server.output()[-3000:]
         server.assert_nothing_is_left()
 
@@ -180,3 +181,53 @@ def check_score_example(server: Server, archive: Archive) -> None:
     )
     printed = [[float(word) for word in line.split()[:2]] for line in done.stdout.splitlines()]
     np.testing.assert_allclose(printed, archive.rewards[[0, chat]], rtol=0, atol=1e-4)
+
+
+def check_gateway(server: Server, archive: Archive) -> None:
+    """By every protocol of the gateway a reward is the same bits as from the server."""
+    pytest.importorskip("fastapi")
+    from nemo_aligner.config.gateway import GatewayConfig
+    from nemo_aligner.serving.client.reward import RewardClient
+    from nemo_aligner.serving.transports.http import build_app
+    from nemo_aligner.serving.wire.protocols import ROUTES
+    from tests.serving.gateway_calls import call
+
+    raw = TEXTS[0]
+    chat = next(text for text in TEXTS if not isinstance(text, str))
+    asked, said = (turn["content"] for turn in chat)
+    with RewardClient(server.url) as client:
+        # Alone, and with its beginning known, as it is for each that asks again.
+        direct = [[client.score([text])[0] for _ in range(2)][1] for text in (raw, chat)]
+        for row, text in enumerate((raw, chat)):
+            wanted = archive.rewards[TEXTS.index(text)]
+            np.testing.assert_allclose(direct[row], wanted, **CLOSE)
+
+    def ask(path: str, body: object) -> dict:
+        answer = call(app, path, body)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    with RewardClient(server.url) as client:
+        app = build_app(ROUTES, client, GatewayConfig(), None)
+        rollout = {"responses_create_params": {"input": asked}, "response": {"output": [
+            {"role": "assistant", "content": said}
+        ]}}  # fmt: skip
+        found = [
+            ask("/v1/rewards", {"texts": [raw]})["rewards"][0],
+            [*ask("/get_reward", {"query": [raw]})["extra_logs"].values()],
+            ask("/classify", {"input": raw})["data"][0]["probs"],
+            ask("/pooling", {"input": [raw]})["data"][0]["data"],
+            ask("/v1/rewards", {"conversations": [chat]})["rewards"][0],
+            ask("/classify", {"messages": chat})["data"][0]["probs"],
+            [*ask("/verify", rollout)["reward_components"].values()],
+        ]
+        merged = ask("/score", {"text_1": asked, "text_2": said})["data"][0]["score"]
+        shown = call(app, "/metrics").body.decode()
+    same = [np.float32(np.ravel(each)).tobytes() for each in found]
+    assert same == [direct[0].tobytes()] * 4 + [direct[1].tobytes()] * 3
+    assert merged == float(np.float32(direct[1].astype(np.float64).sum()))
+    counted = dict(line.rsplit(" ", 1) for line in shown.splitlines() if "server_" in line)
+    for name in ("calls", "computed_tokens", "cached_tokens", "forward_seconds", "queue_seconds"):
+        assert float(counted[f'nemo_aligner_server_{name}_total{{backend="{server.url}"}}']) > 0
+    fill = float(counted[f'nemo_aligner_server_pack_fill{{backend="{server.url}"}}'])
+    assert 0 < fill <= 1

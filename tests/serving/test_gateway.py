@@ -1,0 +1,216 @@
+"""A gateway as a user starts it, in front of a running server: every way to begin and to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_aligner.config.gateway import GatewayConfig
+from nemo_aligner.errors import ConfigError
+from tests.launching import ROOT
+from tests.serving.client.misbehaving import Misbehaving
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.servers import gateway
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+aiohttp = pytest.importorskip("aiohttp")
+
+
+def post(
+    url: str, body: Any, headers: dict[str, str] | None = None, context: Any = None
+) -> tuple[int, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def rewards(answer: tuple[int, Any]) -> list[float]:
+    status, body = answer
+    assert status == 200, body
+    return [row[0] for row in body["rewards"]]
+
+
+def ask_at_once(url: str, texts: list[str], then: Callable[[], None]) -> list[tuple[int, Any]]:
+    """A request for each text side by side, and while they wait, ``then``."""
+
+    async def ask(session: Any, text: str) -> tuple[int, Any]:
+        async with session.post(f"{url}/v1/rewards", json={"texts": [text]}) as answer:
+            return answer.status, await answer.json()
+
+    async def everyone() -> list[tuple[int, Any]]:
+        async with aiohttp.ClientSession() as session:
+            asked = [asyncio.ensure_future(ask(session, text)) for text in texts]
+            await asyncio.wait(asked, timeout=0.5)
+            then()
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(everyone())
+
+
+def test_it_answers_until_sigterm_and_then_what_is_in_flight(
+    lone: Misbehaving, tmp_path: Path
+) -> None:
+    def in_a_while(texts: list[str]) -> None:
+        time.sleep(1.5)
+
+    with gateway(tmp_path, f"backends=[{lone.url}]") as started:
+        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        lone.answer = in_a_while
+        texts = [str(number) for number in range(8)]
+        stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
+        answers = ask_at_once(started.url, texts, stop)
+        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
+        assert started.wait(10) == [0], started.output()
+        assert "Draining" in started.output()
+        assert not (tmp_path / "ready").exists()
+        with pytest.raises(urllib.error.URLError):
+            post(f"{started.url}/v1/rewards", {"texts": ["ab"]})
+
+
+def test_of_two_backends_one_may_die_among_requests(
+    servers: list[Misbehaving], tmp_path: Path
+) -> None:
+    first, second = servers[0].come(), servers[1].come()
+
+    def in_a_while(texts: list[str]) -> None:
+        time.sleep(1.5)
+
+    texts = [f"{number:03}" for number in range(200)]
+    with gateway(tmp_path, f"backends=[{first.url},{second.url}]") as started:
+        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        first.answer = second.answer = in_a_while
+        answers = ask_at_once(started.url, texts, first.go)
+        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
+        assert len(first.asked) > 50
+        with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
+            words = json.load(ready)["backends"]
+        assert words[second.url] == "ready"
+        assert "connection refused" in words[first.url]
+
+
+def test_it_starts_before_its_backend_and_is_ready_once_that_answers(
+    lone: Misbehaving, tmp_path: Path
+) -> None:
+    lone.go()
+    with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.retry_s=0.3") as started:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{started.url}/ready", timeout=10)
+        begun = time.monotonic()
+        status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})
+        assert (status, time.monotonic() - begun < 3) == (503, True), answer
+        assert "connection refused" in answer["detail"]
+        lone.come()
+        with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
+            assert ready.status == 200
+        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+
+
+def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "1", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    settings = [f"gateway.certificate_file={certificate}", f"gateway.key_file={key}"]
+    with gateway(
+        tmp_path, f"backends=[{lone.url}]", *settings, f"gateway.token_file={token}"
+    ) as started:
+        assert started.url.startswith("https://127.0.0.1:")
+        url, trusted = f"{started.url}/v1/rewards", ssl.create_default_context(cafile=certificate)
+        bearer = {"Authorization": "Bearer s3cret"}
+        assert rewards(post(url, {"texts": ["ab"]}, bearer, trusted)) == [total("ab")]
+        assert post(url, {"texts": ["ab"]}, None, trusted)[0] == 401
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            post(url, {"texts": ["ab"]}, bearer)
+        request = urllib.request.Request(f"{started.url}/v1/contract", headers=bearer)
+        with urllib.request.urlopen(request, context=trusted) as contract:
+            assert json.load(contract)["hash"] == CONTRACT.hash
+        assert "s3cret" not in started.output()
+
+
+def start(*settings: str) -> subprocess.CompletedProcess[str]:
+    """One that is to fail."""
+    return subprocess.run(
+        [sys.executable, "-m", "nemo_aligner", "gateway", *settings],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        done = start(f"gateway.port={port}")
+    assert done.returncode == 1
+    assert f"gateway.port: 127.0.0.1:{port} is not free" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_certificate_that_is_none_is_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.pem"
+    broken.write_text("nothing")
+    files = [f"gateway.certificate_file={broken}", f"gateway.key_file={broken}"]
+    done = start("gateway.port=0", *files)
+    assert done.returncode == 1
+    assert "gateway.certificate_file, key_file: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", ["", "\n", "two words", "Ünicode"])
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: str) -> None:
+    from nemo_aligner.serving.gateway import read_token
+
+    file = tmp_path / "token"
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"gateway\.token_file: .*it holds no token"):
+        read_token(GatewayConfig(token_file=str(file)))
+
+
+def test_a_token_comes_from_a_file_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_aligner.serving.gateway import read_token
+
+    file = tmp_path / "token"
+    file.write_text(" s3cret\n")
+    monkeypatch.setenv("GATEWAY_TOKEN", "other")
+    assert read_token(GatewayConfig(token_file=str(file))) == "s3cret"
+    assert read_token(GatewayConfig(token_variable="GATEWAY_TOKEN")) == "other"
+    assert read_token(GatewayConfig()) is None
+    with pytest.raises(ConfigError, match=r"gateway\.token_variable: UNSET: it holds no token"):
+        read_token(GatewayConfig(token_variable="UNSET"))
+    with pytest.raises(ConfigError, match=r"gateway\.token_file: .*No such file"):
+        read_token(GatewayConfig(token_file=str(tmp_path / "none")))
