@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,23 +15,19 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.scoring.scorer import RewardScorer
 from tests import tiny
 from tests.environments import package
 from tests.integrations.clients import openrlhf_client, verl_client
 from tests.integrations.clients.stand_ins import StandIns
-from tests.once import Once
-from tests.serving.servers import running
 
 pytestmark = pytest.mark.slow(seconds=20)
 
 CLIENTS = Path(__file__).parent / "clients"
 RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
-SERVE = "examples/serve_reward_model.py"
 # A Python that has vLLM: its package is too large to install for a test.
 VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
 CLOSE = {"rtol": 0, "atol": 1e-5}
-START_SECS = 60
 
 CHATS = [
     [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -44,65 +37,6 @@ CHATS = [
         ("why", "no"),
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def reward_model(once: Once) -> Path:
-    return once("client_models", write_models) / "rm.nemo"
-
-
-def write_models(folder: Path) -> None:
-    tiny.write_reward_nemo(folder / "rm.nemo")
-    tiny.write_hf_checkpoint(folder / "policy")
-
-
-@pytest.fixture(scope="module")
-def policy(reward_model: Path) -> Path:
-    """With the tokenizer of the reward model."""
-    return reward_model.parent / "policy"
-
-
-@pytest.fixture(scope="module")
-def scorer(reward_model: Path, layout: Any) -> RewardScorer:
-    return load_scorer(reward_model, layout)
-
-
-@pytest.fixture(scope="module")
-def server(reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pytest.importorskip("pytriton")
-    settings = [f"rm_model_file={reward_model}", "server.port=0"]
-    with running(tmp_path_factory.mktemp("server"), SERVE, *settings) as started:
-        yield started.url
-
-
-@pytest.fixture(scope="module")
-def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pytest.importorskip("uvicorn")
-    with gateway_of(server, tmp_path_factory.mktemp("gateway")) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def gateway_of(backend: str, folder: Path) -> Iterator[str]:
-    ready, log = folder / "ready", folder / "log"
-    settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "nemo_aligner", "gateway", *settings],
-            env=tiny.environment(),
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        end = time.monotonic() + START_SECS
-        while not ready.exists():
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.1)
-        yield ready.read_text().strip()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def printed(python: str | Path, script: str, *arguments: Any) -> Any:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
-from tests import tiny
+from nemo_aligner.scoring.scorer import RewardScorer
 from tests.integrations import gym
 
 QUESTION = "what is the river"
@@ -55,16 +54,6 @@ def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
     assert " passed" in done.stdout.splitlines()[-1]
 
 
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
-
-
-@pytest.fixture(scope="module")
-def scorer(reward_model: Path, layout: Any) -> RewardScorer:
-    return load_scorer(reward_model, layout)
-
-
 def processes_about(file: Path) -> list[int]:
     """Those with the file in their command line."""
     found = []
@@ -100,7 +89,7 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     assert (enough["reward"], enough["raw_reward"]) == (1.0, answers[0]["reward"])
     assert (refused["failure_kind"], refused["mask_sample"]) == (REFUSED, True)
     assert "message 2 ends with '<|im_end|>'" in refused["failure_reason"]
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while processes_about(reward_model) and time.monotonic() < end:
         time.sleep(0.2)
     assert processes_about(reward_model) == []

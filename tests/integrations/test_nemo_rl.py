@@ -19,7 +19,6 @@ from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvi
 from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.text.contract import ScoringContract
-from tests import tiny
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import FAKE, QUICK, Server, running
 
@@ -83,7 +82,7 @@ def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
 
 def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
     step = environment(attribute=None).step([said("a", "b")], [None])
-    assert step.rewards.tolist() == [0.0]  # its sum, and minus that
+    assert step.rewards.tolist() == [195.0 - 0.5 * 195.0]  # its sum, and minus that
 
 
 def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
@@ -183,14 +182,14 @@ def test_settings_are_errors_all_at_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pytest.importorskip("pytriton")
     with running(tmp_path_factory.mktemp("server"), FAKE, *QUICK) as started:
         yield started
 
 
-def test_servers_are_asked(server: Server) -> None:
-    asking = RewardModelEnvironment({"url": server.url, "attribute": "minus"})
+def test_servers_are_asked(fake_server: Server) -> None:
+    asking = RewardModelEnvironment({"url": fake_server.url, "attribute": "minus"})
     step = asking.step([said("a", "b"), said("c", "d")], [None, None])
     assert step.rewards.tolist() == [-195.0, -199.0]
     with pytest.raises(DataError, match="sample 0: the text is empty"):
@@ -199,10 +198,6 @@ def test_servers_are_asked(server: Server) -> None:
 
 
 class TestInProcess:
-    @pytest.fixture(scope="class")
-    def reward_model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
-
     LOGS = (said("what is the river", "thank you"), said("who sings", "the bird in the tree"))
 
     @pytest.mark.parametrize("cpu_offload", [False, True])
