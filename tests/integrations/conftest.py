@@ -15,7 +15,7 @@ import pytest
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from tests import tiny
 from tests.once import Once
-from tests.serving.servers import running
+from tests.serving.servers import FAKE, QUICK, running
 
 SERVE = "examples/serve_reward_model.py"
 START_SECS = 120
@@ -56,6 +56,14 @@ def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     pytest.importorskip("uvicorn")
     with gateway_of(server, tmp_path_factory.mktemp("gateway")) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of one whose rewards are sums of characters."""
+    pytest.importorskip("pytriton")
+    with running(tmp_path_factory.mktemp("fake"), FAKE, *QUICK) as started:
+        yield started.url
 
 
 @contextlib.contextmanager

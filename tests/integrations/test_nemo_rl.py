@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.text.contract import ScoringContract
 from tests.serving.fake_server import CONTRACT, total
-from tests.serving.servers import FAKE, QUICK, Server, running
 
 PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
 
@@ -181,15 +180,8 @@ def test_settings_are_errors_all_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-@pytest.fixture(scope="module")
-def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    pytest.importorskip("pytriton")
-    with running(tmp_path_factory.mktemp("server"), FAKE, *QUICK) as started:
-        yield started
-
-
-def test_servers_are_asked(fake_server: Server) -> None:
-    asking = RewardModelEnvironment({"url": fake_server.url, "attribute": "minus"})
+def test_servers_are_asked(fake_server: str) -> None:
+    asking = RewardModelEnvironment({"url": fake_server, "attribute": "minus"})
     step = asking.step([said("a", "b"), said("c", "d")], [None, None])
     assert step.rewards.tolist() == [-195.0, -199.0]
     with pytest.raises(DataError, match="sample 0: the text is empty"):
