@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.cli.main import load
+from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.gateway import GatewayRunConfig
@@ -34,6 +35,7 @@ SCHEMAS = {
     "quickstart": TrainConfig,
     "evaluate": EvaluateConfig,
     "serve": ServeConfig,
+    "serve-critic": ServeCriticConfig,
     "gateway": GatewayRunConfig,
 }
 SCRIPT = re.compile(r"(?:examples|scripts|conf|tests|docs)/[\w./-]+\.(?:py|sh|sbatch|yaml)")
@@ -45,6 +47,7 @@ STARTS = {
     "examples/train_reward_model.py": ["train"],
     "examples/evaluate_reward_model.py": ["evaluate"],
     "examples/serve_reward_model.py": ["serve"],
+    "examples/serve_ppo_critic.py": ["serve-critic"],
     "examples/score.py": ["score"],
 }
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

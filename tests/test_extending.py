@@ -51,7 +51,7 @@ def import_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_the_page_has_an_example_of_each_kind() -> None:
-    assert {"my_objectives", "my_formats", "my_metrics"} <= set(FILES)
+    assert {"my_objectives", "my_formats", "my_metrics", "my_protocol"} <= set(FILES)
 
 
 def test_a_loss_learns_from_the_columns_that_it_names(
@@ -107,6 +107,22 @@ def test_a_metric_is_measured_with_the_others(
     import_example("my_metrics")
     pairs = PairRewards.of(torch.tensor([[3.0, 0.0], [1.0, 0.5]]))
     assert table.measure_pairs(pairs, in_step=True)["clear_accuracy"] == 0.5
+
+
+def test_a_protocol_is_served_with_the_others(import_example: Import) -> None:
+    pytest.importorskip("fastapi")
+    from nemo_aligner.config.gateway import GatewayConfig
+    from nemo_aligner.serving.transports.http import build_app
+    from nemo_aligner.serving.wire.protocols import ROUTES
+    from tests.serving.fake_server import total
+    from tests.serving.gateway_calls import FakeClient, call
+
+    route = import_example("my_protocol").ROUTE
+    app = build_app([*ROUTES, route], FakeClient(), GatewayConfig(), None)
+    assert call(app, "/one", {"text": "ab"}).json == {"reward": total("ab") / 2}
+    refused = call(app, "/one", {"text": ""})
+    assert (refused.status, refused.json) == (400, {"wrong": "row 0: the text is empty"})
+    assert "ScoreOneRequest" in call(app, "/openapi.json").json["components"]["schemas"]
 
 
 @pytest.mark.parametrize("known", FORMATS.values(), ids=lambda known: known.name)

@@ -18,6 +18,7 @@ VERBS = {
     "train": "train a reward model on pairs or rated replies",
     "evaluate": "measure a reward model on held-out data",
     "serve": "answer texts with rewards over HTTP",
+    "serve-critic": "the critic of PPO over HTTP: values, training, saving",
     "gateway": "OpenRLHF, vLLM, NeMo Gym and plain JSON in front of servers",
     "score": "ask a server for rewards",
     "convert": "a Hugging Face model or GGUF file -> .nemo",
@@ -32,7 +33,7 @@ VERBS = {
     "doctor": "what this machine has, and what is missing",
     "completion": "completion of verbs, flags and settings for your shell",
 }
-_MODULES = {"import": "import_nemo"}
+_MODULES = {"import": "import_nemo", "serve-critic": "serve_critic"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

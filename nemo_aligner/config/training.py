@@ -78,7 +78,7 @@ class CheckpointCallbackConfig:
 
 
 @dataclass
-class ExpManagerConfig:
+class RunFolderConfig:
     """Where a run lives, and who is told about it; the run's name is the folder's."""
 
     explicit_log_dir: str = setting("results", "the run's folder")
@@ -89,6 +89,12 @@ class ExpManagerConfig:
     wandb_logger_kwargs: dict[str, Any] = setting({}, "settings of that logger, key by key")
     create_mlflow_logger: bool = setting(False, "log to MLflow")
     mlflow_logger_kwargs: dict[str, Any] = setting({}, "settings of that logger, key by key")
+
+
+@dataclass
+class ExpManagerConfig(RunFolderConfig):
+    """The folder of a training run, and which of its checkpoints are kept."""
+
     checkpoint_callback_params: CheckpointCallbackConfig = field(
         default_factory=CheckpointCallbackConfig
     )

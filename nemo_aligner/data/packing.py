@@ -86,7 +86,7 @@ def pack_records(
         first_rows = dataset.records.select(record_ids).bounds.tolist()
     costs = [record_cost(dataset, record, query_key_cost) for record in record_ids]
     packs = []
-    for members in _assign(sizes, costs, micro_batch_tokens):
+    for members in assign(sizes, costs, micro_batch_tokens):
         chosen = [record_ids[member] for member in members]
         packs.append(_pack(dataset, chosen, [first_rows[member] for member in members]))
     return sorted(packs, key=lambda pack: -pack.num_tokens)
@@ -135,7 +135,7 @@ def pack_groups(
     """
     packs = []
     weights = [group.weight for group in groups]
-    for chosen in _assign(weights, weights, micro_batch_tokens):
+    for chosen in assign(weights, weights, micro_batch_tokens):
         members = [member for index in chosen for member in groups[index].members]
         packs.append(
             PackedBatch.pack(
@@ -309,7 +309,7 @@ def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
     return least
 
 
-def _assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
+def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
     """Indices into ``sizes``, grouped so that no group's sum exceeds ``budget``.
 
     As few groups as best fit makes, and of even cost where that can be had.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from nemo_aligner.config.environment import RewardEnvironmentConfig
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.models.aside import WeightsAside
-from nemo_aligner.parallel.device import current_device
+from nemo_aligner.models.residence import Holds, ResidentPart
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
@@ -28,7 +27,11 @@ class InProcessScorer:
     def __init__(self, scorer: RewardScorer, cpu_offload: bool = False) -> None:
         """With ``cpu_offload`` the model is on the device only while it scores."""
         self._scorer = scorer
-        self._aside = WeightsAside(scorer.model, current_device()) if cpu_offload else None
+        self._weights: ResidentPart | None = None
+        if cpu_offload:
+            tensors = [*scorer.model.parameters(), *scorer.model.buffers()]
+            self._weights = ResidentPart(tensors, Holds.constant)
+            self._weights.leave()
         self._held = ExitStack()
 
     @classmethod
@@ -75,12 +78,25 @@ class InProcessScorer:
             except DataError as error:
                 errors[row] = str(error)
         rewards = np.full((len(texts), len(self._scorer.attributes)), np.nan, dtype=np.float32)
-        with self._aside.back() if self._aside is not None else nullcontext():
+        with self._weights_here():
             token_lists = [each.token_ids for each in encoded.values()]
             rewards[list(encoded)] = self._scorer.score_token_lists(token_lists)
         exceeded = [row in encoded and encoded[row].truncated for row in range(len(texts))]
         return ScoredRows(rewards, errors, np.array(exceeded, dtype=bool), self.contract().hash)
 
+    @contextmanager
+    def _weights_here(self) -> Iterator[None]:
+        if self._weights is None:
+            yield
+            return
+        self._weights.come()
+        try:
+            yield
+        finally:
+            self._weights.leave()
+
     def close(self) -> None:
-        """Let go of the process group, if the model was loaded here."""
+        """Let go of the process group, if the model was loaded here; a given one is left whole."""
+        if self._weights is not None:
+            self._weights.come()
         self._held.close()

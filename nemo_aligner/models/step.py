@@ -186,11 +186,13 @@ def _forward_step(
     batch = next(batches).to(current_device())
 
     def finish(output: Tensor, **unused: Any) -> tuple[Tensor, ...]:
-        # The schedule scales what it gets in place: keep a copy.
-        kept = output.detach().clone()
+        # Of every token, sequence parallelism may have added a filler's. The schedule scales what
+        # it gets in place: keep a copy.
+        own = output[: batch.records.num_rewards]
+        kept = own.detach().clone()
         if loss is None:
             return output.sum(), kept
-        total, count = loss(output, batch.records)
+        total, count = loss(own, batch.records)
         return total, count.to(torch.int), kept
 
     return model(batch), finish

@@ -23,6 +23,7 @@ from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.text.contract import EncodedText, ScoringContract
+from nemo_aligner.text.encoder import TextEncoder
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.tokenizer import Tokenizer
 
@@ -79,6 +80,7 @@ class RewardScorer:
         self._micro_batch_tokens = micro_batch_tokens
         self._watch = watch
         self._label_means = torch.tensor(contract.label_means, dtype=torch.float32)
+        self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
         self.counts = TokenCounts()
         self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens)
@@ -125,24 +127,15 @@ class RewardScorer:
 
     def encode(self, text: Text) -> EncodedText:
         """The token ids of one text; DataError where the contract refuses it."""
-        encoded = self.contract.encode(self._tokenizer, text)
-        self.check_tokens(encoded.token_ids)
-        return encoded
+        return self._encoder.encode(text)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone, at its full length."""
-        return self.contract.count_reply_tokens(self._tokenizer, texts)
+        return self._encoder.count_reply_tokens(texts)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Refuse, with a DataError, what the model would fail on or take for something else."""
-        if not 1 <= len(token_ids) <= self.contract.seq_length:
-            raise DataError(
-                f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"
-            )
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self._tokenizer.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise DataError(f"got token id {wrong}, wanted 0 to {self._tokenizer.vocab_size - 1}")
+        self._encoder.check_tokens(token_ids)
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Condition, Thread
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,11 @@ from nemo_aligner.serving.meter import Meter
 
 logger = logging.getLogger(__name__)
 
-Execute = Callable[[list[np.ndarray]], "Future[np.ndarray]"]
-"""N sequences of token ids -> the future of their rewards ``[N, A]``; one call after the other."""
+Execute = Callable[[list[np.ndarray]], "Future[Any]"]
+"""N sequences of token ids -> the future of what each has, as ``[N, A]``; one call after the other.
+"""
+Join = Callable[[list[np.ndarray]], np.ndarray]
+"""What the rows of a request have -> what the request is answered with."""
 
 # One runs, and the next is ready for the moment in which it ends.
 _MOST_CALLS = 2
@@ -50,9 +54,16 @@ class Batcher:
     it.
     """
 
-    def __init__(self, execute: Execute, tokens_per_call: int, meter: Meter | None = None) -> None:
+    def __init__(
+        self,
+        execute: Execute,
+        tokens_per_call: int,
+        meter: Meter | None = None,
+        join: Join = np.stack,
+    ) -> None:
         self._execute = execute
         self._meter = meter or Meter()
+        self._join = join
         self._tokens_per_call = tokens_per_call
         self._waiting: deque[_Row] = deque()
         self._waiting_tokens = 0
@@ -172,23 +183,23 @@ class Batcher:
                 requests = []
             self._changed.notify()
         if error is None:
-            _hand_out(call, scored.result())
+            self._hand_out(call, scored.result())
         else:
             for request in requests:
                 _fail(request, error)
+
+    def _hand_out(self, call: Sequence[_Row], rewards: Any) -> None:
+        for (request, number), reward in zip(call, rewards, strict=True):
+            request.rewards[number] = reward
+            count = len(request.sequences)
+            if len(request.rewards) == count and not request.answer.done():
+                whole = self._join([request.rewards[row] for row in range(count)])
+                request.answer.set_result(whole)
 
 
 def _sequence(row: _Row) -> np.ndarray:
     request, number = row
     return request.sequences[number]
-
-
-def _hand_out(call: Sequence[_Row], rewards: np.ndarray) -> None:
-    for (request, number), reward in zip(call, rewards, strict=True):
-        request.rewards[number] = reward
-        count = len(request.sequences)
-        if len(request.rewards) == count and not request.answer.done():
-            request.answer.set_result(np.stack([request.rewards[row] for row in range(count)]))
 
 
 def _fail(request: _Request, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Rank 0 drives, the others follow: one scoring call on every rank at once.
+"""Rank 0 drives, the others follow: one operation on every rank at once.
 
 Two gloo groups, apart from the model's own: *work* carries the calls and waits as long as it takes;
 *pulse* beats every few seconds in a thread of its own, so that a rank that died or froze is noticed
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,10 +27,10 @@ from nemo_aligner.parallel.cpu.malloc import FreedMemory
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Sequences = Sequence[Sequence[int] | np.ndarray]
-"""Token ids of N texts."""
-Score = Callable[[Sequences], np.ndarray]
-"""Their rewards ``[N, A]``."""
+Operation = Callable[..., Any]
+"""Collective: each rank calls it with the same arguments; what rank 0's gives is the answer."""
+_Call = tuple[str, tuple[Any, ...]]
+"""An operation's name and its arguments."""
 
 
 class RanksLostError(ServingError):
@@ -43,25 +43,26 @@ _NO_LIMIT = timedelta(days=365)
 
 
 class ModelRanks:
-    """``score`` on all ranks: rank 0 is in ``lead``, the others in ``follow``.
+    """``operations`` on all ranks, by name: rank 0 is in ``lead``, the others in ``follow``.
 
+    One runs at a time, in the order in which they were submitted.
     A follower that cannot go on ends its process with exit code 1. On rank 0 ``failure`` then says
     why, None as long as the ranks can go on, and what was submitted has its error.
     """
 
     def __init__(
         self,
-        score: Score,
+        operations: Mapping[str, Operation],
         forget: Callable[[], None] = lambda: None,
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
     ) -> None:
         """Collective over all ranks of the default group, if there is one.
 
-        ``forget`` is called on every rank after a call that failed on any: what ``score`` keeps
+        ``forget`` is called on every rank after a call that failed on any: what operations keep
         from call to call must be the same on all.
         """
-        self._score = score
+        self._operations = dict(operations)
         self._forget = forget
         self._heartbeat_secs = heartbeat_secs
         self._timeout_secs = worker_timeout_secs
@@ -69,10 +70,10 @@ class ModelRanks:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.failure: str | None = None
         self._lock = threading.Lock()
-        self._open: set[Future[np.ndarray]] = set()
+        self._open: set[Future[Any]] = set()
         self._leaving = threading.Event()
         self._freed = FreedMemory(steps=_CALLS_BETWEEN_TRIMS)
-        self._calls: SimpleQueue[tuple[Future[np.ndarray], Sequences] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[Any], _Call] | None] = SimpleQueue()
         if self.world_size > 1:
             self._work = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
             self._pulse = dist.new_group(
@@ -81,29 +82,30 @@ class ModelRanks:
             self._pulse_thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
             self._pulse_thread.start()
 
-    def submit(self, sequences: Sequences) -> Future[np.ndarray]:
-        """Score on all ranks, after what was submitted before; rank 0 only, from any thread.
+    def submit(self, operation: str, *arguments: Any) -> Future[Any]:
+        """Run an operation on all ranks, after what was submitted before; rank 0, from any thread.
 
-        The future's error is a ServingError: ``score`` failed (the next call may succeed); or a
+        ``arguments`` are arrays, numbers, or lists of them, and may not be changed any more. The
+        future's error is a ServingError: the operation failed (the next call may succeed); or a
         RanksLostError, which comes before the model comes back, as it may never do.
         """
-        answer: Future[np.ndarray] = Future()
+        answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
         with self._lock:
             if self.failure is not None:
                 answer.set_exception(RanksLostError(self.failure))
                 return answer
             self._open.add(answer)
-        self._calls.put((answer, sequences))
+        self._calls.put((answer, (operation, arguments)))
         return answer
 
-    def execute(self, sequences: Sequences) -> np.ndarray:
+    def execute(self, operation: str, *arguments: Any) -> Any:
         """``submit``, and wait.
 
         Raises:
             ServingError: as above.
         """
-        return self.submit(sequences).result()
+        return self.submit(operation, *arguments).result()
 
     def lead(self, drive: Callable[[], T]) -> T:
         """Rank 0: compute here what is submitted, until ``drive`` returns in a thread beside.
@@ -122,20 +124,18 @@ class ModelRanks:
     def follow(self) -> None:
         """Serve rank 0's calls until it stops; every rank but 0."""
         while True:
-            header = self._broadcast(torch.zeros(2, dtype=torch.int64))
-            count, tokens = header.tolist()
-            if count == 0:
+            header = self._broadcast(torch.zeros(1, dtype=torch.int64))
+            size = int(header)
+            if size == 0:
                 return
-            payload = self._broadcast(torch.zeros(count + tokens, dtype=torch.int64))
-            bounds = payload[:count].cumsum(0)[:-1]
-            self._attempt(np.split(payload[count:].numpy(), bounds))
+            payload = self._broadcast(torch.zeros(size, dtype=torch.uint8))
+            self._attempt(pickle.loads(payload.numpy().data))
 
     def stop(self) -> None:
         """Release the followers and end the heartbeat; every rank calls it when idle."""
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
-                nothing = torch.zeros(2, dtype=torch.int64)
-                self._broadcast(nothing)
+                self._broadcast(torch.zeros(1, dtype=torch.int64))
             self._leaving.set()
             self._pulse_thread.join()
 
@@ -151,11 +151,11 @@ class ModelRanks:
         for answer in left:
             answer.set_exception(RanksLostError(self.failure))
 
-    def _compute(self, answer: Future[np.ndarray], sequences: Sequences) -> None:
-        rewards: Any = None
+    def _compute(self, answer: Future[Any], call: _Call) -> None:
+        found: Any = None
         error: Exception | None = None
         try:
-            rewards = self._call_all(sequences)
+            found = self._call_all(call)
         except Exception as caught:
             error = caught
         with self._lock:
@@ -163,18 +163,18 @@ class ModelRanks:
                 return  # a rank was lost, and it has its error
             self._open.remove(answer)
         if error is None:
-            answer.set_result(rewards)
+            answer.set_result(found)
         else:
             answer.set_exception(error)
 
-    def _call_all(self, sequences: Sequences) -> Any:
+    def _call_all(self, call: _Call) -> Any:
         if self.world_size > 1:
             # Everything is built before the first byte goes out: nothing may raise in between.
-            lengths = [len(token_ids) for token_ids in sequences]
-            payload = torch.from_numpy(np.concatenate([lengths, *sequences]).astype(np.int64))
-            self._broadcast(torch.tensor([len(lengths), sum(lengths)], dtype=torch.int64))
+            payload = torch.frombuffer(bytearray(pickle.dumps(call, protocol=5)), dtype=torch.uint8)
+            header = torch.tensor([payload.numel()], dtype=torch.int64)
+            self._broadcast(header)
             self._broadcast(payload)
-        return self._attempt(sequences)
+        return self._attempt(call)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._in_step():
@@ -191,21 +191,22 @@ class ModelRanks:
             self.lose(why)
             raise RanksLostError(why) from error
 
-    def _attempt(self, sequences: Sequences) -> np.ndarray | None:
-        """Score, and exchange errors with all ranks, so that they stay in step."""
-        rewards, error = None, None
+    def _attempt(self, call: _Call) -> Any:
+        """Run an operation, and exchange errors with all ranks, so that they stay in step."""
+        operation, arguments = call
+        found, error = None, None
         try:
-            rewards = self._score(sequences)
+            found = self._operations[operation](*arguments)
         except Exception as caught:
             error = caught
-            logger.exception("rank %d could not score", self.rank)
+            logger.exception("rank %d could not %s", self.rank, operation)
         self._freed.end_step()
         errors = self._acknowledge(error)
         if errors:
             self._forget()
         if self.rank == 0 and errors:
             raise ServingError("; ".join(errors)) from error
-        return rewards
+        return found
 
     def _acknowledge(self, error: Exception | None) -> list[str]:
         mine = None if error is None else f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
 from nemo_aligner.scoring.ensemble import RewardEnsemble
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.scoring.shaping import build_shaper
+from nemo_aligner.serving.services.reward_model import RewardModelServable
 from nemo_aligner.serving.transports.triton.server import check_port, serve
 from nemo_aligner.text.contract import check_expected
 
@@ -36,7 +37,7 @@ def run_server(config: ServeConfig) -> int:
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        return serve(scorer, config.server, shaper)
+        return serve([RewardModelServable(scorer, config.server, shaper)], config.server)
 
 
 def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScorer:

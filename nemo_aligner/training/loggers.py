@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.config.training import ExpManagerConfig
+from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.collectives import is_main
 
 
-def check_loggers(config: ExpManagerConfig) -> None:
+def check_loggers(config: RunFolderConfig) -> None:
     """Refuse, before anything is built, a logger whose package is not there.
 
     Raises:
@@ -50,7 +50,7 @@ class MetricLoggers:
 
 
 def build_loggers(
-    config: ExpManagerConfig, settings: Mapping[str, Any], start_step: int
+    config: RunFolderConfig, settings: Mapping[str, Any], start_step: int
 ) -> MetricLoggers:
     """The loggers asked for, in ``explicit_log_dir``; ``settings`` is the run's resolved config.
 

@@ -12,7 +12,7 @@ import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.config.load import config_to_dict, save_config
-from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.console import say
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData
@@ -51,8 +51,7 @@ def resume(
         say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
         for line in changes_since(latest, fresh):
             say(line)
-    folder = Path(config.exp_manager.explicit_log_dir)
-    on_main(lambda: _write_config(config, folder))
+    write_run_config(config, config.exp_manager)
     checkpoints.reserve(learner.model, learner.optimizer)
     if latest is None:
         return fresh
@@ -76,18 +75,28 @@ def find_latest(checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunStat
     Raises:
         ConfigError, CheckpointError: as ``resume``.
     """
-    latest = checkpoints.latest()
+    latest = newest(checkpoints, config.exp_manager)
     if latest is None:
         return None
-    if not config.exp_manager.resume_if_exists:
-        raise ConfigError(
-            f"exp_manager.resume_if_exists: got false, but {checkpoints.folder} holds the "
-            "checkpoints of a run; wanted another exp_manager.explicit_log_dir"
-        )
     before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     differences = describe_differences(before.differences(now))
     latest = replace(latest, state=_with_objective(latest.state))
     check_same_run(latest, {**fresh.fingerprint, _CONTRACT: differences or before.hash})
+    return latest
+
+
+def newest(checkpoints: RunCheckpoints, run: RunFolderConfig) -> Saved | None:
+    """The newest checkpoint of a run that may go on; every rank calls it.
+
+    Raises:
+        ConfigError: there is one, and ``exp_manager.resume_if_exists`` is false.
+    """
+    latest = checkpoints.latest()
+    if latest is not None and not run.resume_if_exists:
+        raise ConfigError(
+            f"exp_manager.resume_if_exists: got false, but {checkpoints.folder} holds the "
+            "checkpoints of a run; wanted another exp_manager.explicit_log_dir"
+        )
     return latest
 
 
@@ -105,9 +114,15 @@ def _with_objective(state: RunState) -> RunState:
     return replace(state, fingerprint=fingerprint)
 
 
-def _write_config(config: TrainConfig, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, folder / "config.yaml")
+def write_run_config(config: object, run: RunFolderConfig) -> None:
+    """Put all settings into the folder of their run; every rank calls it."""
+    folder = Path(run.explicit_log_dir)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder / "config.yaml")
+
+    on_main(write)
 
 
 def fingerprint(

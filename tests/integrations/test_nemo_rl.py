@@ -81,7 +81,7 @@ def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
 
 def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
     step = environment(attribute=None).step([said("a", "b")], [None])
-    assert step.rewards.tolist() == [195.0 - 0.5 * 195.0]  # its sum, and minus that
+    assert step.rewards.tolist() == [97.5]  # the sum, and half of what is minus that
 
 
 def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
@@ -201,7 +201,10 @@ class TestInProcess:
         bare = [
             [{key: turn[key] for key in ("role", "content")} for turn in log] for log in self.LOGS
         ]
-        wanted = local._rewarder._scorer.score(bare)[:, 1]
+        weights = local._rewarder._weights
+        assert (weights is not None and not weights.is_here) == cpu_offload
+        with local._rewarder._weights_here():
+            wanted = local._rewarder._scorer.score(bare)[:, 1]
         assert step.rewards[:2].tolist() == wanted.tolist()
         assert step.rewards[2] == 0.0
         local.shutdown()

@@ -22,6 +22,7 @@ from nemo_aligner.errors import DataError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.processes import report
 from nemo_aligner.scoring.scorer import TokenCounts
+from nemo_aligner.serving.services.reward_model import RewardModelServable
 from nemo_aligner.serving.transports.triton.server import serve
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str]) -> int:
         kind = {"int": int, "float": float}.get(str(kinds[key]), str)
         setattr(config, key, kind(value))
     with launch() as run:
-        return serve(FakeScorer(run.rank, run.world_size), config)
+        scorer = FakeScorer(run.rank, run.world_size)
+        return serve([RewardModelServable(scorer, config)], config)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def led(ranks: ModelRanks) -> Iterator[None]:
 
 def attempt(ranks: ModelRanks, token_lists: list[list[int]]) -> Any:
     try:
-        return ranks.execute(token_lists).tolist()
+        return ranks.execute("score", token_lists).tolist()
     except ServingError as error:
         return str(error)
 
@@ -116,7 +116,7 @@ def be_rank(rank: int, name: str, folder: Path) -> None:
     )
     heard: list[list[list[int]]] = []
     ranks = ModelRanks(
-        make_score(rank, heard),
+        {"score": make_score(rank, heard)},
         lambda: heard.append(FORGOT),
         heartbeat_secs=HEARTBEAT_SECS,
         worker_timeout_secs=TIMEOUT_SECS,

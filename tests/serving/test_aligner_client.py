@@ -73,10 +73,14 @@ class Batch:
 
 def ask(source: Path, port: int | None, batches: list[Batch], folder: Path) -> list[dict[str, Any]]:
     """What the client gets for each batch; all are sent before the first is waited for."""
-    script = tiny.ROOT / "tests/serving/aligner_client.py"
     job = {"port": port, "batches": [batch.job() for batch in batches]}
+    return run_client("aligner_client.py", source, job, folder)
+
+
+def run_client(script: str, source: Path, job: dict[str, Any], folder: Path) -> Any:
+    """What comes of a job for the client in ``script``, which has the last line."""
     done = subprocess.run(
-        [sys.executable, str(script), str(source)],
+        [sys.executable, str(tiny.ROOT / "tests/serving" / script), str(source)],
         input=json.dumps(job),
         capture_output=True,
         text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.batcher import Batcher
+from nemo_aligner.serving.meter import Meter
 
 WAIT_S = 30
 
@@ -55,6 +57,23 @@ def model() -> Model:
 
 def rewards(future: Future[np.ndarray]) -> list[float]:
     return future.result(WAIT_S)[:, 0].tolist()
+
+
+def test_what_calls_took_and_rows_waited_is_counted(model):
+    meter = Meter()
+    batcher = Batcher(model, tokens_per_call=2, meter=meter)
+    first = batcher.submit([[1, 2]])
+    model.wait_for_calls(1)
+    second = batcher.submit([[3], [4]])  # made ready beside the first, and begins as that ends
+    model.wait_for_calls(2)
+    time.sleep(0.05)
+    for call, future in enumerate((first, second)):
+        model.finish(call)
+        future.result(WAIT_S)
+    counted = meter.statistics()
+    assert counted["calls"] == 2
+    assert counted["forward_seconds"] >= 0.05
+    assert counted["queue_seconds"] >= 0.1  # both rows of the second waited for the first
 
 
 def test_a_free_model_scores_at_once_and_what_comes_meanwhile_is_the_next_call(model):

@@ -1,4 +1,4 @@
-"""What README and docs/serving.md show of calling the server, run against one."""
+"""What docs/serving.md shows of calling the server, run against one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
 
 pytest.importorskip("pytriton")
-PAGES = [ROOT / "README.md", ROOT / "docs" / "serving.md"]
+PAGES = [ROOT / "docs" / "serving.md"]
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"
 TEXT = "What is red? A rose."
 
@@ -59,7 +59,7 @@ def test_every_curl_gets_a_reward(page: Path, server: Any) -> None:
 
 
 def test_a_text_and_a_conversation_are_shown() -> None:
-    forms = [json.loads(words[-1])["inputs"][0]["name"] for words in curls(PAGES[1])]
+    forms = [json.loads(words[-1])["inputs"][0]["name"] for words in curls(PAGES[0])]
     assert forms == ["sentences", "conversations"]
 
 
@@ -67,7 +67,7 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
     server: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: dict[str, Any] = {}
-    for block in blocks(PAGES[1], "python"):
+    for block in blocks(PAGES[0], "python"):
         block = block.replace(URL, server.url).replace(
             SECOND_URL, f"http://127.0.0.1:{free_port()}"
         )
@@ -84,7 +84,7 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
 
 
 def test_the_reward_function_takes_texts_and_conversations(server: Any) -> None:
-    (block,) = (block for block in blocks(PAGES[1], "python") if "def reward" in block)
+    (block,) = (block for block in blocks(PAGES[0], "python") if "def reward" in block)
     names: dict[str, Any] = {}
     exec(block.replace(URL, server.url), names)
     assert names["reward"](["a", "b"], completions=["c", "d"], step=1) == [196.0, 198.0]
@@ -96,6 +96,6 @@ def test_the_reward_function_takes_texts_and_conversations(server: Any) -> None:
 
 @pytest.mark.parametrize("path", ["health/live", "health/ready", "models/reward_model/ready"])
 def test_the_urls_of_health_answer(path: str, server: Any) -> None:
-    assert path in PAGES[1].read_text()
+    assert path in PAGES[0].read_text()
     with urllib.request.urlopen(f"{server.url}/v2/{path}", timeout=30) as answer:
         assert answer.status == 200

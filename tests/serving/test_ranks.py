@@ -23,15 +23,15 @@ def total(token_lists: list[list[int]]) -> np.ndarray:
 
 def test_one_rank_alone_outlives_an_error() -> None:
     forgotten: list[None] = []
-    ranks = ModelRanks(total, lambda: forgotten.append(None))
+    ranks = ModelRanks({"score": total}, lambda: forgotten.append(None))
     assert (ranks.rank, ranks.world_size) == (0, 1)
     with led(ranks):
-        assert ranks.execute([[1, 2], [3]]).tolist() == [[3], [3]]
+        assert ranks.execute("score", [[1, 2], [3]]).tolist() == [[3], [3]]
         with pytest.raises(ServingError, match=r"^RuntimeError: no such token$"):
-            ranks.execute([[666]])
+            ranks.execute("score", [[666]])
         assert len(forgotten) == 1
         assert ranks.failure is None
-        assert ranks.execute([[4]]).tolist() == [[4]]
+        assert ranks.execute("score", [[4]]).tolist() == [[4]]
     ranks.stop()
 
 
@@ -42,10 +42,10 @@ def test_calls_of_all_threads_are_computed_where_they_are_led() -> None:
         threads.add(threading.current_thread())
         return total(token_lists)
 
-    ranks = ModelRanks(score)
+    ranks = ModelRanks({"score": score})
 
     def drive() -> str:
-        askers = [threading.Thread(target=ranks.execute, args=[[[n]]]) for n in range(4)]
+        askers = [threading.Thread(target=ranks.execute, args=["score", [[n]]]) for n in range(4)]
         for asker in askers:
             asker.start()
         for asker in askers:
@@ -58,10 +58,10 @@ def test_calls_of_all_threads_are_computed_where_they_are_led() -> None:
 
 
 def test_what_drives_the_calls_may_fail() -> None:
-    ranks = ModelRanks(total)
+    ranks = ModelRanks({"score": total})
 
     def drive() -> None:
-        assert ranks.execute([[1]]).tolist() == [[1]]
+        assert ranks.execute("score", [[1]]).tolist() == [[1]]
         raise ServingError("no port")
 
     with pytest.raises(ServingError, match="no port"):
@@ -76,13 +76,13 @@ def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
         may_end.wait(30)
         return total(token_lists)
 
-    ranks = ModelRanks(score)
+    ranks = ModelRanks({"score": score})
     said = []
     with led(ranks):
 
         def ask() -> None:
             try:
-                ranks.execute([[1]])
+                ranks.execute("score", [[1]])
             except ServingError as error:
                 said.append(str(error))
 
@@ -96,7 +96,7 @@ def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
         assert said == ["a rank died"]
         assert ranks.failure == "a rank died"
         with pytest.raises(ServingError, match=r"^a rank died$"):
-            ranks.execute([[2]])
+            ranks.execute("score", [[2]])
         may_end.set()
     ranks.stop()
 

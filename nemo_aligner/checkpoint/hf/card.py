@@ -179,13 +179,16 @@ def _training(archive: Path) -> Iterator[str]:
     if not states:
         yield "The archive does not lie in its run's folder, so the data are not known."
         return
-    settings = states[-1]["config"]
+    settings, samples = states[-1]["config"], states[-1]["consumed_samples"]
+    base = Path(settings["pretrained_checkpoint"]["restore_from_path"]).name
+    if "data" not in settings["model"]:
+        yield f"- a critic of PPO: values trained from `{base}`, on {samples} sequences of rollouts"
+        return
     for part in ("train", "validation"):
         files = settings["model"]["data"]["data_prefix"][part]
         names = ", ".join(f"`{Path(file).name}`" for file in files)
         yield f"- {part} data: {names or 'none'}"
-    base = Path(settings["pretrained_checkpoint"]["restore_from_path"]).name
-    yield f"- trained from `{base}`, {states[-1]['consumed_samples']} records"
+    yield f"- trained from `{base}`, {samples} records"
     for state in states:
         # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
         for key, value in state["metrics"].items():

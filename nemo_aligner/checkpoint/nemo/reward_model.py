@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import load_backbone, model_shape, read_head
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.write import write_nemo
-from nemo_aligner.checkpoint.weights.save import save_weights
+from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import CheckpointError, DataError
@@ -168,10 +168,13 @@ def save_reward_model(
     config: Mapping[str, Any],
     tokenizer: Tokenizer,
     contract: ScoringContract | None,
+    *,
+    copied: bool = False,
 ) -> None:
     """Write a reward model's archive, whole or not at all; every rank calls it.
 
-    Without a contract it is a base model's: the head is left out.
+    Without a contract it is a base model's: the head is left out. What has been written on a CPU
+    keeps its memory for good; with ``copied`` that is a copy, and not the weights themselves.
     """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
@@ -179,6 +182,8 @@ def save_reward_model(
     weights = model.sharded_state_dict(prefix=PREFIX)
     if contract is None:
         weights.pop(PREFIX + HEAD, None)
+    if copied:
+        copy_tensors(weights, {})
     save_weights(weights, staging / "weights")
 
     def write() -> None:

@@ -8,20 +8,31 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from threading import Lock, Thread, current_thread
-from typing import Any, TypeVar
-
-from nemo_aligner.serving.client.pool import ServerPool
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
 
-class Background:
-    """Runs coroutines in a thread, around a pool of servers, until it is told to leave.
+class Connections(Protocol):
+    """To servers; made and used in one event loop."""
+
+    def trouble(self) -> str:
+        """What is wrong with each server that is not there."""
+
+    async def close(self) -> None:
+        """Let the sockets go."""
+
+
+C = TypeVar("C", bound=Connections)
+
+
+class Background(Generic[C]):
+    """Runs coroutines in a thread, around connections to servers, until it is told to leave.
 
     A process that ends does not wait for it: what it has not answered by then, nobody reads.
     """
 
-    def __init__(self, connect: Callable[[], ServerPool]) -> None:
+    def __init__(self, connect: Callable[[], C]) -> None:
         """Raises what ``connect`` does, which is called in the thread."""
         self._process = os.getpid()
         self._lock = Lock()
@@ -43,7 +54,7 @@ class Background:
         """Whether the caller stands in its thread, as what is called when a future is done."""
         return current_thread() is self._thread
 
-    def submit(self, work: Callable[[ServerPool], Coroutine[Any, Any, T]]) -> Future[T]:
+    def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
         """The future of what ``work`` gives; to cancel it cancels the work."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
@@ -69,7 +80,7 @@ class Background:
         with self._lock:
             self._running.discard(future)
 
-    async def _live(self, connect: Callable[[], ServerPool], begun: Future[None]) -> None:
+    async def _live(self, connect: Callable[[], C], begun: Future[None]) -> None:
         self._loop, self._leaving = asyncio.get_running_loop(), asyncio.Event()
         try:
             self._pool = connect()

@@ -89,15 +89,30 @@ class ServerPool:
             TooManyRowsError: see there.
         """
 
-        async def ask(server: RemoteServer) -> ScoreReply:
-            outputs = await server.infer(inputs)
-            reply = _decoded(outputs, rows, server.name)
-            self._agreement.check_reward(server.name, reply.contract_hash)
+        def read(outputs: Tensors, server: str) -> ScoreReply:
+            reply = _decoded(outputs, rows, server)
+            self._agreement.check_reward(server, reply.contract_hash)
             self._agreement.columns = reply.rewards.shape[1]
             return reply
 
+        return await self.ask_for(inputs, rows, read)
+
+    async def ask_for(
+        self, inputs: Tensors, rows: int, read: Callable[[Tensors, str], T], *, again: bool = True
+    ) -> T:
+        """What ``read`` makes of the answer and the name of the server that gave it.
+
+        Without ``again`` a request that got no answer is not sent once more.
+
+        Raises:
+            RefusedError, ServingError, TooManyRowsError: as ``infer``.
+        """
+
+        async def ask(server: RemoteServer) -> T:
+            return read(await server.infer(inputs), server.name)
+
         async with self._gate:
-            return await self._ask(ask, rows)
+            return await self._ask(ask, rows, again)
 
     async def ask_contract(self) -> ScoringContract:
         """The contract that a server publishes, which is that of all.
@@ -126,8 +141,10 @@ class ServerPool:
         """Let the sockets go."""
         await self._session.close()
 
-    async def _ask(self, question: Callable[[RemoteServer], Awaitable[T]], rows: int) -> T:
-        """A request changes nothing on a server: one without an answer is sent again."""
+    async def _ask(
+        self, question: Callable[[RemoteServer], Awaitable[T]], rows: int, again: bool = True
+    ) -> T:
+        """A request that changes nothing on a server is sent again if it got no answer."""
         search = _Search()
         while True:
             server = await self._choose(rows, search)
@@ -135,6 +152,10 @@ class ServerPool:
             try:
                 answer = await question(server)
             except UnavailableError as error:
+                if not again and error.again_in_s is None:
+                    raise ServingError(
+                        f"{server.name}: {error}; it is not sent again, as it may have been done"
+                    ) from error
                 if error.again_in_s is None:
                     search.note_trouble(time.monotonic())
                 else:  # it is there, and says when: only the deadline ends that

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from threading import Lock
-from types import TracebackType
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.background import Background
+from nemo_aligner.serving.client.calls import ServerClient, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.rows import (
     OnError,
@@ -30,13 +23,8 @@ from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text
 
-T = TypeVar("T")
 
-# A fork has its parent's sockets, but neither the thread nor the right to close them.
-_NEVER_FREED: list[Background] = []
-
-
-class RewardClient:
+class RewardClient(ServerClient[ServerPool]):
     """Scores on reward model servers; a text is a raw string or a conversation's messages.
 
     Conversations get the model's chat template on the server. A call is split into requests that
@@ -72,39 +60,12 @@ class RewardClient:
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, or a URL is none.
         """
-        urls = _checked_urls([url] if isinstance(url, str) else url)
+        urls = checked_urls([url] if isinstance(url, str) else url)
         self._agreement = Agreement(expect)
-        self._name = f"{', '.join(urls)}, {model_name}"
-        self._timeout_s = timeout_s
-        self._connect = partial(
+        connect = partial(
             ServerPool, urls, model_name, self._agreement, wait_s, retry_s, max_connections
         )
-        self._lock = Lock()
-        self._background: Background | None = None
-        self._is_closed = False
-
-    def __enter__(self) -> RewardClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None and self._background is not None:
-            self._background.leave()  # nobody will read what was submitted
-        self.close()
-
-    def close(self) -> None:
-        """Finish what was submitted, and let the connections go.
-
-        A client that is not closed lets them go when nothing refers to it any more; a program that
-        ends does not wait for what it has in flight.
-        """
-        self._is_closed = True
-        if self._background is not None and self._background.belongs_here():
-            self._background.close()
+        super().__init__(f"{', '.join(urls)}, {model_name}", timeout_s, connect)
 
     def contract(self) -> ScoringContract:
         """The contract that the servers score by.
@@ -187,42 +148,6 @@ class RewardClient:
         """
         return await self._run(ServerPool.ask_statistics)
 
-    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
-        return await asyncio.wrap_future(self._submit(work, *given))
-
-    def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> Future[T]:
-        """``work(pool, *given)`` in the background, for ``timeout_s`` at most."""
-        limited = partial(_in_time, work, given, self._timeout_s, self._name)
-        return self._started().submit(limited)
-
-    def _started(self) -> Background:
-        """The background of this process: a forked one has none yet.
-
-        Raises:
-            ServingError: the client is closed.
-        """
-        with self._lock:
-            if self._is_closed:
-                raise ServingError(f"{self._name}: the client is closed")
-            inherited = self._background
-            if inherited is not None and not inherited.belongs_here():
-                _NEVER_FREED.append(inherited)
-                self._background = None
-            if self._background is None:
-                self._background = Background(self._connect)  # which does not hold this client
-                weakref.finalize(self, self._background.leave).atexit = False
-            return self._background
-
-    def _wait(self, future: Future[T]) -> T:
-        if self._background is not None and self._background.is_current():
-            future.cancel()
-            raise RuntimeError("a callback of a future may not wait for another: use score_future")
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # an interruption: the server is spared what nobody waits for
-            raise
-
     async def _rewards(
         self, pool: ServerPool, total: int, split: Split, on_error: OnError
     ) -> np.ndarray:
@@ -235,38 +160,8 @@ class RewardClient:
         return await RowCollector(pool, on_error).collect(total, split, self._agreement.columns)
 
 
-async def _in_time(
-    work: Callable[..., Coroutine[Any, Any, T]],
-    given: Sequence[Any],
-    timeout_s: float,
-    name: str,
-    pool: ServerPool,
-) -> T:
-    try:
-        return await asyncio.wait_for(work(pool, *given), timeout_s)
-    except asyncio.TimeoutError:
-        trouble = pool.trouble()
-        raise ServingError(
-            f"{name}: timed out: no answer within {timeout_s:g} s (timeout_s)"
-            + (f"; {trouble}" if trouble else "")
-        ) from None
-
-
 def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:
     if isinstance(texts, str):
         raise TypeError(f"texts: got one string ({texts[:40]!r}), wanted a list of texts")
     rows = list(texts)
     return len(rows), partial(split_texts, rows)
-
-
-def _checked_urls(urls: Sequence[str]) -> list[str]:
-    checked = []
-    for url in urls:
-        whole = (url if "://" in url else f"http://{url}").rstrip("/")
-        parts = urlsplit(whole)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url: got {url!r:.80}, wanted http://host:port")
-        checked.append(whole)
-    if not checked:
-        raise ConfigError("url: got no URL, wanted http://host:port, or several")
-    return list(dict.fromkeys(checked))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -18,7 +18,6 @@ from nemo_aligner.errors import AlignerError, ServingError, one_line
 from nemo_aligner.scoring.scorer import TokenCounts
 from nemo_aligner.scoring.shaping import RewardShaper
 from nemo_aligner.serving.admission import Admission, BusyError
-from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import RanksLostError
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
@@ -32,13 +31,26 @@ _ENCODERS = 2
 _SHORT = 2000  # bytes
 
 
-class ServableScorer(Protocol):
+class RequestEncoder(Protocol):
+    """What a request is checked and read by."""
+
+    contract: ScoringContract
+
+    def encode(self, text: Text) -> EncodedText:
+        """Raises AlignerError where the scoring contract refuses the text."""
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raises AlignerError where these ids cannot be scored as they stand."""
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone."""
+
+
+class ServableScorer(RequestEncoder, Protocol):
     """What a server needs of a scorer.
 
     ``score_token_lists`` and ``forget`` are collective over the ranks, the others are not.
     """
-
-    contract: ScoringContract
 
     @property
     def counts(self) -> TokenCounts:
@@ -52,20 +64,18 @@ class ServableScorer(Protocol):
     def prefix_cache_bytes(self) -> int:
         """What each rank keeps of texts before, at most."""
 
-    def encode(self, text: Text) -> EncodedText:
-        """Raises AlignerError where the scoring contract refuses the text."""
-
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raises AlignerError where these ids cannot be scored as they stand."""
-
-    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone."""
-
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
 
     def forget(self) -> None:
         """Keep nothing of earlier calls."""
+
+
+class RowQueue(Protocol):
+    """Where rows wait for the model."""
+
+    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        """The future of a row of numbers for each token list."""
 
 
 @dataclass
@@ -87,8 +97,8 @@ class RewardService:
 
     def __init__(
         self,
-        scorer: ServableScorer,
-        batcher: Batcher,
+        scorer: RequestEncoder,
+        batcher: RowQueue,
         config: ServerConfig,
         meter: Meter,
         shaper: RewardShaper | None = None,
@@ -139,17 +149,6 @@ class RewardService:
         else:
             self._meter.answered(time.monotonic() - begun, rows, encoded.num_tokens)
         return answer
-
-    def statistics(self) -> dict[str, float]:
-        """What was counted since the start, and the queue now; see ``Meter.statistics``."""
-        counts = self._scorer.counts
-        return {
-            **self._meter.statistics(),
-            "computed_tokens": counts.computed,
-            "cached_tokens": counts.cached,
-            "tokens_per_call": self._scorer.tokens_per_call,
-            "waiting_rows": self._batcher.waiting_rows,
-        }
 
     def close(self) -> None:
         """End the threads; nothing may be in flight."""

@@ -12,8 +12,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
-from nemo_aligner.training.optimizer.host_moments import HostMoments
+from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments
 
 MIN_LOSS_SCALE = 1.0
 # The one form of the optimizer's state that any layout can read; of the ranks that hold the same
@@ -93,6 +94,16 @@ class Optimizer:
         self._optimizer.step_with_ready_grads()
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
+
+    def state_tensors(self) -> list[Tensor]:
+        """What this rank has of each parameter: its fp32 weights and its moments."""
+        found = []
+        for part in self._optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter]
+                    found += [parameter.data, *(state[key] for key in MOMENTS)]
+        return found
 
     def finish_update(self) -> None:
         """Wait until every rank has all of the updated weights; every rank calls it.

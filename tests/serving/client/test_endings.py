@@ -272,7 +272,7 @@ def test_a_callback_that_would_wait_for_itself_is_told(proxy: Proxy, stuck: str)
     end = time.monotonic() + 20
     while not told and time.monotonic() < end:
         time.sleep(0.02)
-    assert told == ["a callback of a future may not wait for another: use score_future"]
+    assert told == ["a callback of a future may not wait for another: submit a future"]
 
 
 def test_a_server_that_goes_is_an_error_and_one_that_comes_back_is_used(proxy: Proxy) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.errors import ServingError
+from tests.launching import free_port
 from tests.serving.fake_server import CONTRACT, total
 from tests.tiny import ROOT
 
@@ -52,8 +53,40 @@ class TestClient:
     def test_the_contract_needs_no_input(self, server):
         url = f"{server.url}/v2/models/contract/infer"
         with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
-            (output,) = json.load(response)["outputs"]
-        assert json.loads(output["data"][0]) == CONTRACT.to_dict()
+            contract, statistics = (each["data"][0] for each in json.load(response)["outputs"])
+        assert json.loads(contract) == CONTRACT.to_dict()
+        assert json.loads(statistics)["tokens_per_call"] == 256
+
+    def test_a_server_says_what_it_has_counted(self, server, client):
+        (before,) = asyncio.run(client.statistics_async()).values()
+        client.score(["abc", "d"])
+        (after,) = asyncio.run(client.statistics_async()).values()
+        counted = {name: after[name] - before[name] for name in ("requests", "rows", "tokens")}
+        assert counted == {"requests": 1, "rows": 2, "tokens": 4}
+        assert after["calls"] > before["calls"]
+        assert after["forward_seconds"] > before["forward_seconds"]
+
+    def test_rows_say_what_was_cut_and_by_which_contract(self, client):
+        scored = asyncio.run(client.score_rows_async(["a" * 100, "", "b"]))
+        assert scored.exceeded.tolist() == [True, False, False]
+        assert (scored.contract_hash, [*scored.errors]) == (CONTRACT.hash, [1])
+        scored = asyncio.run(client.score_token_rows_async([[1], [-1]]))
+        assert scored.rewards[0].tolist() == [1.0, -1.0]
+        assert "token id -1" in scored.errors[1]
+        with pytest.raises(ServingError, match="row 1: the text is empty"):
+            asyncio.run(client.score_rows_async(["a", ""], on_error="raise"))
+
+    def test_each_server_is_asked_whether_it_is_there(self, server):
+        from nemo_aligner.serving.client.reward import RewardClient
+
+        gone = f"http://127.0.0.1:{free_port()}"
+        with RewardClient([server.url, gone]) as client:
+            found = asyncio.run(client.probe_async())
+            assert found[server.url] is None
+            assert "connection refused" in found[gone]
+            counted = asyncio.run(client.statistics_async())
+        assert counted[gone] is None
+        assert counted[server.url]["calls"] > 0
 
     def test_more_texts_than_fit_a_request(self, client):
         """The server refuses more than 32."""

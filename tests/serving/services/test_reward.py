@@ -14,7 +14,7 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import CheckpointError, DataError, ServingError
 from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.services.reward import RewardService
-from nemo_aligner.serving.transports.triton.model import answer_request
+from nemo_aligner.serving.services.reward_model import answer_request
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer

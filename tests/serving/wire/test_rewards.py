@@ -81,6 +81,24 @@ def test_rows_have_their_rewards_or_their_errors() -> None:
     ROUTE.response.model_validate(answer)
 
 
+def test_what_a_server_adds_that_shapes_its_rewards_is_shown_by_row() -> None:
+    rewards = np.array([[0.5], [np.nan]], dtype=np.float32)
+    reply = ScoreReply(
+        rewards,
+        np.zeros(2, bool),
+        "cafe",
+        raw_rewards=np.array([[2.0, 3.0], [np.nan, np.nan]]),
+        deviation=np.array([[0.25], [np.nan]]),
+        passed=np.array([1.0, np.nan]),
+    )
+    scored = ScoredRequest(reply, {1: "the text is empty"})
+    answer = ROUTE.answer(parsed({"texts": ["a", ""]}), scored, SERVED)
+    assert answer["raw_rewards"] == [[2.0, 3.0], None]
+    assert answer["deviation"] == [[0.25], None]
+    assert answer["passed"] == [1.0, None]
+    ROUTE.response.model_validate(answer)
+
+
 @pytest.mark.parametrize(
     ("kind", "status"), [(FailureKind.bad_request, 400), (FailureKind.busy, 503)]
 )

@@ -8,18 +8,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError
-from nemo_aligner.scoring.shaping import RewardShaper
-from nemo_aligner.serving.batcher import Batcher
-from nemo_aligner.serving.meter import Meter
 from nemo_aligner.serving.ranks import ModelRanks
-from nemo_aligner.serving.services.reward import RewardService, ServableScorer
+from nemo_aligner.serving.service import Servable, Service
 from nemo_aligner.serving.transports.ready import ready_file
 from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
@@ -29,7 +26,6 @@ from nemo_aligner.serving.transports.triton.processes import (
     is_running,
     triton_processes,
 )
-from nemo_aligner.serving.wire.kserve import MODEL_NAME
 
 _WATCH_SECS = 0.2
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
@@ -52,8 +48,8 @@ def check_port(config: ServerConfig) -> None:
         raise ServingError(said[0])
 
 
-def serve(scorer: ServableScorer, config: ServerConfig, shaper: RewardShaper | None = None) -> int:
-    """Answer requests until SIGTERM or SIGINT; every rank calls it.
+def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
+    """Answer requests to all of ``servables`` until SIGTERM or SIGINT; every rank calls it.
 
     Returns:
         The exit code, 0 after a drained stop. A server that cannot go on (a rank, Triton or its
@@ -63,8 +59,8 @@ def serve(scorer: ServableScorer, config: ServerConfig, shaper: RewardShaper | N
         ServingError: it cannot start, on rank 0; the others are released.
     """
     ranks = ModelRanks(
-        scorer.score_token_lists,
-        scorer.forget,
+        {name: call for each in servables for name, call in each.operations.items()},
+        lambda: _forget(servables),
         config.heartbeat_secs,
         config.worker_timeout_secs,
     )
@@ -76,52 +72,49 @@ def serve(scorer: ServableScorer, config: ServerConfig, shaper: RewardShaper | N
         ranks.stop()
         return 0
     try:
-        return _lead(scorer, ranks, config, shaper)
+        return _lead(servables, ranks, config)
     except AlignerError:
         if ranks.failure is None:  # the others have nothing to say to it
             ranks.stop()
         raise
 
 
-def _lead(
-    scorer: ServableScorer, ranks: ModelRanks, config: ServerConfig, shaper: RewardShaper | None
-) -> int:
+def _forget(servables: Sequence[Servable]) -> None:
+    for each in servables:
+        each.forget()
+
+
+def _lead(servables: Sequence[Servable], ranks: ModelRanks, config: ServerConfig) -> int:
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
-    ranks.lead(lambda: _answer(scorer, ranks, config, shaper, lambda: bool(stopping)))
+    ranks.lead(lambda: _answer(servables, ranks, config, lambda: bool(stopping)))
     ranks.stop()
     print("Stopped", flush=True)
     return 0
 
 
 def _answer(
-    scorer: ServableScorer,
+    servables: Sequence[Servable],
     ranks: ModelRanks,
     config: ServerConfig,
-    shaper: RewardShaper | None,
     shall_stop: Callable[[], bool],
 ) -> None:
     """Have Triton hand requests over until it shall stop, while the model is at work beside."""
     port = free_port(config.host, config.port)
-    ranks.execute([[0]])  # the first forward pass is slow, and may show that the model cannot run
-    meter = Meter()
-    batcher = Batcher(ranks.submit, scorer.tokens_per_call, meter)
-    service = RewardService(scorer, batcher, config, meter, shaper)
-    triton = build_triton(service, config, port)
+    services = [each.start(ranks) for each in servables]
+    endpoints = [endpoint for each in services for endpoint in each.endpoints]
+    triton = build_triton(endpoints, config, port)
     guard = _start(triton)
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
-    report = _Report(meter, batcher, scorer, config.report_every_secs)
+    report = _Report(services, config.report_every_secs)
     watch = _Watch(triton, processes, ranks, report)
     with ready_file(config.ready_file, url):
-        print(f"Serving {MODEL_NAME} at {url} (pid {os.getpid()})", flush=True)
-        print(f"Scoring contract {service.contract.hash}", flush=True)
-        if service.contract.shaping is not None:
-            print(f"Shaped rewards: {service.contract.shaping}", flush=True)
-        if scorer.prefix_cache_bytes:
-            kept, size = config.prefix_cache_tokens, scorer.prefix_cache_bytes / 2**20
-            print(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank", flush=True)
+        names = ", ".join(endpoint.name for endpoint in endpoints)
+        print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
+        for line in (line for each in services for line in each.greeting):
+            print(line, flush=True)
         watch.until(shall_stop)
         print("Draining: in-flight requests are answered, new ones are refused", flush=True)
         stop = threading.Thread(target=triton.stop, name="drain", daemon=True)
@@ -130,8 +123,8 @@ def _answer(
         watch.until(lambda: not stop.is_alive(), triton_may_end=True)
     guard.dismiss()
     report.say()
-    service.close()
-    batcher.close()
+    for each in services:
+        each.close()
 
 
 def _start(triton: Any) -> Guard:
@@ -152,13 +145,8 @@ def _start(triton: Any) -> Guard:
 class _Report:
     """Says every few seconds how busy the server is, while it has work."""
 
-    def __init__(
-        self, meter: Meter, batcher: Batcher, scorer: ServableScorer, every_secs: float
-    ) -> None:
-        self._meter = meter
-        self._batcher = batcher
-        self._scorer = scorer
-        self._cached = 0
+    def __init__(self, services: Sequence[Service], every_secs: float) -> None:
+        self._services = services
         self._every_secs = every_secs
         self._said = time.monotonic()
 
@@ -168,11 +156,9 @@ class _Report:
 
     def say(self) -> None:
         self._said = time.monotonic()
-        cached = self._scorer.counts.cached
-        line = self._meter.take_line(self._batcher.waiting_rows, cached - self._cached)
-        self._cached = cached
-        if line is not None and self._every_secs:
-            print(line, flush=True)
+        for line in [service.report() for service in self._services]:
+            if line is not None and self._every_secs:
+                print(line, flush=True)
 
 
 class _Watch:

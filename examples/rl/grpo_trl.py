@@ -1,0 +1,59 @@
+"""GRPO by TRL's trainer, against a running reward server.
+
+    nemo-aligner serve rm_model_file=results/quickstart/run/checkpoints/megatron_gpt.nemo &
+    python examples/rl/grpo_trl.py
+
+TRL's own default costs drift nothing (beta=0), so ``--kl`` is not used here; it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+
+import torch
+from datasets import Dataset
+from policy import Policy, measure, new_parser, print_table, read_prompts, reward_of
+from trl import GRPOConfig, GRPOTrainer
+
+
+def main(options: argparse.Namespace) -> None:
+    """Train, and print what it has gained."""
+    torch.manual_seed(options.seed)
+    policy = Policy(options.policy, options.frozen_layers, options.tokens)
+    heldout, reward = read_prompts(options.heldout), reward_of(options)
+    before = measure(policy, reward, heldout, options.seed)
+    print(f"held out: reward {before.reward:.2f} before training", flush=True)
+    asked = [[{"role": "user", "content": prompt}] for prompt in read_prompts(options.train)]
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=policy.model,
+            reward_funcs=reward,
+            processing_class=policy.tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": asked}),
+            args=GRPOConfig(
+                output_dir=folder,
+                max_steps=options.steps,
+                per_device_train_batch_size=options.prompts * options.replies,
+                num_generations=options.replies,
+                max_completion_length=options.tokens,
+                learning_rate=options.lr,
+                lr_scheduler_type="constant",
+                gradient_checkpointing=False,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                seed=options.seed,
+                bf16=torch.cuda.is_available(),
+            ),
+        )
+        trainer.train()
+    seconds = time.monotonic() - begun
+    policy.model.eval()
+    print_table(before, measure(policy, reward, heldout, options.seed), seconds)
+
+
+if __name__ == "__main__":
+    main(new_parser(__doc__).parse_args())

@@ -1,0 +1,230 @@
+"""The policy of the examples beside: a small language model that replies, and how good it is.
+
+It is loaded with transformers from a folder or a GGUF file; the reference that it may not drift too
+far from is itself before training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from nemo_aligner.integrations.trl import RewardFunction, reward_function
+
+_ROWS_AT_ONCE = 16  # of log-probabilities over the whole vocabulary
+# That of the quickstart's reward model: without the system prompt that SmolLM2's own has.
+_CHATML = """\
+{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Replies:
+    """N replies of at most T tokens, each to its prompt.
+
+    Attributes:
+        tokens: ``[N, P + T]`` int64, prompts filled up on the left, replies on the right.
+        attention: ``[N, P + T]`` int64, 0 where it is filled up.
+        mask: ``[N, T]`` float32, 1 for the tokens of the reply, its end included.
+        prompts, texts: what was asked, and what was replied.
+    """
+
+    tokens: Tensor
+    attention: Tensor
+    mask: Tensor
+    prompts: list[str]
+    texts: list[str]
+
+    def rows(self, rows: Tensor) -> Replies:
+        """Those of these numbers."""
+        return Replies(
+            self.tokens[rows],
+            self.attention[rows],
+            self.mask[rows],
+            [self.prompts[row] for row in rows],
+            [self.texts[row] for row in rows],
+        )
+
+
+class Policy:
+    """A causal language model of which the upper layers are trained."""
+
+    def __init__(self, path: Path, frozen_layers: int, most_tokens: int) -> None:
+        """``path``: a folder as transformers saves it, or a GGUF file."""
+        disable_progress_bar()
+        where, file = (path.parent, path.name) if path.is_file() else (path, None)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(
+            where, gguf_file=file, padding_side="left"
+        )
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.tokenizer.chat_template = _CHATML
+        self.reference = AutoModelForCausalLM.from_pretrained(
+            where, gguf_file=file, dtype=torch.float32
+        ).requires_grad_(False)
+        # Made anew: what comes from a GGUF file counts as quantized, which nothing trains.
+        self.reference.config.quantization_config = None
+        self.model = AutoModelForCausalLM.from_config(self.reference.config, dtype=torch.float32)
+        self.model.load_state_dict(self.reference.state_dict())
+        self.model.eval()
+        self.model.model.embed_tokens.requires_grad_(False)
+        self.model.model.layers[:frozen_layers].requires_grad_(False)
+        self._most_tokens = most_tokens
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that are trained."""
+        return [each for each in self.model.parameters() if each.requires_grad]
+
+    @torch.no_grad()
+    def reply(self, prompts: Sequence[str]) -> Replies:
+        """A sample at temperature 1 for each prompt."""
+        asked = self.tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt in prompts],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        tokens = self.model.generate(
+            **asked,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self._most_tokens,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        said = tokens[:, asked["input_ids"].shape[1] :]
+        is_end = said == self.tokenizer.eos_token_id
+        mask = (is_end.cumsum(1) - is_end.long() == 0).long()
+        return Replies(
+            tokens,
+            torch.cat([asked["attention_mask"], mask], dim=1),
+            mask.float(),
+            list(prompts),
+            self.tokenizer.batch_decode(said, skip_special_tokens=True),
+        )
+
+    def log_probs(self, replies: Replies, model: torch.nn.Module | None = None) -> Tensor:
+        """``[N, T]`` of each token of the replies, by the policy or by another ``model``."""
+        logits = _logits(model or self.model, replies)
+        chosen = replies.tokens[:, -logits.shape[1] :]
+        return torch.log_softmax(logits, -1).gather(-1, chosen[..., None])[..., 0]
+
+    @torch.no_grad()
+    def kl(self, replies: Replies) -> Tensor:
+        """``[N]``: how far the policy is from the reference, summed over each reply, in nats.
+
+        At every token the exact divergence of the two distributions over the vocabulary.
+        """
+        parts = []
+        for rows in torch.arange(len(replies.texts)).split(_ROWS_AT_ONCE):
+            part = Replies(
+                replies.tokens[rows], replies.attention[rows], replies.mask[rows], [], []
+            )
+            mine = torch.log_softmax(_logits(self.model, part), -1)
+            theirs = torch.log_softmax(_logits(self.reference, part), -1)
+            parts.append(((mine.exp() * (mine - theirs)).sum(-1) * part.mask).sum(1))
+        return torch.cat(parts)
+
+
+def _logits(model: torch.nn.Module, replies: Replies) -> Tensor:
+    """``[N, T, vocabulary]`` float32, from which the tokens of the replies were drawn."""
+    positions = (replies.attention.cumsum(1) - 1).clamp(min=0)
+    count = replies.mask.shape[1]
+    found = model(
+        input_ids=replies.tokens,
+        attention_mask=replies.attention,
+        position_ids=positions,
+        logits_to_keep=count + 1,
+    )
+    return found.logits[:, :-1].float()
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How good the policy is on prompts that it is not trained on."""
+
+    reward: float
+    error: float
+    kl: float
+    tokens: float
+    example: str
+
+
+def judge(reward: RewardFunction, replies: Replies) -> Tensor:
+    """``[N]`` float32 rewards by the server, NaN for a reply that it refuses."""
+    prompts = [[{"role": "user", "content": prompt}] for prompt in replies.prompts]
+    said = [[{"role": "assistant", "content": text}] for text in replies.texts]
+    return torch.tensor(reward(prompts, said))
+
+
+def measure(policy: Policy, reward: RewardFunction, prompts: Sequence[str], seed: int) -> HeldOut:
+    """Reply to every prompt once; the same draws for every policy."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        replies = policy.reply(prompts)
+    rewards = judge(reward, replies)
+    scored = rewards[~rewards.isnan()]
+    return HeldOut(
+        float(scored.mean()),
+        float(scored.std() / len(scored) ** 0.5),
+        float(policy.kl(replies).mean()),
+        float(replies.mask.sum(1).mean()),
+        f"{replies.prompts[0]} -> {replies.texts[0]}",
+    )
+
+
+def print_table(before: HeldOut, after: HeldOut, seconds: float) -> None:
+    """What training has gained, and how far the policy has gone for it."""
+    print(f"\n{'held-out prompts':<18}{'reward':>16}{'tokens':>9}{'KL, nats':>10}")
+    for name, held in (("before", before), ("after", after)):
+        reward = f"{held.reward:.2f} ± {held.error:.2f}"
+        print(f"{name:<18}{reward:>16}{held.tokens:>9.1f}{held.kl:>10.2f}")
+    for name, held in (("before", before), ("after", after)):
+        print(f"{name}: {' '.join(held.example.split())}")
+    print(f"trained in {seconds / 60:.1f} minutes")
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The different prompts of a file of pairs, in their order."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return list(dict.fromkeys(row["prompt"] for row in rows))
+
+
+def reward_of(options: argparse.Namespace) -> RewardFunction:
+    """The reward by the server that the options name."""
+    return reward_function(options.url, attribute=options.attribute)
+
+
+def new_parser(about: str | None) -> argparse.ArgumentParser:
+    """The options that the examples have in common."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    quickstart = Path("results/quickstart")
+    parser.add_argument("--url", default="http://127.0.0.1:5555", help="the reward server's")
+    parser.add_argument("--attribute", help="of several that the reward model has")
+    parser.add_argument("--policy", type=Path, default=quickstart / "SmolLM2-135M-Instruct.gguf")
+    parser.add_argument("--train", type=Path, default=quickstart / "data/train.jsonl")
+    parser.add_argument("--heldout", type=Path, default=quickstart / "data/heldout.jsonl")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--replies", type=int, default=4, help="to each of them")
+    parser.add_argument("--tokens", type=int, default=32, help="of a reply, at most")
+    parser.add_argument("--frozen-layers", type=int, default=24, help="the lower ones")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--kl", type=float, default=0.05, help="what a nat of drift costs")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser

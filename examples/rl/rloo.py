@@ -1,0 +1,76 @@
+"""REINFORCE with a leave-one-out baseline (RLOO), against a running reward server.
+
+    nemo-aligner serve rm_model_file=results/quickstart/run/checkpoints/megatron_gpt.nemo &
+    python examples/rl/rloo.py
+
+The advantage of a reply is its reward less the mean of the other replies to its prompt (Ahmadian et
+al. 2024, arXiv 2402.14740); what it drifts from the reference is taken off its reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+import torch
+from policy import (
+    Policy,
+    Replies,
+    judge,
+    measure,
+    new_parser,
+    print_table,
+    read_prompts,
+    reward_of,
+)
+from torch import Tensor
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """``[prompts, K]`` rewards less the mean of the K - 1 others; 0 where there is none (NaN)."""
+    known = ~rewards.isnan()
+    total, count = rewards.nansum(1, keepdim=True), known.sum(1, keepdim=True)
+    others = (total - rewards) / (count - 1)
+    return torch.where(known & (count > 1), rewards - others, 0.0)
+
+
+def step(
+    policy: Policy, optimizer: torch.optim.Optimizer, replies: Replies, rewards: Tensor, kl: float
+) -> None:
+    """One update on replies ``[prompts * K]`` with rewards ``[prompts, K]``."""
+    log_probs = policy.log_probs(replies)
+    with torch.no_grad():
+        reference = policy.log_probs(replies, policy.reference)
+        drift = ((log_probs - reference) * replies.mask).sum(1).reshape(rewards.shape)
+    advantage = advantages(rewards - kl * drift).reshape(-1)
+    loss = -(advantage[:, None] * log_probs * replies.mask).sum() / len(advantage)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.trained, 1.0)
+    optimizer.step()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Train, and print what it has gained."""
+    torch.manual_seed(options.seed)
+    reward = reward_of(options)
+    policy = Policy(options.policy, options.frozen_layers, options.tokens)
+    optimizer = torch.optim.AdamW(policy.trained, lr=options.lr, weight_decay=0.0)
+    prompts, heldout = read_prompts(options.train), read_prompts(options.heldout)
+    before = measure(policy, reward, heldout, options.seed)
+    print(f"held out: reward {before.reward:.2f} before training", flush=True)
+    rng, begun = random.Random(options.seed), time.monotonic()
+    for number in range(1, options.steps + 1):
+        asked = rng.sample(prompts, options.prompts)
+        replies = policy.reply([prompt for prompt in asked for _ in range(options.replies)])
+        rewards = judge(reward, replies).reshape(options.prompts, options.replies)
+        step(policy, optimizer, replies, rewards, options.kl)
+        tokens = replies.mask.sum(1).mean().item()
+        print(f"step {number}: reward {rewards.nanmean():.2f}, {tokens:.1f} tokens", flush=True)
+    seconds = time.monotonic() - begun
+    print_table(before, measure(policy, reward, heldout, options.seed), seconds)
+
+
+if __name__ == "__main__":
+    main(new_parser(__doc__).parse_args())

@@ -1,0 +1,52 @@
+"""PPO's value loss, clipped: what a critic learns by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.batch import Records
+
+RETURNS, PREV_VALUES, MASK = "returns", "prev_values", "mask"
+
+
+@dataclass(frozen=True)
+class ClippedValueLoss:
+    """``0.5 * max((v - R)**2, (clip(v, v_old - c, v_old + c) - R)**2)`` of tokens with a mask.
+
+    v is the value of a token, R its return, v_old its value when the rollout was made, c ``clip``;
+    0 does not clip. The squared error is L^VF of PPO (Schulman et al. 2017, arXiv:1707.06347,
+    equation 9), the clip that of OpenAI's baselines (ppo2); the half, the maximum and the meaning
+    of ``clip`` 0 are those of NeMo-Aligner's critic (``model.loss_clip_val``).
+
+    Attributes:
+        weights: A numbers that make one value of the head's A attributes.
+    """
+
+    clip: float
+    weights: tuple[float, ...] = (1.0,)
+    columns: ClassVar[tuple[str, ...]] = (RETURNS, PREV_VALUES, MASK)
+
+    def loss(self, values: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """The sum over tokens, and how many (int), of the head's ``values [T, A]``.
+
+        Each token is a record with the columns ``returns``, ``prev_values`` and ``mask``, of which
+        the first two may be anything where the mask is 0.
+        """
+        returns, before, mask = records.labels.targets(self.columns).unbind(dim=1)
+        counts = mask != 0
+        returns, before = returns[counts], before[counts]
+        now = merge_attributes(records.as_single(values)[counts], self.weights)
+        losses = (now - returns).square()
+        if self.clip > 0:
+            clipped = before + (now - before).clamp(-self.clip, self.clip)
+            losses = torch.maximum(losses, (clipped - returns).square())
+        return 0.5 * losses.sum(), counts.sum()
+
+
+def merge_attributes(values: Tensor, weights: tuple[float, ...]) -> Tensor:
+    """``[T, A]`` -> ``[T]``: one value of A attributes."""
+    return values @ torch.tensor(weights, dtype=values.dtype, device=values.device)

@@ -1,0 +1,64 @@
+"""What a server offers: services, each with endpoints, that have their operations on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from nemo_aligner.serving.ranks import ModelRanks, Operation
+from nemo_aligner.serving.wire.types import Failure, TensorSpec
+
+Tensors = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One name that requests are sent to.
+
+    Attributes:
+        inputs: what a request has, and ``outputs`` its answer.
+        answer: a request's tensors -> its answer's, or why it has none. Requests are answered as
+            many at once as come, those of each endpoint in an event loop of its own.
+        max_rows: of a request. The shapes of ``inputs`` and ``outputs`` then leave out the first
+            dimension, which counts rows; 0 is an endpoint that has whole shapes.
+    """
+
+    name: str
+    inputs: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+    answer: Callable[[Tensors], Coroutine[Any, Any, Tensors | Failure]]
+    max_rows: int = 0
+
+
+class Service(Protocol):
+    """What answers requests, on rank 0."""
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]: ...
+
+    @property
+    def greeting(self) -> Sequence[str]:
+        """Lines that are said once the server answers."""
+
+    def report(self) -> str | None:
+        """How busy it was since the last report, in a line; None if it was not."""
+
+    def close(self) -> None:
+        """Finish what was submitted, and end all threads; nothing may be in flight."""
+
+
+class Servable(Protocol):
+    """A service before it has a server; every rank has one."""
+
+    @property
+    def operations(self) -> Mapping[str, Operation]:
+        """What it has all ranks compute, by names that no other servable has."""
+
+    def forget(self) -> None:
+        """Keep nothing of earlier operations: one has failed on some rank."""
+
+    def start(self, ranks: ModelRanks) -> Service:
+        """Rank 0: begin, with a first operation that shows whether the model can run."""

@@ -1,0 +1,59 @@
+"""Rollouts: which tokens have a say, and what is refused, in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nemo_aligner.data.rollout import Rollout
+from nemo_aligner.errors import DataError
+
+
+@pytest.fixture
+def rollout() -> Rollout:
+    """Three of five tokens: learned at 1 and 2; never; at 3."""
+    mask = np.array([[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=np.float32)
+    numbers = np.ones_like(mask)
+    return Rollout(np.arange(15).reshape(3, 5), numbers, numbers, mask)
+
+
+def test_tokens_after_the_last_that_is_learned_from_have_no_say(rollout: Rollout) -> None:
+    assert rollout.lengths().tolist() == [3, 0, 4]
+    assert [len(batch) for batch in rollout.in_batches(2)] == [2, 1]
+
+
+def test_numbers_and_ids_count_only_where_they_have_a_say(rollout: Rollout) -> None:
+    rollout.returns[1] = np.nan
+    rollout.prev_values[0, 3] = np.inf
+    rollout.tokens[0, 3:] = -1
+    rollout.check(seq_length=4, vocab_size=14, global_batch_size=2)
+
+
+REFUSED = {
+    "tokens: got shape [5], wanted [N, S], S at least 2": {"tokens": np.arange(5)},
+    "tokens: got shape [0, 5], wanted": {"tokens": np.zeros((0, 5))},
+    "tokens: got shape [3, 1], wanted": {"tokens": np.zeros((3, 1))},
+    "mask: got shape [3, 5], wanted [3, 4]": {"mask": np.ones((3, 5))},
+    "prev_values: got shape [4, 4], wanted [3, 4]": {"prev_values": np.ones((4, 4))},
+    "returns, row 0: got a number that is not finite at 1": {"returns": np.full((3, 4), np.nan)},
+    "mask: got a number that is not finite": {"mask": np.full((3, 4), np.nan)},
+    "mask, row 1: got 4 tokens up to its last number that is not 0, wanted at most 3": {
+        "mask": np.array([[1, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]])
+    },
+    "tokens, row 2: got token id 999, wanted 0 to 99": {
+        "tokens": np.array([[1] * 5, [1] * 5, [999] * 5]),
+        "mask": np.array([[1, 0, 0, 0]] * 3),
+    },
+    "mask: got only zeros in rows 2 to 2, wanted something to learn in every step": {
+        "mask": np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_learned_from_is_refused(rollout: Rollout, message: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        replace(rollout, **REFUSED[message]).check(3, 100, global_batch_size=2)
+    assert str(refusal.value).startswith(message)

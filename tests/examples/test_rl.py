@@ -1,0 +1,98 @@
+"""The examples of reinforcement learning raise the held-out reward; here of a tiny policy."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.serving.servers import FAKE, QUICK, Server, running
+
+FOLDER = tiny.ROOT / "examples/rl"
+# The reward of a fake server is the sum of a text's letters, and the replacement character for
+# bytes that are no UTF-8 is the largest by far.
+GAIN = 50_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("pytriton")
+    with running(tmp_path_factory.mktemp("server"), FAKE, *QUICK) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A policy and prompts, as options of the examples."""
+    folder = tmp_path_factory.mktemp("policy")
+    tiny.write_hf_checkpoint(folder / "policy")
+    rng = random.Random(1)
+    for name, count in (("train", 40), ("heldout", 60)):
+        prompts = [tiny.sentence(rng, 1, 4) for _ in range(count)]
+        lines = [json.dumps({"prompt": prompt, "chosen": "", "rejected": ""}) for prompt in prompts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return [
+        f"--policy={folder / 'policy'}",
+        f"--train={folder / 'train.jsonl'}",
+        f"--heldout={folder / 'heldout.jsonl'}",
+        *("--tokens=8", "--frozen-layers=0", "--prompts=8", "--replies=4"),
+        "--attribute=sum",
+    ]
+
+
+def run(python: str | Path, script: str, *options: str) -> tuple[float, float, float]:
+    """Held-out reward before and after, and the drift."""
+    done = subprocess.run(
+        [str(python), str(FOLDER / script), *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=tiny.environment(),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = dict(
+        re.findall(r"^(before|after) {4,}(\S+ ± \S+ +\S+ +\S+)$", done.stdout, re.MULTILINE)
+    )
+    before, after = (table[name].split() for name in ("before", "after"))
+    return float(before[0]), float(after[0]), float(after[-1])
+
+
+@pytest.mark.slow(seconds=25)
+def test_leave_one_out_raises_the_reward(prepared: list[str], server: Server) -> None:
+    options = [f"--url={server.url}", "--steps=40", "--lr=3e-3", "--kl=1"]
+    before, after, drift = run(sys.executable, "rloo.py", *prepared, *options)
+    assert after > before + GAIN
+    assert drift > 0.1
+
+
+@pytest.mark.slow(seconds=40)
+def test_grpo_raises_the_reward(prepared: list[str], server: Server, trl_python: Path) -> None:
+    options = [f"--url={server.url}", "--steps=40", "--lr=3e-3"]
+    before, after, drift = run(trl_python, "grpo_trl.py", *prepared, *options)
+    assert after > before + GAIN
+    assert drift > 0.1
+
+
+@pytest.mark.slow(seconds=35)
+def test_ppo_raises_the_reward_with_its_critic_on_a_server(
+    prepared: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("pytriton")
+    settings = [
+        f"pretrained_checkpoint.restore_from_path={tiny.write_reward_nemo(tmp_path / 'rm.nemo')}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'critic'}",
+        "trainer.ppo.combine_rm_and_critic_server=true",
+        *("model.optim.lr=1e-3", "server.port=0"),
+    ]
+    with running(tmp_path, "examples/serve_ppo_critic.py", *settings) as server:
+        options = [f"--url={server.url}", "--attribute=helpfulness", "--steps=30", "--lr=3e-3"]
+        before, after, drift = run(sys.executable, "ppo.py", *prepared, *options, "--kl=0.01")
+    assert after > before + 0.1
+    assert drift > 0.1

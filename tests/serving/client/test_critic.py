@@ -1,0 +1,100 @@
+"""What a client of a critic sends, how often, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.errors import ConfigError, ServingError
+from nemo_aligner.serving.client import RewardCriticClient
+from tests.launching import free_port
+from tests.serving.client.misbehaving import Answer, Die, Misbehaving, output, seconds
+
+ROLLOUT = [np.ones((2, 3), dtype=np.int64), *np.zeros((3, 2, 2), dtype=np.float32)]
+
+
+class MisbehavingCritic(Misbehaving):
+    """Notes paths and the shapes of inputs; ``said`` is the next answer, or what dies."""
+
+    said: Answer | Die
+
+    def _post(self, path: str, body: bytes, headers: Any) -> Answer:
+        header = json.loads(body[: int(headers["Inference-Header-Content-Length"])])
+        shapes = {each["name"]: each["shape"] for each in header["inputs"]}
+        self.asked.append([path.split("/")[-2], shapes])
+        if isinstance(self.said, Die):
+            raise self.said
+        return self.said
+
+
+@pytest.fixture
+def critic() -> Any:
+    server = MisbehavingCritic()
+    server.come()
+    yield server
+    server.go()
+
+
+def answer(*outputs: dict[str, Any]) -> Answer:
+    return 200, {"outputs": list(outputs)}
+
+
+def test_values_are_cut_to_each_sequence_and_long_calls_are_split(critic: Any) -> None:
+    critic.limit = 2
+    values = output("values", "FP32", [2, 3], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    critic.said = answer(values, output("rewards", "FP32", [2, 1], [7.0, 8.0]))
+    with RewardCriticClient(critic.url) as client:
+        found = client.infer([[1, 2, 3], [4], [5, 6], [7, 8, 9]])
+    assert [row.tolist() for row in found.values] == [[0, 1, 2], [3], [0, 1], [3, 4, 5]]
+    assert found.rewards is not None
+    assert found.rewards.tolist() == [7, 8, 7, 8]
+    assert [name for name, _ in critic.asked] == ["critic_infer"] * 2
+
+
+def test_nothing_is_asked_about_nothing(critic: Any) -> None:
+    with RewardCriticClient(critic.url) as client:
+        assert client.infer([]).values == []
+    assert critic.asked == []
+
+
+@pytest.mark.parametrize("verb", ["train", "save"])
+def test_what_changes_a_critic_is_sent_once_though_its_answer_is_lost(
+    verb: str, critic: Any
+) -> None:
+    critic.said = Die()
+    with RewardCriticClient(critic.url, retry_s=30) as client:
+        took, error = seconds(getattr(client, verb), *(ROLLOUT if verb == "train" else []))
+    assert "it is not sent again, as it may have been done" in error
+    assert took < 5
+    assert [name for name, _ in critic.asked] == [f"critic_{verb}"]
+
+
+def test_a_rollout_is_sent_as_it_is(critic: Any) -> None:
+    critic.said = answer(output("loss_mean", "FP32", [1], [0.25]))
+    with RewardCriticClient(critic.url) as client:
+        assert client.train_future(*ROLLOUT).result(30) == 0.25
+    half = [2, 2]
+    shapes = {"tokens": [2, 3], "returns": half, "prev_values": half, "mask": half}
+    assert critic.asked == [["critic_train", shapes]]
+
+
+def test_an_answer_without_what_was_asked_for_is_an_error(critic: Any) -> None:
+    critic.said = answer(output("other", "FP32", [1], [0.0]))
+    with RewardCriticClient(critic.url) as client:
+        with pytest.raises(ServingError, match="the answer has no values"):
+            client.infer([[1]])
+        with pytest.raises(ServingError, match="the answer has no loss_mean"):
+            client.train(*ROLLOUT)
+
+
+def test_nobody_listens_and_urls_that_are_none() -> None:
+    with RewardCriticClient(f"http://127.0.0.1:{free_port()}") as client:
+        _, error = seconds(client.save)
+    assert "connection refused" in error
+    with pytest.raises(ConfigError, match="wanted http://host:port"):
+        RewardCriticClient("ftp://nobody")
+    with pytest.raises(ConfigError, match="expect: got 'abc'"):
+        RewardCriticClient(expect="abc")

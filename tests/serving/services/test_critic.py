@@ -1,0 +1,203 @@
+"""The critic's requests take turns, and each has its own answer, without a server or a model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.load import load_config
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.ranks import RanksLostError
+from nemo_aligner.serving.services.critic import SAVE, TRAIN, VALUES, CriticService
+from nemo_aligner.serving.wire import kserve
+from nemo_aligner.serving.wire.types import Failure, FailureKind
+from nemo_aligner.training.critic import ValueStep
+from tests.serving.fake_server import CONTRACT
+
+WAIT_S = 30
+ROLLOUT = {
+    "tokens": np.ones((2, 3), dtype=np.int64),
+    "returns": np.zeros((2, 2), dtype=np.float32),
+    "prev_values": np.zeros((2, 2), dtype=np.float32),
+    "mask": np.ones((2, 2), dtype=np.float32),
+}
+STEPS = [ValueStep(1, 0.5, 3, 1.0, 0.1, 0.0), ValueStep(2, 1.0, 1, None, 0.1, 0.0)]
+
+
+class Ranks:
+    """Notes what all ranks are asked for; the test answers it, when it likes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._answers: list[Future[Any]] = []
+        self._came = threading.Condition()
+
+    def submit(self, operation: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._came:
+            self.calls.append((operation, arguments))
+            self._answers.append(answer)
+            self._came.notify_all()
+        return answer
+
+    def wait_for(self, count: int) -> list[str]:
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.calls) >= count, WAIT_S), self.calls
+        return [operation for operation, _ in self.calls]
+
+    def finish(self, number: int, found: Any = None) -> None:
+        """Values of a token are the number of the call, and eighths for its position."""
+        operation, arguments = self.calls[number]
+        if operation == VALUES:
+            found = [number + np.arange(len(ids)) / 8 for ids in arguments[0]]
+        if isinstance(found, Exception):
+            self._answers[number].set_exception(found)
+        else:
+            self._answers[number].set_result(found)
+
+
+class Asked:
+    """A service, and an event loop in which its requests wait."""
+
+    def __init__(self, *settings: str, tokens_per_call: int = 100) -> None:
+        run: Any = SimpleNamespace(
+            contract=CONTRACT,
+            tokenizer=SimpleNamespace(vocab_size=1000),
+            learner=SimpleNamespace(tokens_per_call=tokens_per_call, step=0),
+            checkpoints=SimpleNamespace(folder="run"),
+        )
+        self.ranks: Any = Ranks()
+        config = load_config(ServeCriticConfig, settings)
+        self.service = CriticService(run, config, self.ranks, has_rewards=False)
+        self.endpoints = {each.name: each for each in self.service.endpoints}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def ask(self, name: str, inputs: dict[str, np.ndarray]) -> Future[Any]:
+        answering: Callable[..., Coroutine[Any, Any, Any]] = self.endpoints[name].answer
+        return asyncio.run_coroutine_threadsafe(answering(inputs), self._loop)
+
+    def infer(self, *lengths: int) -> Future[Any]:
+        return self.ask("critic_infer", kserve.encode_tokens([[1] * each for each in lengths]))
+
+
+def values(future: Future[Any]) -> list[list[float]]:
+    found = future.result(WAIT_S)
+    assert not isinstance(found, Failure), found
+    return found["values"].tolist()
+
+
+def test_a_request_is_answered_whole_before_the_critic_learns_and_what_comes_then_waits() -> None:
+    asked = Asked(tokens_per_call=2)
+    first = asked.infer(2, 2, 1)
+    assert asked.ranks.wait_for(2) == [VALUES, VALUES]
+    train = asked.ask("critic_train", ROLLOUT)
+    save = asked.ask("critic_save", {})
+    later = asked.infer(1)
+    asked.ranks.finish(0)
+    asked.ranks.finish(1)
+    # Its last row is asked for, and only then the training that came after it.
+    assert asked.ranks.wait_for(3) == [VALUES] * 3
+    asked.ranks.finish(2)
+    assert values(first) == [[0.0, 0.125], [1.0, 1.125], [2.0, 0.0]]
+    assert asked.ranks.wait_for(4)[3:] == [TRAIN]
+    assert not later.done()
+    asked.ranks.finish(3, STEPS)
+    assert train.result(WAIT_S)["loss_mean"].tolist() == [(0.5 * 3 + 1.0) / 4]
+    assert asked.ranks.wait_for(5)[4:] == [SAVE]
+    asked.ranks.finish(4, "critic.nemo")
+    assert save.result(WAIT_S)["status"].tolist() == [0]
+    assert asked.ranks.wait_for(6)[5:] == [VALUES]
+    asked.ranks.finish(5)
+    assert values(later) == [[5.0]]
+
+
+def test_what_comes_while_it_trains_is_refused_where_that_is_set() -> None:
+    asked = Asked("trainer.ppo.infer_while_training=refuse")
+    train = asked.ask("critic_train", ROLLOUT)
+    assert asked.ranks.wait_for(1) == [TRAIN]
+    refused = asked.infer(1).result(WAIT_S)
+    assert refused == Failure("the critic is at training; retry after 1 s", FailureKind.busy)
+    asked.ranks.finish(0, STEPS)
+    train.result(WAIT_S)
+    answered = asked.infer(1)
+    asked.ranks.wait_for(2)
+    asked.ranks.finish(1)
+    assert values(answered) == [[1.0]]
+
+
+def test_values_are_filled_up_to_the_width_of_the_request() -> None:
+    asked = Asked()
+    inputs = kserve.encode_tokens([[1, 2], [3]])
+    inputs["tokens"] = np.pad(inputs["tokens"], ((0, 0), (0, 2)))
+    answer = asked.ask("critic_infer", inputs)
+    asked.ranks.wait_for(1)
+    asked.ranks.finish(0)
+    assert values(answer) == [[0.0, 0.125, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    assert answer.result()["values"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message", "kind"),
+    [
+        ({}, "got no inputs, wanted tokens, returns, prev_values, mask", FailureKind.bad_request),
+        (
+            {**ROLLOUT, "mask": np.ones((2, 3), dtype=np.float32)},
+            "mask: got shape [2, 3], wanted [2, 2]",
+            FailureKind.bad_request,
+        ),
+        (
+            {**ROLLOUT, "tokens": np.full((2, 3), 5000)},
+            "tokens, row 0: got token id 5000, wanted 0 to 999",
+            FailureKind.bad_request,
+        ),
+        (
+            {name: np.zeros((999, 999)) for name in ROLLOUT},
+            "got a request of 31936032 bytes, wanted at most 1000000",
+            FailureKind.bad_request,
+        ),
+    ],
+)
+def test_a_rollout_that_is_unfit_reaches_no_rank(
+    inputs: dict[str, np.ndarray], message: str, kind: FailureKind
+) -> None:
+    asked = Asked("server.max_request_bytes=1000000")
+    failure = asked.ask("critic_train", inputs).result(WAIT_S)
+    assert failure.message.startswith(message)
+    assert failure.kind is kind
+    assert asked.ranks.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "kind"),
+    [
+        (ServingError("step 1: a loss"), "the model failed: step 1: a loss", FailureKind.internal),
+        (RanksLostError("a rank died"), "the server cannot go on: a rank died", FailureKind.busy),
+    ],
+)
+def test_a_training_that_fails_says_why_and_the_next_one_begins(
+    error: Exception, message: str, kind: FailureKind
+) -> None:
+    asked = Asked()
+    first, second = (asked.ask("critic_train", ROLLOUT) for _ in range(2))
+    asked.ranks.wait_for(1)
+    asked.ranks.finish(0, error)
+    assert first.result(WAIT_S) == Failure(message, kind)
+    asked.ranks.wait_for(2)
+    asked.ranks.finish(1, STEPS)
+    assert second.result(WAIT_S)["loss_mean"].size == 1
+
+
+def test_a_critic_alone_offers_its_contract() -> None:
+    names = ["critic_infer", "critic_train", "critic_save"]
+    asked = Asked()
+    assert [*asked.endpoints] == [*names, "contract"]
+    assert asked.endpoints["critic_train"].max_rows == 0

@@ -1,0 +1,193 @@
+"""A critic's loss and weights are those of a value loss written out, at any layout; and go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
+from nemo_aligner.data.rollout import Rollout
+from nemo_aligner.errors import CheckpointError, ConfigError, TrainingError
+from nemo_aligner.training.critic_run import CriticRun
+from tests import tiny
+from tests.once import Once
+from tests.training.critic_steps import PROBES, open_run, rollouts
+
+LR, CLIP, EPS, DECAY, MAX_NORM, BATCH = 0.01, 0.3, 1e-3, 0.05, 0.5, 4
+CLOSE = {"rtol": 0, "atol": 2e-5}
+
+
+def values_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """``[N, S]`` by transformers."""
+    return model.score(model.model(tokens).last_hidden_state)[..., 0]
+
+
+class WrittenOut:
+    """PPO's value loss and AdamW with padded tensors, as any book has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = LlamaForSequenceClassification.from_pretrained(folder).float()
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": DECAY},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=EPS)
+        self.steps: list[tuple[float, ...]] = []
+
+    def train(self, rollout: Rollout) -> None:
+        for start in range(0, len(rollout), BATCH):
+            rows = slice(start, start + BATCH)
+            self.train_step(*(torch.tensor(array[rows]) for array in vars(rollout).values()))
+
+    def train_step(
+        self, tokens: torch.Tensor, returns: torch.Tensor, old: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        values = values_of(self.model, tokens)[:, :-1]
+        clipped = torch.clamp(values, old - CLIP, old + CLIP)
+        worst = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+        loss = 0.5 * (worst * mask).sum() / mask.sum()
+        self.adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        number = len(self.steps) + 1
+        lr = LR * min(1.0, number / 3)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        self.steps.append((number, loss.item(), mask.sum().item(), norm.item(), lr))
+
+
+@pytest.fixture(scope="module")
+def model_folder(once: Once) -> Path:
+    def build(folder: Path) -> None:
+        tiny.write_hf_reward_model(folder / "hf", max_position_embeddings=32)
+        convert_hf_to_nemo(folder / "hf", folder / "rm.nemo")
+
+    return once("critic_model", build)
+
+
+@pytest.fixture(scope="module")
+def written_out(model_folder: Path) -> WrittenOut:
+    reference = WrittenOut(model_folder / "hf")
+    for rollout in rollouts():
+        reference.train(rollout)
+    return reference
+
+
+def run_layouts(names: str, processes: int, model: Path, folder: Path) -> dict[str, list[dict]]:
+    script = "tests/training/critic_steps.py"
+    tiny.run_script(script, str(model / "rm.nemo"), str(folder), names, processes=processes)
+    return {
+        name: torch.load(folder / f"{name}.pt", weights_only=False) for name in names.split(",")
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "processes"),
+    [
+        ("one", 1),
+        pytest.param("tp2,tp2_sp,pp2,dp2", 2, marks=pytest.mark.slow(seconds=20)),
+    ],
+)
+def test_losses_and_weights_are_those_written_out(
+    names: str,
+    processes: int,
+    model_folder: Path,
+    written_out: WrittenOut,
+    layout: Any,
+    tmp_path: Path,
+) -> None:
+    wanted = written_out.model.state_dict()
+    first = LlamaForSequenceClassification.from_pretrained(model_folder / "hf").state_dict()
+    for name, runs in run_layouts(names, processes, model_folder, tmp_path).items():
+        whole, restarted = runs
+        assert whole["samples"] == 3 * 7
+        np.testing.assert_allclose(whole["steps"], written_out.steps, rtol=1e-4, err_msg=name)
+        with torch.no_grad():
+            for probe, values in zip(PROBES, whole["after"], strict=True):
+                assert values.dtype == np.float32
+                expected = values_of(written_out.model, torch.tensor([probe]))[0]
+                np.testing.assert_allclose(values, expected, **CLOSE, err_msg=name)
+        export_to_hf(whole["path"], tmp_path / f"{name}_hf", layout, ExportOptions())
+        got = LlamaForSequenceClassification.from_pretrained(tmp_path / f"{name}_hf").state_dict()
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(got[key], tensor, rtol=0, atol=2e-5, msg=f"{name}: {key}")
+            assert (tensor - first[key]).abs().max() > 1e-3, key
+        # A run that was saved and opened again after each call has the same bits.
+        assert restarted["steps"] == whole["steps"], name
+        for one, other in zip(whole["after"], restarted["after"], strict=True):
+            assert np.array_equal(one, other), name
+
+
+@pytest.fixture(scope="module")
+def opened(model_folder: Path, layout: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that has learned and was saved, and how to open others in its folder."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def open_again(*more: str, archive: Path = model_folder / "rm.nemo") -> CriticRun:
+        return open_run(str(archive), folder, layout, *more)
+
+    run = open_again()
+    run.learner.train(rollouts()[0])
+    run.save()
+    return run, open_again
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights_and_the_next_one_learns(opened: Any) -> None:
+    run, _ = opened
+    bad, good = rollouts()[1], rollouts()[2]
+    bad = replace(bad, returns=np.full_like(bad.returns, 3e38))
+    before = [parameter.clone() for parameter in run.learner.model.parameters()]
+    step = run.learner.step
+    with pytest.raises(TrainingError, match=f"^step {step + 1}: got a gradient norm of (nan|inf)"):
+        run.learner.train(bad)
+    assert all(map(torch.equal, before, run.learner.model.parameters()))
+    assert run.learner.step == step
+    found = run.learner.train(good)
+    assert [each.step for each in found] == [step + 1, step + 2]
+    assert not any(map(torch.equal, before, run.learner.model.parameters()))
+
+
+def test_to_save_twice_is_to_save_once_and_only_the_newest_is_kept(opened: Any) -> None:
+    run, open_again = opened
+    run.learner.train(rollouts()[1])
+    path = run.save()
+    assert run.save() == path
+    assert len(run.checkpoints.list_saved()) == 1
+    assert open_again().learner.step == run.learner.step
+
+
+def test_another_run_and_one_that_may_not_go_on_are_refused(opened: Any) -> None:
+    _, open_again = opened
+    with pytest.raises(CheckpointError, match=r"model\.freeze_layers: the checkpoint has 0"):
+        open_again("model.freeze_layers=1")
+    with pytest.raises(ConfigError, match=r"exp_manager\.resume_if_exists: got false"):
+        open_again("exp_manager.resume_if_exists=false")
+    with pytest.raises(ConfigError, match=r"model\.micro_batch_tokens: got 31, wanted at least"):
+        open_again("model.micro_batch_tokens=31")
+
+
+def test_what_is_no_reward_model_is_refused(opened: Any, tmp_path: Path) -> None:
+    _, open_again = opened
+    base = tiny.write_base_nemo(tmp_path / "base.nemo")
+    with pytest.raises(CheckpointError, match="no scoring contract; wanted a reward model"):
+        open_again(archive=base)
+
+
+def test_the_saved_critic_starts_another_run_with_its_values(
+    opened: Any, layout: Any, tmp_path: Path
+) -> None:
+    run, _ = opened
+    another = open_run(str(run.save()), tmp_path, layout)
+    probes = [np.array(probe) for probe in PROBES]
+    assert another.learner.step == 0
+    for one, other in zip(run.learner.values(probes), another.learner.values(probes), strict=True):
+        assert np.array_equal(one, other)
