@@ -54,12 +54,15 @@ def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
     assert " passed" in done.stdout.splitlines()[-1]
 
 
-def processes_about(file: Path) -> list[int]:
-    """Those with the file in their command line."""
+CLIP = "shaping.clip=[1.4, 1.6]"
+
+
+def servers_that_clip() -> list[int]:
+    """Those that were started with the setting of the test."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
-            if str(file).encode() in path.read_bytes():
+            if CLIP.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
 
@@ -90,9 +93,9 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     assert (refused["failure_kind"], refused["mask_sample"]) == (REFUSED, True)
     assert "message 2 ends with '<|im_end|>'" in refused["failure_reason"]
     end = time.monotonic() + 60
-    while processes_about(reward_model) and time.monotonic() < end:
+    while servers_that_clip() and time.monotonic() < end:
         time.sleep(0.2)
-    assert processes_about(reward_model) == []
+    assert servers_that_clip() == []
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
