@@ -42,8 +42,7 @@ class ShapingConfig:
 
     standardize: Standardize = setting(
         Standardize.none,
-        "less a mean, over a deviation: those of the scoring contract, of all rewards so far, or "
-        "shaping.mean and shaping.std",
+        "less a mean, over a deviation: as trained, of all rewards, or given",
     )
     mean: list[float] = setting([], "of standardize=given: a number for each attribute")
     std: list[float] = setting([], "of standardize=given: a number above 0 for each attribute")

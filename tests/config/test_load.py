@@ -12,7 +12,7 @@ from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.gateway import GatewayRunConfig
-from nemo_aligner.config.load import config_to_dict, load_config, save_config
+from nemo_aligner.config.load import config_to_dict, load_config, load_values, save_config
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import ConfigError, SettingsError
@@ -194,3 +194,10 @@ def test_settings_are_read_without_torch() -> None:
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_settings_of_another_program_are_checked_as_those_of_a_file() -> None:
+    config = load_values(EvaluateConfig, {"model": {"micro_batch_tokens": 9}}, "their settings")
+    assert config.model.micro_batch_tokens == 9
+    with pytest.raises(SettingsError, match="their settings: unknown key"):
+        load_values(EvaluateConfig, {"model": {"micro_batch_tokes": 9}}, "their settings")

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
-from tests import tiny
+from nemo_aligner.scoring.scorer import RewardScorer
 from tests.integrations import gym
 
 QUESTION = "what is the river"
@@ -55,22 +54,15 @@ def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
     assert " passed" in done.stdout.splitlines()[-1]
 
 
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
+CLIP = "shaping.clip=[1.4, 1.6]"
 
 
-@pytest.fixture(scope="module")
-def scorer(reward_model: Path, layout: Any) -> RewardScorer:
-    return load_scorer(reward_model, layout)
-
-
-def processes_about(file: Path) -> list[int]:
-    """Those with the file in their command line."""
+def servers_that_clip() -> list[int]:
+    """Those that were started with the setting of the test."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
-            if str(file).encode() in path.read_bytes():
+            if CLIP.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
 
@@ -100,10 +92,10 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     assert (enough["reward"], enough["raw_reward"]) == (1.0, answers[0]["reward"])
     assert (refused["failure_kind"], refused["mask_sample"]) == (REFUSED, True)
     assert "message 2 ends with '<|im_end|>'" in refused["failure_reason"]
-    end = time.monotonic() + 30
-    while processes_about(reward_model) and time.monotonic() < end:
+    end = time.monotonic() + 60
+    while servers_that_clip() and time.monotonic() < end:
         time.sleep(0.2)
-    assert processes_about(reward_model) == []
+    assert servers_that_clip() == []
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,9 +19,7 @@ from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvi
 from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.text.contract import ScoringContract
-from tests import tiny
 from tests.serving.fake_server import CONTRACT, total
-from tests.serving.servers import FAKE, QUICK, Server, running
 
 PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
 
@@ -182,15 +180,8 @@ def test_settings_are_errors_all_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    pytest.importorskip("pytriton")
-    with running(tmp_path_factory.mktemp("server"), FAKE, *QUICK) as started:
-        yield started
-
-
-def test_servers_are_asked(server: Server) -> None:
-    asking = RewardModelEnvironment({"url": server.url, "attribute": "minus"})
+def test_servers_are_asked(fake_server: str) -> None:
+    asking = RewardModelEnvironment({"url": fake_server, "attribute": "minus"})
     step = asking.step([said("a", "b"), said("c", "d")], [None, None])
     assert step.rewards.tolist() == [-195.0, -199.0]
     with pytest.raises(DataError, match="sample 0: the text is empty"):
@@ -199,10 +190,6 @@ def test_servers_are_asked(server: Server) -> None:
 
 
 class TestInProcess:
-    @pytest.fixture(scope="class")
-    def reward_model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
-
     LOGS = (said("what is the river", "thank you"), said("who sings", "the bird in the tree"))
 
     @pytest.mark.parametrize("cpu_offload", [False, True])

@@ -1,0 +1,89 @@
+"""A tiny reward model behind a server and its gateway, for all tests of this folder."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from tests import tiny
+from tests.once import Once
+from tests.serving.servers import FAKE, QUICK, running
+
+SERVE = "examples/serve_reward_model.py"
+START_SECS = 120
+
+
+def write_models(folder: Path) -> None:
+    tiny.write_reward_nemo(folder / "rm.nemo")
+    tiny.write_hf_checkpoint(folder / "policy")
+
+
+@pytest.fixture(scope="session")
+def reward_model(once: Once) -> Path:
+    """With the attributes helpfulness and verbosity."""
+    return once("integrations", write_models) / "rm.nemo"
+
+
+@pytest.fixture(scope="session")
+def policy(reward_model: Path) -> Path:
+    """With the tokenizer of the reward model."""
+    return reward_model.parent / "policy"
+
+
+@pytest.fixture(scope="module")
+def scorer(reward_model: Path, layout: Any) -> RewardScorer:
+    return load_scorer(reward_model, layout)
+
+
+@pytest.fixture(scope="session")
+def server(reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pytest.importorskip("pytriton")
+    settings = [f"rm_model_file={reward_model}", "server.port=0"]
+    with running(tmp_path_factory.mktemp("server"), SERVE, *settings) as started:
+        yield started.url
+
+
+@pytest.fixture(scope="session")
+def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pytest.importorskip("uvicorn")
+    with gateway_of(server, tmp_path_factory.mktemp("gateway")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of one whose rewards are sums of characters."""
+    pytest.importorskip("pytriton")
+    with running(tmp_path_factory.mktemp("fake"), FAKE, *QUICK) as started:
+        yield started.url
+
+
+@contextlib.contextmanager
+def gateway_of(backend: str, folder: Path) -> Iterator[str]:
+    ready, log = folder / "ready", folder / "log"
+    settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nemo_aligner", "gateway", *settings],
+            env=tiny.environment(),
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        end = time.monotonic() + START_SECS
+        while not ready.exists():
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.1)
+        yield ready.read_text().strip()
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,148 @@
+"""The clients of other projects, their own code, against a running server and its gateway."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from nemo_aligner.scoring.scorer import RewardScorer
+from tests import tiny
+from tests.environments import package
+from tests.integrations.clients import openrlhf_client, verl_client
+from tests.integrations.clients.stand_ins import StandIns
+
+pytestmark = pytest.mark.slow(seconds=20)
+
+CLIENTS = Path(__file__).parent / "clients"
+RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
+# A Python that has vLLM: its package is too large to install for a test.
+VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+CHATS = [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in (
+        ("what is the river", "thank you the river is blue"),
+        ("who sings", "the bird sings in the tree"),
+        ("why", "no"),
+    )
+]
+
+
+def printed(python: str | Path, script: str, *arguments: Any) -> Any:
+    """What a client's script prints last."""
+    done = subprocess.run(
+        [str(python), str(CLIENTS / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=tiny.environment(TOKENIZERS_PARALLELISM="false"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    return StandIns(monkeypatch)
+
+
+def test_openrlhf_s_executor(
+    gateway: str, policy: Path, scorer: RewardScorer, modules: StandIns
+) -> None:
+    folder = package("openrlhf==0.11.2")
+    pairs = [(chat[0]["content"], " " + chat[1]["content"]) for chat in CHATS]
+    found = openrlhf_client.ask(folder, f"{gateway}/get_reward", policy, pairs, modules)
+    assert [each["query"] for each in found] == ["".join(pair) for pair in pairs]
+    rewards = scorer.score([each["query"] for each in found])
+    # One reply at a time: each answer is a list of one reward.
+    sums = rewards.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose([each["reward"] for each in found], sums, **CLOSE)
+    assert [each["scores"] for each in found] == [each["reward"] for each in found]
+    logged = [each["extra_logs"]["reward_verbosity"] for each in found]
+    np.testing.assert_allclose(logged, rewards[:, 1:], **CLOSE)
+
+
+def test_verl_s_reward_loop(
+    gateway: str, policy: Path, scorer: RewardScorer, modules: StandIns
+) -> None:
+    folder = package("verl==0.9.1")
+    found = verl_client.ask(folder, urlsplit(gateway).netloc, policy, CHATS, modules)
+    # It writes the reward model's template itself, and takes the BOS off that vLLM would add.
+    assert found[2]["text"] == "user\nwhy<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
+    last = scorer.score([each["text"] for each in found])[:, -1]  # of several it takes the last
+    np.testing.assert_allclose([each["reward_score"] for each in found], last, **CLOSE)
+
+
+def test_a_step_of_trl_s_grpo_trainer(
+    server: str, policy: Path, scorer: RewardScorer, trl_python: Path, tmp_path: Path
+) -> None:
+    step = printed(trl_python, "trl_step.py", policy, server, tmp_path)
+    texts, rewards = step["texts"], step["rewards"]
+    assert len(texts) == 4
+    assert all(text[-1]["role"] == "assistant" for text in texts)
+    np.testing.assert_allclose(rewards, scorer.score(texts)[:, 0], **CLOSE)
+    assert np.std(rewards) > 1e-3
+    assert step["log"]["rewards/helpful/mean"] == pytest.approx(np.mean(rewards), abs=1e-5)
+    assert step["log"]["rewards/helpful/refused"] == 0
+    assert step["moved"] > 1e-5
+
+
+CASES: list[dict[str, Any]] = [
+    {"input": "a rose"},
+    {"input": ["a rose", "the river is blue"]},
+    {"input": [5, 6, 7]},
+    {"input": [[5, 6, 7], [8, 9]]},
+    {"messages": CHATS[0]},
+]
+
+
+def rewards_of(case: dict[str, Any], scorer: RewardScorer) -> np.ndarray:
+    if "messages" in case:
+        return scorer.score([case["messages"]])
+    given = case["input"]
+    if isinstance(given, str):
+        return scorer.score([given])
+    if isinstance(given[0], int):
+        return scorer.score_tokens([given])
+    return scorer.score(given) if isinstance(given[0], str) else scorer.score_tokens(given)
+
+
+def vllm_python() -> str:
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    if VLLM_VARIABLE not in os.environ:
+        pytest.skip(f"vLLM is not installed, and {VLLM_VARIABLE} names no Python that has it")
+    return os.environ[VLLM_VARIABLE]
+
+
+def test_vllm_s_objects_of_classify(gateway: str, scorer: RewardScorer) -> None:
+    said = printed(vllm_python(), "vllm_classify.py", f"{gateway}/classify", json.dumps(CASES))
+    for case, rewards in zip(CASES, said["rewards"], strict=True):
+        np.testing.assert_allclose(rewards, rewards_of(case, scorer), **CLOSE)
+    assert said["recorded"] == json.loads(RECORDED.read_text())
+
+
+def test_what_vllm_s_objects_have_written(gateway: str, scorer: RewardScorer) -> None:
+    """The same where vLLM is not there, by bodies and answers of its 0.32."""
+    recorded = json.loads(RECORDED.read_text())
+    wanted = {name: set(fields) for name, fields in recorded["answer"].items()}
+    for case, body in zip(CASES, recorded["bodies"], strict=True):
+        request = urllib.request.Request(f"{gateway}/classify", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            read = json.load(answer)
+        assert wanted["required"] <= set(read)
+        for each in read["data"]:
+            assert wanted["required_of_data"] <= set(each) <= wanted["known_of_data"]
+        rewards = [each["probs"] for each in read["data"]]
+        np.testing.assert_allclose(rewards, rewards_of(case, scorer), **CLOSE)
