@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_aligner.config.gateway import GatewayConfig, GatewayRunConfig
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.serving.client import LoopRewardClient
+from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.transports.http import build_app
 from nemo_aligner.serving.transports.http_server import open_socket, run_app
 from nemo_aligner.serving.wire.protocols import ROUTES
@@ -26,13 +26,14 @@ def run_gateway(config: GatewayRunConfig) -> int:
     logging.getLogger("nemo_aligner.serving.client.rows").setLevel(logging.ERROR)
     own = config.gateway
     token = read_token(own)
-    client = LoopRewardClient(
+    client = RewardClient(
         config.backends,
         expect=config.expect_contract,
         timeout_s=own.timeout_s,
         wait_s=own.retry_s,
         retry_s=own.retry_s,
         max_connections=own.max_connections,
+        in_callers_loop=True,
     )
     with open_socket(own) as listening:
         print(f"Backends: {', '.join(config.backends)}", flush=True)

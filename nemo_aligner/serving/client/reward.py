@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 
 from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.calls import ServerClient, checked_urls, in_time
+from nemo_aligner.serving.client.calls import ServerClient, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.rows import (
     OnError,
@@ -23,8 +22,6 @@ from nemo_aligner.serving.client.split import split_texts, split_tokens
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text
-
-T = TypeVar("T")
 
 
 class RewardClient(ServerClient[ServerPool]):
@@ -48,6 +45,7 @@ class RewardClient(ServerClient[ServerPool]):
         wait_s: float = 0.0,
         retry_s: float = 5.0,
         max_connections: int = 16,
+        in_callers_loop: bool = False,
     ) -> None:
         """One ``url``, or those of several servers of the same model.
 
@@ -59,6 +57,9 @@ class RewardClient(ServerClient[ServerPool]):
             wait_s: for a server that is not up yet
             retry_s: for a server that has answered before and is gone, or has no room
             max_connections: requests at once, for each server
+            in_callers_loop: the asyncio methods work in the event loop that calls them, always the
+                same one, and not in a thread, which costs each request two hand-overs; ``aclose``
+                then closes the client, and the other methods are not for it
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, or a URL is none.
@@ -68,7 +69,8 @@ class RewardClient(ServerClient[ServerPool]):
         connect = partial(
             ServerPool, urls, model_name, self._agreement, wait_s, retry_s, max_connections
         )
-        super().__init__(f"{', '.join(urls)}, {model_name}", timeout_s, connect)
+        name = f"{', '.join(urls)}, {model_name}"
+        super().__init__(name, timeout_s, connect, in_callers_loop)
 
     def contract(self) -> ScoringContract:
         """The contract that the servers score by.
@@ -161,26 +163,6 @@ class RewardClient(ServerClient[ServerPool]):
     ) -> ScoredRows:
         check_on_error(on_error)
         return await RowCollector(pool, on_error).collect(total, split, self._agreement.columns)
-
-
-class LoopRewardClient(RewardClient):
-    """The asyncio methods of a ``RewardClient``, for one event loop, and in that loop.
-
-    There is no thread beside it, which every request would have to be handed to and taken back
-    from. It has to be closed by ``aclose``; the methods without ``async`` are those of its parent.
-    """
-
-    _pool: ServerPool | None = None
-
-    async def aclose(self) -> None:
-        """Let the connections go; nothing may be in flight."""
-        if self._pool is not None:
-            await self._pool.close()
-
-    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
-        if self._pool is None:
-            self._pool = self._connect()
-        return await in_time(work, given, self._timeout_s, self._name, self._pool)
 
 
 def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nemo_aligner.errors import ConfigError, ServingError
-from nemo_aligner.serving.client import LoopRewardClient, RefusedError, RewardClient
+from nemo_aligner.serving.client import RefusedError, RewardClient
 from tests.launching import free_port
 from tests.serving.client.misbehaving import Die, Misbehaving, output, refuse, seconds
 from tests.serving.fake_server import CONTRACT, total
@@ -32,7 +32,7 @@ def test_in_a_loop_of_its_own_caller_it_scores_without_a_thread(
     one, other = servers[0].come(), servers[1].come()
 
     async def score() -> list[Any]:
-        client = LoopRewardClient([one.url, other.url])
+        client = RewardClient([one.url, other.url], in_callers_loop=True)
         both = asyncio.gather(*(client.score_rows_async([text]) for text in ("a", "bc")))
         found: list[Any] = [each.rewards[0, 0] for each in await both]
         with pytest.raises(ServingError, match="row 1: no good"):
