@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import config_to_dict, load_config, load_values, save_config
@@ -174,6 +175,7 @@ def test_a_setting_may_refer_to_another(tmp_path: Path) -> None:
 SCHEMAS = {
     "train": TrainConfig,
     "serve": ServeConfig,
+    "serve_critic": ServeCriticConfig,
     "evaluate": EvaluateConfig,
     "gateway": GatewayRunConfig,
 }
@@ -181,7 +183,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_yaml_loads(path: Path) -> None:
-    schema = SCHEMAS[path.stem.partition("_")[0]]
+    schema = SCHEMAS.get(path.stem) or SCHEMAS[path.stem.partition("_")[0]]
     load_config(schema, file=path)
 
 

@@ -1,7 +1,7 @@
 """``critic_steps.py ARCHIVE FOLDER LAYOUTS``: a critic learns, is saved, and goes on elsewhere.
 
-Each of LAYOUTS trains on the calls of ``rollouts()``, and saves; half of them again with a restart
-in the midst. FOLDER/LAYOUT then has the run, FOLDER/LAYOUT.pt what was seen.
+Each of LAYOUTS trains on the calls of ``rollouts()``, and saves; then again, with a restart after
+the first. FOLDER/LAYOUT then has the run, FOLDER/LAYOUT.pt what was seen.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, 
     run, steps = open_run(archive, folder, layout), []
     probes = [np.array(probe) for probe in PROBES]
     before = run.learner.values(probes)
-    for rollout in rollouts():
+    for number, rollout in enumerate(rollouts()):
         steps += run.learner.train(rollout)
-        if restarts:
+        if restarts and number == 0:
             run.save()
             run = open_run(archive, folder, layout)
     path = run.save()

@@ -121,7 +121,7 @@ def test_losses_and_weights_are_those_written_out(
         for key, tensor in wanted.items():
             torch.testing.assert_close(got[key], tensor, rtol=0, atol=2e-5, msg=f"{name}: {key}")
             assert (tensor - first[key]).abs().max() > 1e-3, key
-        # A run that was saved and opened again after each call has the same bits.
+        # A run that was saved and opened again has the same bits.
         assert restarted["steps"] == whole["steps"], name
         for one, other in zip(whole["after"], restarted["after"], strict=True):
             assert np.array_equal(one, other), name
