@@ -21,8 +21,8 @@ COPY . .
 # The image's torch fits its CUDA and its TransformerEngine: nothing may replace it.
 RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \
         > /tmp/constraints.txt && \
-    PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gguf]" && \
+    PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gateway,gguf]" && \
     rm /tmp/constraints.txt
 
-# The reward server
-EXPOSE 5555
+# The reward server, and the gateway
+EXPOSE 5555 8000

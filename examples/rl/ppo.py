@@ -85,7 +85,7 @@ def values_of(critic: RewardCriticClient, replies: Replies) -> Tensor:
     values = torch.zeros_like(replies.mask)
     for row, (ids, count) in enumerate(zip(tokens, replies.mask.sum(1).long(), strict=True)):
         first = len(ids) - int(count)
-        values[row, :count] = torch.from_numpy(found.values[row][first - 1 : len(ids) - 1])
+        values[row, :count] = torch.tensor(found.values[row][first - 1 : len(ids) - 1])
     return values
 
 

@@ -26,21 +26,20 @@ def run_gateway(config: GatewayRunConfig) -> int:
     logging.getLogger("nemo_aligner.serving.client.rows").setLevel(logging.ERROR)
     own = config.gateway
     token = read_token(own)
-    with (
-        open_socket(own) as listening,
-        RewardClient(
-            config.backends,
-            expect=config.expect_contract,
-            timeout_s=own.timeout_s,
-            wait_s=own.retry_s,
-            retry_s=own.retry_s,
-            max_connections=own.max_connections,
-        ) as client,
-    ):
+    client = RewardClient(
+        config.backends,
+        expect=config.expect_contract,
+        timeout_s=own.timeout_s,
+        wait_s=own.retry_s,
+        retry_s=own.retry_s,
+        max_connections=own.max_connections,
+        in_callers_loop=True,
+    )
+    with open_socket(own) as listening:
         print(f"Backends: {', '.join(config.backends)}", flush=True)
         if token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
             print("No bearer token is set: whoever reaches the port is answered", flush=True)
-        return run_app(build_app(ROUTES, client, own, token), listening, own)
+        return run_app(build_app(ROUTES, client, own, token, client.aclose), listening, own)
 
 
 def read_token(config: GatewayConfig) -> str | None:

@@ -49,7 +49,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         is_kserve = "inputs" in asked
-        ids = asked["inputs"][0]["data"] if is_kserve else asked["input"]
+        ids = asked["inputs"][0]["data"] if is_kserve else asked.get("input", asked.get("tokens"))
+        ids = ids[0] if isinstance(ids[0], list) else ids
         with self.server.lock:
             self.server.asked.append(self.path)
             self.server.at_once += 1
@@ -59,7 +60,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.at_once -= 1
         reward = [sum(ids)]
         outputs = {"outputs": [{"name": "rewards", "data": reward}]}
-        self.answer(9 in ids, outputs if is_kserve else {"data": [{"probs": reward}]})
+        others = {"rewards": [reward]} if "tokens" in asked else {"data": [{"probs": reward}]}
+        self.answer(9 in ids, outputs if is_kserve else others)
 
     def answer(self, is_refused: bool, content: dict[str, Any]) -> None:
         body = b"no nines" if is_refused else json.dumps(content).encode()
@@ -107,6 +109,33 @@ def test_both_servers_are_asked_and_understood(server: FakeServer) -> None:
     assert found.rewards == [[9.0]] * 3
     assert found.refused == 0
     assert server.asked == ["/v2/models/reward_model/infer"] * 2 + ["/classify"] * 3
+
+
+def test_the_gateway_is_asked_and_understood(server: FakeServer) -> None:
+    gateway = module("gateway")
+    requests = [gateway.rewards_request([1, 2]), gateway.classify_request([3])]
+    found = put(load_of(server.url) | {"requests": requests, "count": 2})
+    assert found.rewards == [[3.0], [3.0]]
+    assert server.asked == ["/v1/rewards", "/classify"]
+
+
+def test_what_the_gateway_adds_is_compared_turn_by_turn_and_every_reward_is_the_servers() -> None:
+    gateway = module("gateway")
+    load = module("serving_servers").Load
+
+    def loads(*seconds: float) -> list[Any]:
+        return [load(1.0, [200], [each], [[1.0]], []) for each in seconds]
+
+    alone = {gateway.DIRECT: loads(0.01, 0.1, 0.02), "through": loads(0.012, 0.103, 0.021)}
+    row = gateway._row("through", alone, alone, 4)
+    assert (row["added ms"], row["most added ms"]) == (pytest.approx(2), pytest.approx(3))
+    assert row["requests/s, 4 clients"] == 1.0
+    gateway._check([*loads(1), *loads(1)], 0.0)
+    other = load(1.0, [200], [1.0], [[1.0 + 1e-6]], [])
+    with pytest.raises(module("common").WorkerFailed, match="from that of the server"):
+        gateway._check([*loads(1), other], 0.0)
+    with pytest.raises(module("common").WorkerFailed, match="1 requests have no reward"):
+        gateway._check([*loads(1), load(1.0, [503], [1.0], [None], ["busy"])], 0.0)
 
 
 def test_so_many_clients_ask_at_once(server: FakeServer) -> None:

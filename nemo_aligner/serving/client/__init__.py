@@ -5,4 +5,10 @@ from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.rows import ScoredRows
 from nemo_aligner.serving.client.server import RefusedError
 
-__all__ = ["RefusedError", "RewardClient", "RewardCriticClient", "ScoredRows", "Valued"]
+__all__ = [
+    "RefusedError",
+    "RewardClient",
+    "RewardCriticClient",
+    "ScoredRows",
+    "Valued",
+]

@@ -30,13 +30,21 @@ class ServerClient(Generic[C]):
     program that ends does not wait for what it has in flight.
     """
 
-    def __init__(self, name: str, timeout_s: float, connect: Callable[[], C]) -> None:
-        """``name`` begins errors; ``connect`` is called in the thread."""
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        connect: Callable[[], C],
+        in_callers_loop: bool = False,
+    ) -> None:
+        """``name`` begins errors; ``connect`` is called in the thread, or in the caller's loop."""
         self._name = name
         self._timeout_s = timeout_s
         self._connect = connect
         self._lock = Lock()
         self._background: Background[C] | None = None
+        self._in_callers_loop = in_callers_loop
+        self._here: C | None = None
         self._is_closed = False
 
     def __enter__(self: Client) -> Client:
@@ -58,6 +66,11 @@ class ServerClient(Generic[C]):
         if self._background is not None and self._background.belongs_here():
             self._background.close()
 
+    async def aclose(self) -> None:
+        """Let the connections of the caller's loop go; nothing may be in flight."""
+        if self._here is not None:
+            await self._here.close()
+
     def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> Future[T]:
         """``work(pool, *given)`` in the background, for ``timeout_s`` at most."""
         limited = partial(_in_time, work, given, self._timeout_s, self._name)
@@ -65,7 +78,11 @@ class ServerClient(Generic[C]):
 
     async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
         """``_submit``, for asyncio."""
-        return await asyncio.wrap_future(self._submit(work, *given))
+        if not self._in_callers_loop:
+            return await asyncio.wrap_future(self._submit(work, *given))
+        if self._here is None:
+            self._here = self._connect()
+        return await _in_time(work, given, self._timeout_s, self._name, self._here)
 
     def _started(self) -> Background[C]:
         """The background of this process: a forked one has none yet.
@@ -101,7 +118,7 @@ async def _in_time(
     given: Sequence[Any],
     timeout_s: float,
     name: str,
-    connections: Connections,
+    connections: C,
 ) -> T:
     try:
         return await asyncio.wait_for(work(connections, *given), timeout_s)

@@ -45,6 +45,7 @@ class RewardClient(ServerClient[ServerPool]):
         wait_s: float = 0.0,
         retry_s: float = 5.0,
         max_connections: int = 16,
+        in_callers_loop: bool = False,
     ) -> None:
         """One ``url``, or those of several servers of the same model.
 
@@ -56,6 +57,9 @@ class RewardClient(ServerClient[ServerPool]):
             wait_s: for a server that is not up yet
             retry_s: for a server that has answered before and is gone, or has no room
             max_connections: requests at once, for each server
+            in_callers_loop: the asyncio methods work in the event loop that calls them, always the
+                same one, and not in a thread, which costs each request two hand-overs; ``aclose``
+                then closes the client, and the other methods are not for it
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, or a URL is none.
@@ -65,7 +69,8 @@ class RewardClient(ServerClient[ServerPool]):
         connect = partial(
             ServerPool, urls, model_name, self._agreement, wait_s, retry_s, max_connections
         )
-        super().__init__(f"{', '.join(urls)}, {model_name}", timeout_s, connect)
+        name = f"{', '.join(urls)}, {model_name}"
+        super().__init__(name, timeout_s, connect, in_callers_loop)
 
     def contract(self) -> ScoringContract:
         """The contract that the servers score by.

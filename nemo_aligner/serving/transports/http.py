@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -36,10 +37,25 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(
-    routes: Sequence[Route[Any]], client: RewardClient, config: GatewayConfig, token: str | None
+    routes: Sequence[Route[Any]],
+    client: RewardClient,
+    config: GatewayConfig,
+    token: str | None,
+    at_end: Callable[[], Awaitable[None]] | None = None,
 ) -> ASGIApp:
-    """What answers HTTP; with a ``token``, all but health and readiness asks for it."""
+    """What answers HTTP; with a ``token``, all but health and readiness asks for it.
+
+    ``at_end`` is called in its event loop once all is answered.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if at_end is not None:
+            await at_end()
+
     app = FastAPI(
+        lifespan=lifespan,
         title="nemo_aligner gateway",
         version=nemo_aligner.__version__,
         description="Rewards of a reward model, by several protocols.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -23,6 +24,30 @@ def eventually(condition: Any) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return condition()
+
+
+def test_in_a_loop_of_its_own_caller_it_scores_without_a_thread(
+    servers: list[Misbehaving],
+) -> None:
+    one, other = servers[0].come(), servers[1].come()
+
+    async def score() -> list[Any]:
+        client = RewardClient([one.url, other.url], in_callers_loop=True)
+        both = asyncio.gather(*(client.score_rows_async([text]) for text in ("a", "bc")))
+        found: list[Any] = [each.rewards[0, 0] for each in await both]
+        with pytest.raises(ServingError, match="row 1: no good"):
+            await client.score_async(["a", "!good"])
+        assert {thread.name for thread in threading.enumerate()}.isdisjoint({"reward client"})
+        other.go()
+        found.append((await client.probe_async())[other.url])
+        found.append((await client.score_rows_async(["d"])).contract_hash)
+        await client.aclose()
+        return found
+
+    first, second, gone, contract_hash = asyncio.run(score())
+    assert [first, second] == [total("a"), total("bc")]
+    assert "connection refused" in gone
+    assert contract_hash == CONTRACT.hash
 
 
 class TestNobody:
