@@ -47,7 +47,7 @@ class ShapingConfig:
     mean: list[float] = setting([], "of standardize=given: a number for each attribute")
     std: list[float] = setting([], "of standardize=given: a number above 0 for each attribute")
     statistics_file: str | None = setting(
-        None, "of standardize=running: where mean and deviation are kept for the next start"
+        None, "of standardize=running: kept here for the next start"
     )
     attribute_weights: dict[str, float] = setting(
         {}, "attributes by name: their weighted sum is the one reward"
