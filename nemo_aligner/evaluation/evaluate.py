@@ -32,6 +32,7 @@ from nemo_aligner.text.contract import (
     ScoringContract,
 )
 from nemo_aligner.text.messages import Text, reply_of
+from nemo_aligner.text.one_reward import one_reward
 
 # N texts -> [N, A] float32.
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
@@ -94,11 +95,9 @@ def evaluate_comparisons(
     """
     texts = [text for record in comparisons for text in record.texts]
     scores = _checked(score, texts, comparisons)
-    weights = np.asarray(attribute_weights, dtype=np.float64)
-    if scores.shape[1] != len(weights):
-        raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(weights)}")
-    merged = scores[:, 0] if len(weights) == 1 else scores @ weights
-    rewards = np.asarray(merged, dtype=np.float32).reshape(-1, 2)
+    if scores.shape[1] != len(attribute_weights):
+        raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(attribute_weights)}")
+    rewards = one_reward(scores, attribute_weights).astype(np.float32).reshape(-1, 2)
     return EvaluationReport(
         kind=RecordKind.comparison,
         metrics=_measure(

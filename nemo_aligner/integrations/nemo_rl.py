@@ -16,10 +16,10 @@ import numpy as np
 from nemo_aligner.config.environment import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
 from nemo_aligner.errors import ConfigError, DataError, short
-from nemo_aligner.integrations.one_reward import one_reward, reward_weights
 from nemo_aligner.serving.client import RewardClient, ScoredRows
 from nemo_aligner.text.contract import ScoringContract, check_expected
 from nemo_aligner.text.messages import Text
+from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from nemo_aligner.integrations.one_reward import one_reward, reward_weights
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.text.messages import Text
+from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 _PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
 
@@ -29,7 +27,7 @@ class RewardFunction:
         self.__name__ = name
         self._client = client
         self._attribute = attribute
-        self._weights: np.ndarray | None = None
+        self._weights: tuple[float, ...] | None = None
 
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any

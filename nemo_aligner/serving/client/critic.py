@@ -21,6 +21,7 @@ from nemo_aligner.serving.client.tensors import Tensors
 from nemo_aligner.serving.wire import critic as wire
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.one_reward import one_reward
 
 TokenLists = Sequence[Sequence[int]]
 
@@ -183,8 +184,7 @@ async def _rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.nda
     scored = await RowCollector(pool, "raise").collect(len(token_lists), split, None)
     if scored.rewards.shape[1] == 1:
         return scored.rewards[:, 0]
-    weights = (await pool.ask_contract()).attribute_weights
-    return scored.rewards @ np.asarray(weights, dtype=np.float32)
+    return one_reward(scored.rewards, (await pool.ask_contract()).attribute_weights)
 
 
 async def _train(connections: _Connections, rollout: Rollout) -> float:

@@ -15,11 +15,11 @@ import torch
 from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.models.residence import Holds, Residence, ResidentPart
-from nemo_aligner.objectives.clipped_value import merge_attributes
 from nemo_aligner.parallel.cpu.malloc import resident_bytes
 from nemo_aligner.scoring.scorer import RewardScorer
 from nemo_aligner.serving.ranks import ModelRanks, Operation
 from nemo_aligner.serving.services.critic import SAVE, TRAIN, VALUES, CriticService
+from nemo_aligner.text.one_reward import one_reward
 from nemo_aligner.training.critic import ValueStep
 from nemo_aligner.training.critic_run import CriticRun
 
@@ -102,8 +102,8 @@ class CriticServable:
         """``[N]`` float32, attributes merged by the weights of the scoring contract."""
         assert self._scorer is not None
         self.make_room_for_rewards()
-        rewards = torch.from_numpy(self._scorer.score_token_lists(sequences))
-        return merge_attributes(rewards, self._scorer.contract.attribute_weights).numpy()
+        rewards = self._scorer.score_token_lists(sequences)
+        return one_reward(rewards, self._scorer.contract.attribute_weights)
 
     def _train(self, *arrays: np.ndarray) -> list[ValueStep]:
         self._make_room_for_training()

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nemo_aligner.errors import ServingError, short, shown
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.text.one_reward import one_reward
 
 _SHOWN_PROBLEMS = 3
 # HTTP's statuses for what may be wrong.
@@ -55,15 +56,12 @@ class Served:
         Raises:
             ServingError: A > 1, and nobody says how much each attribute counts.
         """
-        if rewards.shape[1] == 1:
-            return [float(reward) for reward in rewards[:, 0]]
-        if self.weights is None:
+        if self.weights is None and rewards.shape[1] > 1:
             raise ServingError(
                 f"the model has {rewards.shape[1]} attributes, and its server publishes no scoring "
                 "contract with their weights; wanted one reward for each text"
             )
-        merged = rewards @ np.asarray(self.weights, dtype=np.float64)
-        return [float(reward) for reward in merged.astype(np.float32)]
+        return one_reward(rewards, self.weights or (1.0,)).tolist()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.integrations.one_reward import one_reward, reward_weights
+from nemo_aligner.text.one_reward import one_reward, reward_weights
 from tests.serving.fake_server import CONTRACT
 
 WEIGHED = dataclasses.replace(CONTRACT, attribute_weights=(0.25, 2.0))
