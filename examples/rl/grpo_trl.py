@@ -9,22 +9,27 @@ TRL's own default costs drift nothing (beta=0), so ``--kl`` is not used here; it
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 
 import torch
-from datasets import Dataset
 from policy import Policy, measure, new_parser, print_table, read_prompts, reward_of
-from trl import GRPOConfig, GRPOTrainer
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: pip install trl==1.16.0")
 
 
 def main(options: argparse.Namespace) -> None:
     """Train, and print what it has gained."""
     torch.manual_seed(options.seed)
+    reward = reward_of(options)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
-    heldout, reward = read_prompts(options.heldout), reward_of(options)
+    heldout = read_prompts(options.heldout, options.heldout_prompts)
     before = measure(policy, reward, heldout, options.seed)
-    print(f"held out: reward {before.reward:.2f} before training", flush=True)
     asked = [[{"role": "user", "content": prompt}] for prompt in read_prompts(options.train)]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

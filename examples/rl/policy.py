@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from nemo_aligner.errors import ServingError
 from nemo_aligner.integrations.trl import RewardFunction, reward_function
+from nemo_aligner.serving.client import RewardClient
 
 _ROWS_AT_ONCE = 16  # of log-probabilities over the whole vocabulary
 # That of the quickstart's reward model: without the system prompt that SmolLM2's own has.
@@ -171,12 +174,14 @@ def judge(reward: RewardFunction, replies: Replies) -> Tensor:
 
 
 def measure(policy: Policy, reward: RewardFunction, prompts: Sequence[str], seed: int) -> HeldOut:
-    """Reply to every prompt once; the same draws for every policy."""
+    """Reply to every prompt once, and say what came of it; the same draws for every policy."""
+    print(f"replying to {len(prompts)} held-out prompts ...", flush=True)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         replies = policy.reply(prompts)
     rewards = judge(reward, replies)
     scored = rewards[~rewards.isnan()]
+    print(f"held-out reward {scored.mean():.2f}", flush=True)
     return HeldOut(
         float(scored.mean()),
         float(scored.std() / len(scored) ** 0.5),
@@ -197,34 +202,64 @@ def print_table(before: HeldOut, after: HeldOut, seconds: float) -> None:
     print(f"trained in {seconds / 60:.1f} minutes")
 
 
-def read_prompts(file: Path) -> list[str]:
+def read_prompts(file: Path, most: int | None = None) -> list[str]:
     """The different prompts of a file of pairs, in their order."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return list(dict.fromkeys(row["prompt"] for row in rows))
+    return list(dict.fromkeys(row["prompt"] for row in rows))[:most]
 
 
 def reward_of(options: argparse.Namespace) -> RewardFunction:
-    """The reward by the server that the options name."""
+    """The reward by the server that the options name; an error at once where none answers."""
+    for file in (options.policy, options.train, options.heldout):
+        if not file.exists():
+            sys.exit(f"there is no {file}; bash scripts/quickstart.sh makes it")
+    try:
+        with RewardClient(options.url) as client:
+            client.contract()
+    except ServingError as error:
+        sys.exit(str(error))
     return reward_function(options.url, attribute=options.attribute)
 
 
-def new_parser(about: str | None) -> argparse.ArgumentParser:
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps a description's lines, and says defaults."""
+
+
+def new_parser(about: str | None, url: str = "http://127.0.0.1:5555") -> argparse.ArgumentParser:
     """The options that the examples have in common."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=about, formatter_class=_HelpFormatter)
     quickstart = Path("results/quickstart")
-    parser.add_argument("--url", default="http://127.0.0.1:5555", help="the reward server's")
+    parser.add_argument("--url", default=url, help="the server's")
     parser.add_argument("--attribute", help="of several that the reward model has")
-    parser.add_argument("--policy", type=Path, default=quickstart / "SmolLM2-135M-Instruct.gguf")
-    parser.add_argument("--train", type=Path, default=quickstart / "data/train.jsonl")
-    parser.add_argument("--heldout", type=Path, default=quickstart / "data/heldout.jsonl")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        default=quickstart / "SmolLM2-135M-Instruct.gguf",
+        help="a GGUF file, or a folder as transformers saves it",
+    )
+    parser.add_argument(
+        "--train", type=Path, default=quickstart / "data/train.jsonl", help="prompts"
+    )
+    parser.add_argument(
+        "--heldout",
+        type=Path,
+        default=quickstart / "data/heldout.jsonl",
+        help="prompts that show what was gained",
+    )
+    parser.add_argument("--heldout-prompts", type=int, default=100, help="of them, at most")
+    parser.add_argument("--steps", type=int, default=24, help="of training")
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--replies", type=int, default=4, help="to each of them")
     parser.add_argument("--tokens", type=int, default=32, help="of a reply, at most")
-    parser.add_argument("--frozen-layers", type=int, default=24, help="the lower ones")
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--kl", type=float, default=0.05, help="what a nat of drift costs")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--frozen-layers",
+        type=int,
+        default=24,
+        help="lowest layers of the policy that stay as they are",
+    )
+    parser.add_argument("--lr", type=float, default=1e-4, help="the learning rate")
+    parser.add_argument(
+        "--kl", type=float, default=0.05, help="what a nat of drift costs, in rewards"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of prompts and replies")
     return parser

@@ -3,7 +3,7 @@
     RM=results/quickstart/run/checkpoints/megatron_gpt.nemo
     nemo-aligner serve-critic pretrained_checkpoint.restore_from_path=$RM \\
         trainer.ppo.combine_rm_and_critic_server=true model.freeze_layers=24 model.optim.lr=1e-4 &
-    python examples/rl/ppo.py --url http://127.0.0.1:5556
+    python examples/rl/ppo.py
 
 Schulman et al. 2017, arXiv 1707.06347: generalised advantages, a clipped ratio, two epochs on every
 batch. The critic starts from the reward model and learns on the server, by the clipped value loss.
@@ -133,9 +133,11 @@ def main(options: argparse.Namespace) -> None:
     critic = RewardCriticClient(options.url)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
     optimizer = torch.optim.AdamW(policy.trained, lr=options.lr, weight_decay=0.0)
-    prompts, heldout = read_prompts(options.train), read_prompts(options.heldout)
+    prompts, heldout = (
+        read_prompts(options.train),
+        read_prompts(options.heldout, options.heldout_prompts),
+    )
     before = measure(policy, reward, heldout, options.seed)
-    print(f"held out: reward {before.reward:.2f} before training", flush=True)
     rng, begun = random.Random(options.seed), time.monotonic()
     for number in range(1, options.steps + 1):
         asked = rng.sample(prompts, options.prompts * options.replies)
@@ -148,4 +150,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(new_parser(__doc__).parse_args())
+    main(new_parser(__doc__, "http://127.0.0.1:5556").parse_args())

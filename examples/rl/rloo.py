@@ -57,9 +57,11 @@ def main(options: argparse.Namespace) -> None:
     reward = reward_of(options)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
     optimizer = torch.optim.AdamW(policy.trained, lr=options.lr, weight_decay=0.0)
-    prompts, heldout = read_prompts(options.train), read_prompts(options.heldout)
+    prompts, heldout = (
+        read_prompts(options.train),
+        read_prompts(options.heldout, options.heldout_prompts),
+    )
     before = measure(policy, reward, heldout, options.seed)
-    print(f"held out: reward {before.reward:.2f} before training", flush=True)
     rng, begun = random.Random(options.seed), time.monotonic()
     for number in range(1, options.steps + 1):
         asked = rng.sample(prompts, options.prompts)

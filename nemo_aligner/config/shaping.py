@@ -62,6 +62,11 @@ class ShapingConfig:
     def __post_init__(self) -> None:
         with Checks("shaping", self) as checks:
             checks.not_negative("length_penalty", "length_penalty_from")
+            checks.require(
+                self.length_penalty > 0 or not self.length_penalty_from,
+                "length_penalty_from",
+                "0, or shaping.length_penalty beside it",
+            )
             fits = not self.clip or (len(self.clip) == 2 and self.clip[0] < self.clip[1])
             checks.require(fits, "clip", "[low, high], low below high")
             is_given = self.standardize is Standardize.given

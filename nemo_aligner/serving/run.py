@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.console import say
 from nemo_aligner.errors import ConfigError
@@ -23,6 +25,10 @@ def run_server(config: ServeConfig) -> int:
     """
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
+    files = [config.rm_model_file, *config.ensemble.files]
+    for file in files:
+        if not Path(file).exists():
+            raise ConfigError(f"there is no {file}; wanted a reward model's .nemo")
     with launch():
         check_port(config.server)  # now, and not when a large model is loaded
         layout = initialize_layout(
@@ -30,9 +36,7 @@ def run_server(config: ServeConfig) -> int:
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
         )
-        models = [
-            _load(file, config, layout) for file in (config.rm_model_file, *config.ensemble.files)
-        ]
+        models = [_load(file, config, layout) for file in files]
         check_expected(models[0].contract, config.expect_contract, "expect_contract")
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]

@@ -35,6 +35,7 @@ def gym_python() -> Path:
 
 def gym_folder(folder: Path) -> Path:
     """As a checkout of Gym, with nothing but the resources server in it."""
+    (folder / "resources_servers").mkdir(parents=True)
     drop_in(folder)
     return folder
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
 from nemo_aligner.scoring.scorer import RewardScorer
 from tests.integrations import gym
@@ -99,11 +100,14 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="wanted NeMo Gym's checkout"):
+        drop_in(tmp_path)
+    (tmp_path / "resources_servers").mkdir()
     target = drop_in(tmp_path)
     assert target == tmp_path / "resources_servers" / "reward_model"
     names = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
     assert {"app.py", "configs/reward_model.yaml", "data/example.jsonl", "README.md"} <= names
     rows = [json.loads(line) for line in (target / "data/example.jsonl").open()]
     assert all(row["responses_create_params"]["input"] for row in rows)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match="is there already"):
         drop_in(tmp_path)

@@ -18,6 +18,7 @@ import yaml
 
 from nemo_aligner.config.environment import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
 from nemo_aligner.scoring.scorer import RewardScorer
@@ -125,8 +126,9 @@ def test_gym_gets_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert words[:3] == ["python", "-m", "nemo_aligner.integrations.nemo_gym"]
     monkeypatch.setattr(sys, "argv", [words[2], str(tmp_path)])
     monkeypatch.delitem(sys.modules, f"{words[2]}.__main__")
+    (tmp_path / "resources_servers").mkdir()
     runpy.run_module(words[2], run_name="__main__")
     folder = tmp_path / "resources_servers" / "reward_model"
     assert (folder / "README.md").is_file()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match="is there already"):
         drop_in(tmp_path)

@@ -217,6 +217,7 @@ def test_rules_that_do_not_fit_the_model(
         ({"clip": [2.0, 1.0]}, "shaping.clip"),
         ({"length_penalty": -1.0}, "shaping.length_penalty: got -1.0, wanted 0 or more"),
         ({"statistics_file": "x"}, "shaping.standardize=running"),
+        ({"length_penalty_from": 9}, "shaping.length_penalty_from: got 9, wanted 0, or"),
         ({"mean": [1.0], "std": [1.0]}, "or shaping.standardize=given"),
         ({"standardize": Standardize.given}, r"shaping.std: got \[\]"),
         (

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
+
+from nemo_aligner.errors import ConfigError
 
 _NAME = "reward_model"
 
@@ -13,15 +16,29 @@ def drop_in(gym: Path) -> Path:
     """The folder of the environment in a checkout of NeMo Gym, made anew.
 
     Raises:
-        FileExistsError: there is one.
+        ConfigError: ``gym`` is no such checkout, or has the environment already.
     """
-    target = gym / "resources_servers" / _NAME
+    servers = gym / "resources_servers"
+    if not servers.is_dir():
+        raise ConfigError(
+            f"{gym}: got no folder resources_servers there, wanted NeMo Gym's checkout"
+        )
+    target = servers / _NAME
+    if target.exists():
+        raise ConfigError(f"{target} is there already; remove it to have it made anew")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(__file__).parent / _NAME, target, ignore=ignored)
     return target
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_aligner.integrations.nemo_gym",
+        description="Copy the environment of a reward model into NeMo Gym.",
+    )
     parser.add_argument("gym", type=Path, help="a checkout of NeMo Gym")
-    print(drop_in(parser.parse_args().gym))
+    try:
+        made = drop_in(parser.parse_args().gym)
+    except ConfigError as error:
+        sys.exit(str(error))
+    print(f"written to {made}; its README.md says what to set")

@@ -118,6 +118,11 @@ class RewardService:
         """What replies have beside rewards, where rewards are shaped."""
         return () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
 
+    @property
+    def rows_inside(self) -> int:
+        """Rows of requests that are not answered yet."""
+        return self._admission.inside
+
     async def answer(
         self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
     ) -> ScoreReply | Failure:

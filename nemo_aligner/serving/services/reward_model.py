@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.scoring.shaping import RewardShaper
@@ -88,7 +90,8 @@ class RewardModel:
         contract = self._service.contract
         lines = [f"Scoring contract {contract.hash}"]
         if contract.shaping is not None:
-            lines.append(f"Shaped rewards: {contract.shaping}")
+            rules = json.loads(contract.shaping).items()
+            lines += ["Shaped rewards:", *(f"  {name}: {_shown(rule)}" for name, rule in rules)]
         if self._scorer.prefix_cache_bytes:
             kept, size = self._config.prefix_cache_tokens, self._scorer.prefix_cache_bytes / 2**20
             lines.append(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank")
@@ -116,8 +119,20 @@ class RewardModel:
         return line
 
     def close(self) -> None:
+        left = self._service.rows_inside
+        if left:
+            print(f"{left} rows were not answered within server.exit_timeout_secs", flush=True)
         self._service.close()
         self._batcher.close()
+
+
+def _shown(rule: Any) -> str:
+    """Of models no more than the beginning of a hash, of one number no brackets."""
+    if isinstance(rule, dict):
+        return ", ".join(f"{name} {_shown(value)}" for name, value in rule.items())
+    if isinstance(rule, list):
+        return ", ".join(map(_shown, rule))
+    return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]
 
 
 async def answer_request(service: RewardService, inputs: Tensors) -> ScoreReply | Failure:
