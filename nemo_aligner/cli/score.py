@@ -19,7 +19,7 @@ from threading import Timer
 from typing import Any
 
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import ConfigError, ServingError
 
 _QUIET_S = 2.0
 
@@ -55,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
         waiting.start()
         try:
             rewards = client.score([text for _, text in texts])
+        except ServingError as error:  # the client's argument, by its name here
+            raise ServingError(str(error).replace("wait_s", "--wait")) from error
         finally:
             waiting.cancel()
     for (label, _), row in zip(texts, rewards, strict=True):

@@ -19,7 +19,7 @@ class Rollout:
         returns: ``[N, S - 1]`` float32; number t belongs to the value of token t, which is that of
             the sequence up to it. So do the others. The value of a last token is never learned.
         prev_values: ``[N, S - 1]`` float32, the values when the rollout was made.
-        mask: ``[N, S - 1]`` float32, 0 where there is nothing to learn.
+        mask: ``[N, S - 1]`` float32, 1 or, where there is nothing to learn, 0.
     """
 
     tokens: np.ndarray
@@ -51,9 +51,9 @@ class Rollout:
         """Refuse what cannot be learned from.
 
         Raises:
-            DataError: shapes that do not fit each other, a number that is not finite where the
-                mask is not 0, a sequence that is too long or has an id outside the vocabulary, or
-                a step that has nothing to learn.
+            DataError: shapes that do not fit each other, a mask of other than 0 and 1, a number
+                that is not finite where it is 1, a sequence that is too long or has an id outside
+                the vocabulary, or a step that has nothing to learn.
         """
         self._check_shapes()
         self._check_numbers()
@@ -80,8 +80,10 @@ class Rollout:
                 )
 
     def _check_numbers(self) -> None:
-        if not np.isfinite(self.mask).all():
-            raise DataError("mask: got a number that is not finite, wanted 0 or 1")
+        other = (self.mask != 0) & (self.mask != 1)
+        if other.any():
+            row, position = np.argwhere(other)[0]
+            raise DataError(f"mask, row {row}: got {self.mask[row, position]:g}, wanted 0 or 1")
         for name in ("returns", "prev_values"):
             wrong = (self.mask != 0) & ~np.isfinite(getattr(self, name))
             if wrong.any():

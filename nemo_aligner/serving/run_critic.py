@@ -46,7 +46,7 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
     if not config.trainer.ppo.combine_rm_and_critic_server:
         return [CriticServable(run, config)]
     path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
-    say(f"loading {path} ...")
+    say(f"loading the reward model {path} ...")
     loaded = load_reward_model(path, layout)
     scorer = RewardScorer(
         loaded.model,

@@ -105,7 +105,7 @@ def _load(
     config: ServeCriticConfig, contract: ScoringContract, layout: ParallelLayout
 ) -> PretrainedModel:
     path = str(config.pretrained_checkpoint.restore_from_path)
-    say(f"loading {path} ...")
+    say(f"loading the critic {path} ...")
     pretrained = load_pretrained(
         path,
         layout,

@@ -11,12 +11,13 @@ from functools import partial
 import numpy as np
 
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.errors import ServingError
+from nemo_aligner.errors import ServingError, shown
 from nemo_aligner.serving.client.agreement import Agreement
 from nemo_aligner.serving.client.calls import ServerClient, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.client.rows import RowCollector
-from nemo_aligner.serving.client.split import split_tokens
+from nemo_aligner.serving.client.rows import RowCollector, encoded
+from nemo_aligner.serving.client.server import RefusedError
+from nemo_aligner.serving.client.split import PartialRequest, split_tokens, token_rows
 from nemo_aligner.serving.client.tensors import Tensors
 from nemo_aligner.serving.wire import critic as wire
 from nemo_aligner.serving.wire import kserve
@@ -106,13 +107,15 @@ class RewardCriticClient(ServerClient[_Connections]):
         """Values of N token sequences, and rewards.
 
         Raises:
-            ServingError: a server refused a sequence (in its words), there is none, or it failed.
+            ServingError: a sequence is empty, a server refused it (in its words), there is none,
+                or it failed.
+            TypeError: ``token_lists`` is no list of lists.
         """
         return self._wait(self.infer_future(token_lists))
 
     def infer_future(self, token_lists: TokenLists) -> Future[Valued]:
         """Like ``infer``, in the background."""
-        return self._submit(_infer, list(token_lists))
+        return self._submit(_infer, token_rows(token_lists))
 
     def train(
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
@@ -122,7 +125,8 @@ class RewardCriticClient(ServerClient[_Connections]):
         Shapes and meanings are those of ``data.rollout.Rollout``.
 
         Raises:
-            ServingError: the server refused it, failed, or is gone; it is not sent again.
+            ServingError: an array has other than two dimensions, or the server refused it, failed,
+                or is gone; it is not sent again.
         """
         return self._wait(self.train_future(tokens, returns, prev_values, mask))
 
@@ -130,7 +134,12 @@ class RewardCriticClient(ServerClient[_Connections]):
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
     ) -> Future[float]:
         """Like ``train``, in the background; the arrays may not be changed until it is done."""
-        return self._submit(_train, Rollout(tokens, returns, prev_values, mask))
+        arrays = {"returns": returns, "prev_values": prev_values, "mask": mask}
+        rollout = Rollout(
+            _matrix("tokens", tokens, "[N, S]"),
+            **{name: _matrix(name, given, "[N, S - 1]") for name, given in arrays.items()},
+        )
+        return self._submit(_train, rollout)
 
     def save(self) -> None:
         """Have the critic saved; it is on the disk when this returns.
@@ -161,14 +170,21 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
 
 async def _values(pool: ServerPool, token_lists: list[Sequence[int]]) -> Valued:
     limit, _ = await pool.limit()
-    parts = [token_lists[start : start + limit] for start in range(0, len(token_lists), limit)]
-    replies = await asyncio.gather(
-        *(pool.ask_for(kserve.encode_tokens(part), len(part), _read_values) for part in parts)
-    )
+    whole = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
+    replies = await asyncio.gather(*(_ask_for_values(pool, part) for part in whole.chunks(limit)))
     rows = [row for reply in replies for row in reply.values]
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
     rewards = [reply.rewards for reply in replies if reply.rewards is not None]
     return Valued(values, np.concatenate(rewards) if rewards else None)
+
+
+async def _ask_for_values(pool: ServerPool, part: PartialRequest) -> wire.ValueReply:
+    try:
+        return await pool.ask_for(encoded(part), len(part.rows), _read_values)
+    except RefusedError as refusal:
+        if refusal.row is None or refusal.row >= len(part.rows):
+            raise
+        raise refusal.of_row(part.rows[refusal.row]) from refusal
 
 
 def _read_values(outputs: Tensors, server: str) -> wire.ValueReply:
@@ -190,6 +206,19 @@ async def _rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.nda
 async def _train(connections: _Connections, rollout: Rollout) -> float:
     inputs = wire.encode_rollout(rollout)
     return await connections.train.ask_for(inputs, 1, _read_loss, again=False)
+
+
+def _matrix(name: str, given: object, wanted: str) -> np.ndarray:
+    """Numbers in rows; whether they fit each other, the server says."""
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        got = "rows of different lengths"
+    else:
+        if array.ndim == 2 and array.dtype.kind in "biuf":
+            return array
+        got = f"shape {list(array.shape)}" if array.ndim != 2 else shown(given)
+    raise RefusedError("client", 400, f"{name}: got {got}, wanted {wanted}")
 
 
 def _read_loss(outputs: Tensors, server: str) -> float:

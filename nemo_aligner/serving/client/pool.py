@@ -241,8 +241,10 @@ class ServerPool:
         elif self._wait_s:
             advice = f"none was ready within {self._wait_s:g} s (wait_s)"
         else:
-            advice = "wait_s=60 (score: --wait=60) waits for one to come up"
-        raise ServingError(f"{self.trouble() or search.last_trouble}; {advice}")
+            advice = "wait_s=60 waits for one to come up"
+        trouble = self.trouble() or search.last_trouble
+        is_hopeless = all(server.is_foreign for server in self._servers)
+        raise ServingError(trouble if is_hopeless else f"{trouble}; {advice}")
 
     async def _change(self, now: float, search: _Search) -> None:
         """Wait until something may be otherwise."""

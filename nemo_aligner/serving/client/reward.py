@@ -18,7 +18,7 @@ from nemo_aligner.serving.client.rows import (
     Split,
     check_on_error,
 )
-from nemo_aligner.serving.client.split import split_texts, split_tokens
+from nemo_aligner.serving.client.split import split_texts, split_tokens, token_rows
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text
@@ -103,7 +103,12 @@ class RewardClient(ServerClient[ServerPool]):
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
     ) -> np.ndarray:
-        """Rewards ``[N, A]`` float32 of N token sequences, scored as they stand."""
+        """Rewards ``[N, A]`` float32 of N token sequences, scored as they stand.
+
+        Raises:
+            ServingError: as ``score``; an empty sequence is refused before it is sent.
+            TypeError: ``token_lists`` is no list of lists.
+        """
         return self._wait(self.score_tokens_future(token_lists, on_error=on_error))
 
     def score_future(
@@ -116,7 +121,7 @@ class RewardClient(ServerClient[ServerPool]):
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
         """Like ``score_tokens``, in the background."""
-        rows = list(token_lists)
+        rows = token_rows(token_lists)
         return self._submit(self._rewards, len(rows), partial(split_tokens, rows), on_error)
 
     async def score_async(
@@ -135,7 +140,7 @@ class RewardClient(ServerClient[ServerPool]):
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "nan"
     ) -> ScoredRows:
         """``score_rows_async`` of token sequences, scored as they stand."""
-        rows = list(token_lists)
+        rows = token_rows(token_lists)
         return await self._run(self._collect, len(rows), partial(split_tokens, rows), on_error)
 
     async def contract_async(self) -> ScoringContract:

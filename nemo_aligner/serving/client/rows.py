@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import RefusedError
 from nemo_aligner.serving.client.split import PartialRequest
@@ -114,7 +114,7 @@ class RowCollector:
         """Until each of its rows has a reward or is set aside: a request for each refused row."""
         while part.rows:
             try:
-                reply = await self._pool.infer(_encoded(part), len(part.rows))
+                reply = await self._pool.infer(encoded(part), len(part.rows))
             except TooManyRowsError as error:
                 await _all_of(self._score(each) for each in part.chunks(error.limit))
                 return
@@ -159,9 +159,16 @@ class RowCollector:
             raise refusal
 
 
-def _encoded(part: PartialRequest) -> Tensors:
+def encoded(part: PartialRequest) -> Tensors:
+    """The tensors of a request.
+
+    Raises:
+        RefusedError: one of its rows cannot be sent, by its place in the request.
+    """
     try:
         return part.inputs
+    except DataError as error:  # which says what row
+        raise RefusedError("client", 400, str(error)) from error
     except (TypeError, ValueError):
         for place, row in enumerate(part.rows):
             try:

@@ -28,6 +28,11 @@ _MEET_S = 10.0  # for a question that costs a server nothing
 _PROBE_S = 2.0  # for one that somebody waits for who wants to know whether it is there
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _UNAVAILABLE = (429, 502, 503, 504)
+_FOREIGN_STATUSES = (401, 403, 404)
+_FOREIGN = (
+    "this is no KServe server, or it asks for a token "
+    "(a gateway has clients of its own: docs/gateway.md)"
+)
 _AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
 
@@ -57,6 +62,10 @@ class RefusedError(ServingError):
         """The same, with the number that the row has for the caller."""
         text = self.text.replace(f"row {self.row}: ", f"row {row}: ", 1)
         return RefusedError(self.server, self.status, text)
+
+
+class ForeignError(RefusedError):
+    """A refusal that is not in KServe's words: another kind of server, or one before it."""
 
 
 class UnavailableError(Exception):
@@ -90,6 +99,7 @@ class RemoteServer:
         self.limit: int | None = None  # rows of a request; None: not met
         self.fault: ServingError | None = None  # what no waiting mends
         self.trouble = ""
+        self.is_foreign = False  # at the last meeting
         self.tried_at = -np.inf
         self.meeting: asyncio.Task[None] | None = None
         self.again_at = 0.0
@@ -182,6 +192,7 @@ class RemoteServer:
             raise ServingError(f"{self.url}: {error}") from error
 
     async def _meet(self) -> None:
+        self.is_foreign = False
         try:
             await self._ask("GET", f"models/{quote(self._model_name)}/ready")
             answer, _ = await self._ask("GET", f"models/{quote(self._model_name)}/config")
@@ -189,6 +200,9 @@ class RemoteServer:
             if self._reads_contract:
                 self._agreement.check_published(self.name, await self._published())
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
+        except ForeignError as error:
+            self.is_foreign = True
+            self._leave_out(UnavailableError(f"HTTP {error.status}: {error.text}; {_FOREIGN}"))
         except RefusedError as error:  # a model that is still being loaded
             self._leave_out(UnavailableError(f"it has no such model ready: {error.text}"))
         except UnavailableError as error:
@@ -252,24 +266,28 @@ class RemoteServer:
             raise UnavailableError(_cause(error)) from error
         if response.status == 200:
             return answer, response.headers
-        raise self._not_scored(response.status, _words(answer), response.headers)
+        raise self._not_scored(response.status, answer, response.headers)
 
-    def _not_scored(self, status: int, text: str, headers: Mapping[str, str]) -> Exception:
+    def _not_scored(self, status: int, answer: bytes, headers: Mapping[str, str]) -> Exception:
+        said = _error_of(answer)
+        text = short(" ".join(answer.decode("utf-8", errors="replace").split()))
+        text = text if said is None else said
         if status in _UNAVAILABLE:
             asked = _AGAIN_IN.search(text)
             wish = asked[1] if asked else headers.get("Retry-After", "")
             again_in_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
             return UnavailableError(f"HTTP {status}: {text}", status in (502, 504), again_in_s)
+        if said is None and answer and status in _FOREIGN_STATUSES:
+            return ForeignError(self.name, status, text)
         return RefusedError(self.name, status, text or f"HTTP {status}")
 
 
-def _words(answer: bytes) -> str:
-    text = answer.decode("utf-8", errors="replace")
+def _error_of(answer: bytes) -> str | None:
+    """What KServe's server says of a request; None where the answer is none of KServe."""
     try:
-        text = str(json.loads(text)["error"])
+        return str(json.loads(answer.decode("utf-8", errors="replace"))["error"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        text = short(" ".join(text.split()))
-    return text
+        return None
 
 
 def _cause(error: BaseException) -> str:

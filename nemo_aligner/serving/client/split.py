@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_aligner.errors import shown
 from nemo_aligner.serving.client.tensors import Tensors
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.messages import Text
@@ -45,11 +46,35 @@ def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
     ]
 
 
+def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The rows of a call for token sequences.
+
+    Raises:
+        TypeError: they are no list of lists.
+    """
+    wanted = "wanted a list of lists of token ids"
+    if isinstance(token_lists, str) or not isinstance(token_lists, Iterable):
+        raise TypeError(f"token_lists: got {shown(token_lists)}, {wanted}")
+    rows = list(token_lists)
+    for row, ids in enumerate(rows):
+        if isinstance(ids, str) or not _has_length(ids):
+            raise TypeError(f"token_lists, row {row}: got {shown(ids)}, {wanted}")
+    return rows
+
+
 def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[PartialRequest]:
     """Requests of at most ``limit`` token sequences each."""
     # Alike in length, so that a request carries little padding.
     by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
     return PartialRequest(by_length, token_lists, kserve.encode_tokens).chunks(limit)
+
+
+def _has_length(ids: object) -> bool:
+    try:
+        len(ids)  # type: ignore[arg-type]
+    except TypeError:  # also a number in an array of torch, which has the method
+        return False
+    return True
 
 
 def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from nemo_aligner.checkpoint.runs import Saved
 from nemo_aligner.config.critic import ServeCriticConfig, WhileTraining
 from nemo_aligner.errors import AlignerError, DataError, ServingError, one_line
 from nemo_aligner.serving.batcher import Batcher
@@ -82,7 +83,7 @@ class CriticService:
     @property
     def greeting(self) -> Sequence[str]:
         step, folder = self._run.learner.step, self._run.checkpoints.folder
-        return [f"Critic after step {step}, saved to {folder}", *self._shown]
+        return [f"Critic at step {step}; critic_save writes to {folder}", *self._shown]
 
     def report(self) -> str | None:
         line = self._meter.take_line(self._batcher.waiting_rows)
@@ -91,6 +92,9 @@ class CriticService:
     def close(self) -> None:
         self._intake.close()
         self._batcher.close()
+        lost = _never_saved(self._run.learner.step, self._run.checkpoints.latest())
+        if lost is not None:
+            print(lost, flush=True)
 
     async def _infer(self, inputs: Tensors) -> Tensors | Failure:
         refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
@@ -165,6 +169,16 @@ async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure
         logger.exception("a request could not be answered")
         what = f"internal error: {type(error).__name__}: {one_line(error)}"
         return Failure(what, FailureKind.internal)
+
+
+def _never_saved(step: int, latest: Saved | None) -> str | None:
+    """What a person who ends the service after ``step`` has lost; None: nothing."""
+    saved = 0 if latest is None else latest.state.step
+    if step <= saved:
+        return None
+    lost = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
+    again = f"goes on from step {saved}" if saved else "begins at step 0"
+    return f"{lost} never saved (critic_save); a restart {again}"
 
 
 def _shown(step: ValueStep) -> str:

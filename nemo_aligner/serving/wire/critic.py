@@ -9,7 +9,7 @@ model             input        dtype      shape and meaning
 ``critic_train``  tokens       INT64      [N, S]
                   returns      FP32       [N, S - 1]: of every token but the last
                   prev_values  FP32       [N, S - 1]
-                  mask         FP32       [N, S - 1], 0 where there is nothing to learn
+                  mask         FP32       [N, S - 1], 1, or 0 where there is nothing to learn
 ``critic_save``   dummy_var    INT64      [1], which is not looked at
 ================  ===========  =========  =========================================================
 

@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.errors import ServingError
+from nemo_aligner.errors import DataError, ServingError, shown
 from nemo_aligner.serving.wire.types import ScoreReply, ScoreRequest, TensorSpec
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Conversation
@@ -89,10 +89,15 @@ def encode_conversations(conversations: Sequence[Conversation]) -> dict[str, np.
 
 
 def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """The inputs of a request for token ids: rows padded with zeros, and their true lengths."""
-    lengths = np.array([[len(row)] for row in token_lists], dtype=np.int64)
-    tokens = np.zeros((len(token_lists), int(lengths.max())), dtype=np.int64)
-    for line, row in zip(tokens, token_lists, strict=True):
+    """The inputs of a request for token ids: rows padded with zeros, and their true lengths.
+
+    Raises:
+        DataError: a row is empty, or has what is no token id.
+    """
+    rows = [_token_ids(number, row) for number, row in enumerate(token_lists)]
+    lengths = np.array([[len(row)] for row in rows], dtype=np.int64)
+    tokens = np.zeros((len(rows), int(lengths.max())), dtype=np.int64)
+    for line, row in zip(tokens, rows, strict=True):
         line[: len(row)] = row
     return {"tokens": tokens, "sequence_lengths": lengths}
 
@@ -200,6 +205,18 @@ def size_of_request(inputs: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 def _num_bytes(array: np.ndarray) -> int:
     return sum(map(len, array.reshape(-1))) if array.dtype == np.object_ else array.nbytes
+
+
+def _token_ids(number: int, row: Sequence[int]) -> np.ndarray:
+    if len(row) == 0:
+        raise DataError(f"row {number}: it has no tokens")
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # lists of different lengths
+        ids = np.array(None)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(f"row {number}: got {shown(row)}, wanted token ids")
+    return ids
 
 
 def _bytes_column(rows: Any) -> np.ndarray:

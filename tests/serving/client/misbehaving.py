@@ -34,6 +34,7 @@ class Misbehaving:
         self.answer = answer
         self.asked: list[list[str]] = []
         self.limit, self.contract, self.is_old, self.port = 32, CONTRACT, False, 0
+        self.not_ready: Answer | None = None
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
         self._http: ThreadingHTTPServer | None = None
@@ -54,7 +55,7 @@ class Misbehaving:
                 outer._open.append(self.request)
 
             def do_GET(self) -> None:
-                self.reply(200, {"max_batch_size": outer.limit})
+                self.reply(*(outer.not_ready or (200, {"max_batch_size": outer.limit})))
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -98,3 +98,24 @@ def test_nobody_listens_and_urls_that_are_none() -> None:
         RewardCriticClient("ftp://nobody")
     with pytest.raises(ConfigError, match="expect: got 'abc'"):
         RewardCriticClient(expect="abc")
+
+
+def test_what_is_no_rollout_or_list_of_tokens_is_not_sent(critic: Any) -> None:
+    critic.limit = 1
+    critic.said = answer(output("values", "FP32", [1, 1], [0.0]))
+    tokens, *others = ROLLOUT
+    with RewardCriticClient(critic.url) as client:
+        with pytest.raises(ServingError, match="row 1: it has no tokens"):
+            client.infer([[1], []])
+        with pytest.raises(ServingError, match=r"row 0: got \['a'\], wanted token ids"):
+            client.infer([["a"]])  # type: ignore[list-item]
+        for wrong in ([5, 6], ["text"], "text", 5, np.array([5, 6])):
+            with pytest.raises(TypeError, match="wanted a list of lists of token ids"):
+                client.infer(wrong)  # type: ignore[arg-type]
+        critic.asked.clear()
+        with pytest.raises(ServingError, match=r"tokens: got shape \[3\], wanted \[N, S\]"):
+            client.train(tokens[0], *others)
+        ragged: Any = [[0.0, 1.0], [1.0]]
+        with pytest.raises(ServingError, match=r"mask: got rows of different lengths, wanted"):
+            client.train(tokens, *others[:2], ragged)
+    assert critic.asked == []

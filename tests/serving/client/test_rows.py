@@ -75,6 +75,16 @@ class TestRefusedRows:
             assert scored.rewards[:, 0].tolist()[::2] == [97, 98]
             assert "row 1: it cannot be sent" in seconds(client.score, ["a", "\ud83d"])[1]
 
+    def test_that_have_no_tokens(self, lone: Misbehaving) -> None:
+        with RewardClient(lone.url) as client:
+            assert str(client.score_tokens([[]], on_error="nan").tolist()) == "[[nan]]"
+            with pytest.raises(RefusedError, match="row 1: it has no tokens") as caught:
+                client.score_tokens([[5], []])
+            assert caught.value.status == 400
+            with pytest.raises(TypeError, match="token_lists, row 0: got 5, wanted a list of"):
+                client.score_tokens([5, 6])  # type: ignore[list-item]
+        assert lone.asked == []
+
     def test_too_much_at_once_is_sent_in_parts(self, lone: Misbehaving) -> None:
         lone.answer = lambda texts: (413, b"<html>too large") if len(texts) > 2 else None
         with RewardClient(lone.url) as client:

@@ -59,7 +59,7 @@ class TestNobody:
                 took, error = seconds(client.score, ["a"])
                 assert took < 2
                 assert error.startswith(f"{url}, reward_model: connection refused")
-                assert "wait_s=60" in error
+                assert error.endswith("; wait_s=60 waits for one to come up")
 
     def test_of_several_listens(self) -> None:
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
@@ -77,6 +77,13 @@ class TestNobody:
             took, error = seconds(client.score, ["a"])
         assert 0.5 <= took < 3
         assert "none was ready within 0.5 s (wait_s)" in error
+
+    def test_is_a_server_of_kserve(self, lone: Misbehaving) -> None:
+        lone.not_ready = 401, {"detail": "no token"}
+        with RewardClient(lone.url) as client:
+            _, error = seconds(client.score, ["a"])
+        assert "this is no KServe server, or it asks for a token" in error
+        assert "wait_s" not in error
 
     def test_comes_up_later(self, lone: Misbehaving) -> None:
         lone.go()

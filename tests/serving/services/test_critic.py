@@ -72,7 +72,7 @@ class Asked:
             contract=CONTRACT,
             tokenizer=SimpleNamespace(vocab_size=1000),
             learner=SimpleNamespace(tokens_per_call=tokens_per_call, step=0),
-            checkpoints=SimpleNamespace(folder="run"),
+            checkpoints=SimpleNamespace(folder="run", latest=lambda: None),
         )
         self.ranks: Any = Ranks()
         config = load_config(ServeCriticConfig, settings)
@@ -194,6 +194,24 @@ def test_a_training_that_fails_says_why_and_the_next_one_begins(
     asked.ranks.wait_for(2)
     asked.ranks.finish(1, STEPS)
     assert second.result(WAIT_S)["loss_mean"].size == 1
+
+
+def test_the_end_says_which_steps_were_never_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Asked()
+    run: Any = asked.service._run
+    said = []
+    for step, saved in [(0, None), (1, None), (2, 2), (5, 2)]:
+        run.learner.step = step
+        latest = None if saved is None else SimpleNamespace(state=SimpleNamespace(step=saved))
+        run.checkpoints.latest = lambda latest=latest: latest
+        asked.service.close()
+        said.append(capsys.readouterr().out.strip())
+    assert said == [
+        "",
+        "step 1 was never saved (critic_save); a restart begins at step 0",
+        "",
+        "steps 3 to 5 were never saved (critic_save); a restart goes on from step 2",
+    ]
 
 
 def test_a_critic_alone_offers_its_contract() -> None:
