@@ -13,6 +13,8 @@ from nemo_aligner.serving.transports.http import build_app
 from nemo_aligner.serving.transports.http_server import open_socket, run_app
 from nemo_aligner.serving.wire.protocols import ROUTES
 
+_TOKEN = "one word of ASCII letters, digits and signs"
+
 
 def run_gateway(config: GatewayRunConfig) -> int:
     """Answer every protocol in front of the backends; the exit code.
@@ -52,13 +54,17 @@ def read_token(config: GatewayConfig) -> str | None:
         where = f"gateway.token_file: {config.token_file}"
         try:
             token = Path(config.token_file).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
+        except OSError as error:  # in words alone: the path is there already
+            raise ConfigError(f"{where}: {error.strerror}") from error
+        except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
     elif config.token_variable is not None:
         where = f"gateway.token_variable: {config.token_variable}"
-        token = os.environ.get(config.token_variable, "").strip()
+        if config.token_variable not in os.environ:
+            raise ConfigError(f"{where}: it is not set, wanted {_TOKEN}")
+        token = os.environ[config.token_variable].strip()
     else:
         return None
     if not token.isascii() or not token.isprintable() or not token or " " in token:
-        raise ConfigError(f"{where}: it holds no token, wanted one word of ASCII letters")
+        raise ConfigError(f"{where}: it holds no token, wanted {_TOKEN}")
     return token

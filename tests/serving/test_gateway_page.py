@@ -22,6 +22,8 @@ from tests.serving.test_page import blocks
 
 pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
+from nemo_aligner.serving.wire.protocols import ROUTES
+
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "gateway.md"
 URL = "http://127.0.0.1:8000"
 TEXT, ASKED, SAID = "What is red? A rose.", "What is red?", "A rose."
@@ -86,8 +88,10 @@ def test_every_route_has_a_command_and_a_row(fronted: Server) -> None:
     page = json.loads(ask([f"{URL}/openapi.json"], fronted.url))
     shown = {words[0].removeprefix(URL) for words in curls(PAGE)}
     assert set(page["paths"]) == shown
+    routes = {route.path: route.about for route in ROUTES}
     for path, methods in page["paths"].items():
         (method,) = methods
+        assert methods[method].get("description") == routes.get(path)
         assert f"`{method.upper()} {path}`" in PAGE.read_text()
 
 

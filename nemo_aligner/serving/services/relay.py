@@ -69,7 +69,7 @@ class RelayService:
             kind = _KINDS.get(error.status, FailureKind.internal)
             return Failure(one_line(error.text), kind)
         except ServingError as error:
-            return Failure(one_line(error), FailureKind.busy, _AGAIN_IN_S)
+            return Failure(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
         except Exception as error:
             logger.exception("a request could not be answered")
             return Failure(f"internal error: {type(error).__name__}", FailureKind.internal)

@@ -68,6 +68,7 @@ def build_app(
             _Endpoint(route, relay, config, metrics).handle,
             methods=["POST"],
             summary=route.about,
+            description=route.about,  # else the handler's docstring is on the page
             operation_id=route.path.strip("/").replace("/", "_"),
             openapi_extra=_described(route),
         )

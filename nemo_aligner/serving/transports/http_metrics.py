@@ -128,7 +128,9 @@ def _of_service(watched: Watched) -> Iterator[Metric]:
 
 def _of_backends(statistics: Statistics) -> Iterator[Metric]:
     up = GaugeMetricFamily(f"{_SERVER}_up", "whether the backend answers", labels=["backend"])
-    waiting = GaugeMetricFamily(f"{_SERVER}_waiting_rows", "rows no call has", labels=["backend"])
+    waiting = GaugeMetricFamily(
+        f"{_SERVER}_waiting_rows", "texts that wait for a call of the model", labels=["backend"]
+    )
     fill = GaugeMetricFamily(
         f"{_SERVER}_pack_fill",
         "computed tokens of a call, in the mean, over what a call has room for",

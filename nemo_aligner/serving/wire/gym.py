@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from nemo_aligner.errors import ServingError, shown
+from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.wire.route import (
     STATUSES,
     Body,
@@ -25,6 +25,7 @@ from nemo_aligner.serving.wire.route import (
     Route,
     ScoredRequest,
     Served,
+    as_json,
     text_of,
 )
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
@@ -33,6 +34,7 @@ from nemo_aligner.text.messages import Conversation
 # Gym's failure_kinds.py; of its own kinds a server says whose they are.
 _KINDS = {
     FailureKind.busy: "transport_unreachable",
+    FailureKind.unreachable: "transport_unreachable",
     FailureKind.internal: "verifier_error",
 }
 _REFUSED = "reward_model:refused_text"
@@ -114,7 +116,7 @@ def _turns(items: list[Any], where: str) -> Conversation:
             continue
         if kind != "message" or not isinstance(item.get("role"), str):
             raise ServingError(
-                f"{place}: got {shown(item)}, wanted a message with role and content"
+                f"{place}: got {as_json(item)}, wanted a message with role and content"
             )
         role = _ROLES.get(item["role"], item["role"])
         content = text_of(item.get("content"), place)

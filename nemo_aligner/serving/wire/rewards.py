@@ -8,6 +8,7 @@ row for each, with a number for each of ``attributes``, or null where the model 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from nemo_aligner.serving.wire.types import Failure, ScoreRequest
 from nemo_aligner.text.messages import Text
 
 # What only servers answer that shape their rewards.
-_SHAPED = ("raw_rewards", "deviation", "passed")
+_SHAPED = ("raw_rewards", "deviation")
 
 
 class RewardMessage(Body, extra="forbid"):
@@ -54,7 +55,7 @@ class RewardsResponse(Body):
     errors: list[RowError]
     raw_rewards: list[list[float] | None] | None = None
     deviation: list[list[float] | None] | None = None
-    passed: list[float | None] | None = None
+    passed: list[bool | None] | None = None
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
@@ -78,6 +79,7 @@ def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[
     """See the top of this file."""
     reply = scored.reply
     shaped = {name: getattr(reply, name, None) for name in _SHAPED}
+    passed = {} if reply.passed is None else {"passed": _booleans(reply.passed)}
     return {
         "rewards": _rows(reply.rewards),
         "attributes": list(served.attributes),
@@ -85,6 +87,7 @@ def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[
         "truncated": reply.exceeded.tolist(),
         "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],
         **{name: _rows(values) for name, values in shaped.items() if values is not None},
+        **passed,
     }
 
 
@@ -95,6 +98,11 @@ def _rows(values: np.ndarray) -> list[Any]:
         None if is_missing else row
         for row, is_missing in zip(values.tolist(), missing, strict=True)
     ]
+
+
+def _booleans(values: np.ndarray) -> list[bool | None]:
+    """Rows of 1, 0 or NaN for JSON."""
+    return [None if math.isnan(each) else bool(each) for each in values.tolist()]
 
 
 def refuse(failure: Failure, body: RewardsRequest | None) -> HttpAnswer:

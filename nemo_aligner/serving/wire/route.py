@@ -6,18 +6,34 @@ only translates: its body to a ``ScoreRequest``, and what became of that to its 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
+from nemo_aligner.config.suggest import suggestion
 from nemo_aligner.errors import ServingError, short, shown
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
 from nemo_aligner.text.one_reward import one_reward
 
 _SHOWN_PROBLEMS = 3
+# Of a value that is unfit; the line has room for what was wanted, too.
+_SHOWN_VALUE = 60
+# By pydantic's types of errors; what is not here keeps its own words.
+_WORDS = {
+    "missing": "missing, wanted a value",
+    "too_short": "got {actual_length}, wanted at least {min_length}",
+    "list_type": "got {got}, wanted a list",
+    "string_type": "got {got}, wanted a text",
+    "int_type": "got {got}, wanted an integer",
+    "model_type": "got {got}, wanted an object",
+    "dict_type": "got {got}, wanted an object",
+    "literal_error": "got {got}, wanted {expected}",
+}
 # HTTP's statuses for what may be wrong.
 STATUSES = {
     FailureKind.bad_request: 400,
@@ -25,6 +41,7 @@ STATUSES = {
     FailureKind.too_large: 413,
     FailureKind.internal: 500,
     FailureKind.busy: 503,
+    FailureKind.unreachable: 503,
 }
 
 
@@ -113,7 +130,15 @@ class Route(Generic[T]):
         try:
             return self.request.model_validate_json(body)
         except ValidationError as error:
-            raise ServingError(_problems(error)) from error
+            raise ServingError(_problems(error, self.request)) from error
+
+
+def as_json(value: Any) -> str:
+    """A value of a body for an error message, as its sender wrote it: short, and of one line."""
+    try:
+        return short(json.dumps(value, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):
+        return shown(value)
 
 
 def text_of(content: Any, where: str) -> str:
@@ -134,14 +159,31 @@ def text_of(content: Any, where: str) -> str:
 
 
 def _refuse_content(content: Any, where: str) -> NoReturn:
-    raise ServingError(f"{where}: got {shown(content)}, wanted a text or a list of parts with text")
+    raise ServingError(
+        f"{where}: got {as_json(content)}, wanted a text or a list of parts with text"
+    )
 
 
-def _problems(error: ValidationError) -> str:
+def _problems(error: ValidationError, request: type[BaseModel]) -> str:
+    problems = error.errors(include_url=False)
     found = [
-        f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}"
-        for each in error.errors(include_url=False, include_context=False, include_input=False)
+        f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"
+        for each in problems[:_SHOWN_PROBLEMS]
     ]
-    more = len(found) - _SHOWN_PROBLEMS
-    rest = [f"and {more} more"] if more > 0 else []
-    return short("; ".join([*found[:_SHOWN_PROBLEMS], *rest]))
+    more = len(problems) - len(found)
+    rest = [f"and {more} more"] if more else []
+    return short("; ".join([*found, *rest]))
+
+
+def _problem(each: ErrorDetails, request: type[BaseModel]) -> str:
+    if each["type"] == "extra_forbidden":
+        # Which model a name further inside belongs to is not known here.
+        known = request.model_fields if len(each["loc"]) == 1 else ()
+        near = suggestion(str(each["loc"][0]), known)
+        return f"unknown key; did you mean {near}?" if near else "unknown key"
+    words = _WORDS.get(each["type"])
+    if words is None:
+        return each["msg"]
+    got = as_json(each["input"])
+    cut = got if len(got) <= _SHOWN_VALUE else f"{got[:_SHOWN_VALUE]}..."
+    return words.format(got=cut, **each.get("ctx", {}))

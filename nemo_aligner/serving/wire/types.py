@@ -56,12 +56,13 @@ class FailureKind(Enum):
     unauthorized = "unauthorized"  # send the token
     too_large = "too large"  # send less at once
     busy = "busy"  # send it again later
+    unreachable = "unreachable"  # start the server; a request sent again later is answered then
     internal = "internal"  # look at the server's log
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one request is not answered, in one line; and where it is busy, when to ask again."""
+    """Why one request is not answered, in one line; and when to ask again, where that may help."""
 
     message: str
     kind: FailureKind

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from nemo_aligner.errors import ServingError, shown
+from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.wire.route import (
     STATUSES,
     Body,
@@ -29,6 +29,7 @@ from nemo_aligner.serving.wire.route import (
     Route,
     ScoredRequest,
     Served,
+    as_json,
     text_of,
 )
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
@@ -40,6 +41,7 @@ _ERROR_TYPES = {
     FailureKind.too_large: "BadRequestError",
     FailureKind.internal: "InternalServerError",
     FailureKind.busy: "ServiceUnavailableError",
+    FailureKind.unreachable: "ServiceUnavailableError",
 }
 # Fields by which a client asks for another score, or another form, than there is here; with the
 # values that ask for none.
@@ -63,6 +65,18 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "instruction": (None,),
     "max_tokens_per_query": (None, 0),
     "max_tokens_per_doc": (None, 0),
+}
+_BY_CONTRACT = "how a text is scored is for the model's scoring contract"
+_NO_ACTIVATION = "a reward has no activation"
+_ONE_FORM = "there is no other here"
+_REASONS = {
+    "use_activation": _NO_ACTIVATION,
+    "activation": _NO_ACTIVATION,
+    "cache_salt": _ONE_FORM,
+    "priority": _ONE_FORM,
+    "task": _ONE_FORM,
+    "dimensions": _ONE_FORM,
+    "encoding_format": _ONE_FORM,
 }
 _PAIRS = (
     ("queries", "documents"),
@@ -178,10 +192,8 @@ def _check_fixed(body: Body, special_tokens: bool) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in fixed and value not in fixed[name]:
             allowed = " or ".join(map(json.dumps, fixed[name]))
-            raise ServingError(
-                f"{name}: got {shown(value)}, wanted {allowed}: how a text is scored is for the "
-                "model's scoring contract, and a reward has no activation"
-            )
+            why = _REASONS.get(name, _BY_CONTRACT)
+            raise ServingError(f"{name}: got {as_json(value)}, wanted {allowed}: {why}")
 
 
 def _conversation(messages: list[dict[str, Any]]) -> Conversation:
@@ -193,7 +205,7 @@ def _conversation(messages: list[dict[str, Any]]) -> Conversation:
 def _message(given: Mapping[str, Any], where: str) -> Message:
     unread = [name for name in given if name not in ("role", "content") and given[name]]
     if unread or not isinstance(given.get("role"), str):
-        raise ServingError(f"{where}: got {shown(given)}, wanted role and content alone")
+        raise ServingError(f"{where}: got {as_json(given)}, wanted role and content alone")
     role = "system" if given["role"] == "developer" else given["role"]
     return {"role": role, "content": text_of(given.get("content"), where)}
 

@@ -55,7 +55,7 @@ def test_a_refused_row_is_set_aside_or_fails_the_request() -> None:
         (RefusedError("s", 400, "row 0: no"), Failure("row 0: no", FailureKind.bad_request)),
         (RefusedError("s", 413, "too many"), Failure("too many", FailureKind.too_large)),
         (RefusedError("s", 500, "model failed"), Failure("model failed", FailureKind.internal)),
-        (ServingError("nobody"), Failure("nobody", FailureKind.busy, 1)),
+        (ServingError("nobody"), Failure("nobody", FailureKind.unreachable, 1)),
         (KeyError("x"), Failure("internal error: KeyError", FailureKind.internal)),
     ],
 )

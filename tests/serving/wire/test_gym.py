@@ -129,6 +129,7 @@ def test_a_refused_reply_is_no_measurement_unless_there_is_a_bar_to_miss(thresho
     ("kind", "name"),
     [
         (FailureKind.busy, "transport_unreachable"),
+        (FailureKind.unreachable, "transport_unreachable"),
         (FailureKind.internal, "verifier_error"),
     ],
 )

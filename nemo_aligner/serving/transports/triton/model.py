@@ -20,6 +20,7 @@ _TRITON_CODES = {
     FailureKind.bad_request: "INVALID_ARG",
     FailureKind.too_large: "INVALID_ARG",
     FailureKind.busy: "UNAVAILABLE",
+    FailureKind.unreachable: "UNAVAILABLE",
     FailureKind.internal: "INTERNAL",
 }
 
