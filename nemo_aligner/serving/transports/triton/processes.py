@@ -17,11 +17,11 @@ _TRITON_PROCESSES = {
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
 # It waits for the end of its input, which this process holds open, and where it is told nothing,
-# that has died.
+# that has died. PyTriton's helpers notice it a moment later, and may make shared memory until then.
 _GUARD = """
 trap "" INT TERM HUP QUIT
 read -r word
-[ -n "$word" ] || kill -KILL "-$0" 2>/dev/null
+[ -n "$word" ] || { kill -KILL "-$0" 2>/dev/null; sleep 1; }
 rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
 """
 _ANY_PORT = range(20_000, 32_000)

@@ -37,7 +37,7 @@ def test_a_host_of_another_machine_has_no_free_port() -> None:
 def test_a_process_runs_until_it_ends() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert is_running(child.pid)
-    assert triton_processes(os.getpid()) == {}  # a child, but none of Triton's
+    assert triton_processes(child.pid) == {}
     child.communicate(b"\n")
     assert not is_running(child.pid)
 
@@ -51,7 +51,8 @@ def test_tritons_processes_are_found_by_name_among_descendants(tmp_path: Path) -
         pid = int(shell.stdout.readline())
         while (name := Path(f"/proc/{pid}/comm").read_text().strip()) != "tritonserver":
             assert name == "sh"  # not yet replaced by the program
-        assert triton_processes(os.getpid()) == {pid: "Triton's server"}
+        assert triton_processes(shell.pid) == {pid: "Triton's server"}
+        assert pid in triton_processes(os.getpid())
         assert triton_processes(pid + 1) == {}
     finally:
         os.kill(pid, 9)
