@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.console import say
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
 from nemo_aligner.scoring.ensemble import RewardEnsemble
@@ -28,7 +28,7 @@ def run_server(config: ServeConfig) -> int:
     files = [config.rm_model_file, *config.ensemble.files]
     for file in files:
         if not Path(file).exists():
-            raise ConfigError(f"there is no {file}; wanted a reward model's .nemo")
+            raise CheckpointError(f"{file}: there is no such file; wanted a reward model's .nemo")
     with launch():
         check_port(config.server)  # now, and not when a large model is loaded
         layout = initialize_layout(

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 
-from nemo_aligner.checkpoint.runs import Saved
 from nemo_aligner.config.critic import ServeCriticConfig, WhileTraining
 from nemo_aligner.errors import AlignerError, DataError, ServingError, one_line
 from nemo_aligner.serving.batcher import Batcher
@@ -55,6 +54,7 @@ class CriticService:
         self._shown = shown
         self._has_rewards = has_rewards
         self._turns = Turns()
+        self._saved_step = run.learner.step  # it is new, or goes on from what was saved
         self._meter = Meter()
         self._contract = run.contract
         values = partial(ranks.submit, VALUES)
@@ -92,7 +92,7 @@ class CriticService:
     def close(self) -> None:
         self._intake.close()
         self._batcher.close()
-        lost = _never_saved(self._run.learner.step, self._run.checkpoints.latest())
+        lost = _never_saved(self._run.learner.step, self._saved_step)
         if lost is not None:
             print(lost, flush=True)
 
@@ -131,6 +131,7 @@ class CriticService:
     async def _save_now(self) -> Tensors:
         submit = partial(self._ranks.submit, SAVE)
         path = await asyncio.wrap_future(self._turns.take(submit, alone=True))
+        self._saved_step = self._run.learner.step
         print(f"saved {path} and the state that a restart goes on from", flush=True)
         return {"status": np.zeros(1, dtype=np.int64)}
 
@@ -171,9 +172,8 @@ async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure
         return Failure(what, FailureKind.internal)
 
 
-def _never_saved(step: int, latest: Saved | None) -> str | None:
+def _never_saved(step: int, saved: int) -> str | None:
     """What a person who ends the service after ``step`` has lost; None: nothing."""
-    saved = 0 if latest is None else latest.state.step
     if step <= saved:
         return None
     lost = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
