@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.console import say
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
-from nemo_aligner.scoring.scorer import RewardScorer
+from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.serving.service import Servable
 from nemo_aligner.serving.services.critic_ranks import CriticServable
 from nemo_aligner.serving.services.reward_model import RewardModelServable
@@ -47,17 +46,14 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
         return [CriticServable(run, config)]
     path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
     say(f"loading the reward model {path} ...")
-    loaded = load_reward_model(path, layout)
-    scorer = RewardScorer(
-        loaded.model,
-        loaded.contract,
-        loaded.tokenizer,
+    scorer = load_scorer(
+        path,
         layout,
-        config.model.micro_batch_tokens,
+        micro_batch_tokens=config.model.micro_batch_tokens,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
     )
-    _check_reads_alike(path, loaded.contract, run.contract)
-    critic = CriticServable(run, config, (scorer, loaded.model))
+    _check_reads_alike(path, scorer.contract, run.contract)
+    critic = CriticServable(run, config, scorer)
     rewards = RewardModelServable(scorer, config.server, prepare=critic.make_room_for_rewards)
     return [critic, rewards]
 

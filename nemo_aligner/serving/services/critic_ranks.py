@@ -29,24 +29,20 @@ _MIB = 2**20
 
 
 class CriticServable:
-    """A critic's run on every rank, and the scorer of a reward model on the same, if there is one.
-
-    Args:
-        rewards: the scorer, and the model that it computes with.
-    """
+    """A critic's run on every rank, and a reward model's scorer on the same, if there is one."""
 
     def __init__(
         self,
         run: CriticRun,
         config: ServeCriticConfig,
-        rewards: tuple[RewardScorer, torch.nn.Module] | None = None,
+        scorer: RewardScorer | None = None,
     ) -> None:
         self._run = run
         self._config = config
-        self._scorer = None if rewards is None else rewards[0]
-        self._residence = Residence(_parts(run, None if rewards is None else rewards[1]))
+        self._scorer = scorer
+        self._residence = Residence(_parts(run, None if scorer is None else scorer.model))
         wish = config.trainer.ppo.offload_idle_model
-        self._swaps = rewards is not None and (torch.cuda.is_available() if wish is None else wish)
+        self._swaps = scorer is not None and (torch.cuda.is_available() if wish is None else wish)
         self._offloads_optimizer = config.model.offload_adam_states
 
     @property
