@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def multiply_in_place(tensors: Sequence[Tensor], factor: float) -> None:
+def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
     """In as few kernels as a GPU needs for all of them."""
     torch._foreach_mul_(tensors, factor)
 
