@@ -46,7 +46,7 @@ def test_a_device_that_is_lost_is_a_rank_that_is_lost(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ranks_module, "wait_for_device", raise_again)
     with led(device):
         assert device.execute("score", [[4]]).tolist() == [[4]]
-        with pytest.raises(RanksLostError, match="illegal memory access$"):
+        with pytest.raises(RanksLostError, match=r"illegal memory access$"):
             device.execute("score", [[666]])
         with pytest.raises(RanksLostError, match="the device of rank 0 is lost"):
             device.execute("score", [[4]])

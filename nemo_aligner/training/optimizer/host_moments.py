@@ -33,9 +33,8 @@ class HostMoments:
         self._step_all = optimizer.step
         self._chunk_bytes = chunk_bytes
         devices = {each.device for group in optimizer.param_groups for each in group["params"]}
-        self._ferry = (
-            _Ferry(devices.pop()) if any(each.type == "cuda" for each in devices) else None
-        )
+        gpu = next((device for device in devices if device.type == "cuda"), None)
+        self._ferry = None if gpu is None else _Ferry(gpu)
         optimizer.step = self._step  # type: ignore[method-assign, assignment]
         optimizer.load_state_dict = self._load_settings  # type: ignore[method-assign]
 
