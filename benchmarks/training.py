@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,6 +28,7 @@ from common import (
     add_device_option,
     choose_device,
     machine,
+    matmul_rate,
     median_of_ratios,
     prepare_model,
     render,
@@ -62,7 +62,7 @@ def main() -> None:
     }
     ours = {**both, "settings": _settings(arguments, nemo, precision)}
     theirs = {**both, "hf": str(hf), "lr": LR}
-    peak_rate = _matmul_rate()
+    peak_rate = matmul_rate()
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for batch_size in arguments.trl_batch:
@@ -151,22 +151,6 @@ def _rows(
         {**row("nemo_aligner", ours, found.ours), "ours is faster by": ""},
         {**row(f"TRL, batch {batch_size}", trl, found.trl), "ours is faster by": ratio},
     ]
-
-
-def _matmul_rate() -> float:
-    """FLOP/s of a large matrix product in the precision that is trained in."""
-    import torch
-
-    gpu = torch.cuda.is_available()
-    size = 8192 if gpu else 2048
-    dtype, device = (torch.bfloat16, "cuda") if gpu else (torch.float32, "cpu")
-    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        (a @ b).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
 
 
 def _hidden_size(hf: Path) -> int:
