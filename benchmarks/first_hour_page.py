@@ -43,5 +43,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
     numbers = {name for name in names if any(isinstance(row[name], int | float) for row in rows)}
     rule = ["---:" if name in numbers else "---" for name in names]
-    body = [[shown(row[name]).replace("|", "\\|") for name in names] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [names, rule, *body])
+    body = [[shown(row[name]) for name in names] for row in rows]
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in [names, rule, *body]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
