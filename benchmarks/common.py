@@ -73,27 +73,29 @@ class WorkerFailed(Exception):
 
 def require(*modules: str, python: str = sys.executable) -> None:
     """End this benchmark with one line where ``python`` lacks a module that it needs."""
-    wrong = lacking(*modules, python=python)
-    if wrong is not None:
-        sys.exit(wrong)
+    try:
+        missing = lacking(*modules, python=python)
+    except OSError as error:
+        sys.exit(f"{python}: cannot be run: {error.strerror}")
+    if missing:
+        sys.exit(
+            f"{python} lacks {', '.join(missing)}, which this benchmark needs: "
+            f"{python} -m pip install -e '{ROOT}[bench]'"
+        )
 
 
-def lacking(*modules: str, python: str = sys.executable) -> str | None:
-    """What ``python`` lacks of these modules, in a line; None if nothing."""
+def lacking(*modules: str, python: str = sys.executable) -> list[str]:
+    """Which of these modules ``python`` lacks.
+
+    Raises:
+        OSError: it cannot be run.
+    """
     program = (
         "import sys; from importlib.util import find_spec; "
-        "sys.exit(', '.join(name for name in sys.argv[1:] if find_spec(name) is None) or 0)"
+        "print(*(name for name in sys.argv[1:] if find_spec(name) is None))"
     )
-    try:
-        done = subprocess.run([python, "-c", program, *modules], capture_output=True, text=True)
-    except OSError as error:
-        return f"{python}: cannot be run: {error.strerror}"
-    if not done.returncode:
-        return None
-    return (
-        f"{python} lacks {done.stderr.strip()}, which this benchmark needs: "
-        f"{python} -m pip install -e '{ROOT}[bench]'"
-    )
+    done = subprocess.run([python, "-c", program, *modules], capture_output=True, text=True)
+    return done.stdout.split()
 
 
 def run_worker(python: str, script: str, job: Mapping[str, Any], threads: int) -> dict[str, Any]:
@@ -229,6 +231,11 @@ def machine() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return processor()
+
+
+def processor() -> str:
+    """This machine's CPU and its cores."""
     model = next(
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

@@ -142,10 +142,18 @@ def _overlap(hour: Hour) -> list[str]:
     return [python, "-m", "torch.distributed.run", "--standalone", ranks, *rest]
 
 
+def _lacks(python: str, *modules: str) -> str | None:
+    try:
+        missing = lacking(*modules, python=python)
+    except OSError as error:
+        return f"{python}: cannot be run: {error.strerror}"
+    return f"{python} lacks {', '.join(missing)}" if missing else None
+
+
 def _lacks_gpu(hour: Hour) -> str | None:
     if hour.device != "cuda":
         return "it needs a GPU: every test of it would be skipped"
-    return lacking("pytest")
+    return _lacks(sys.executable, "pytest")
 
 
 def _lacks_two(hour: Hour) -> str | None:
@@ -165,7 +173,7 @@ PARTS = (
         270,
         _training,
         read_benchmark,
-        lambda hour: lacking("trl", "datasets", "accelerate", python=hour.trl_python),
+        lambda hour: _lacks(hour.trl_python, "trl", "datasets", "accelerate"),
         ("model",),
     ),
     Part(
@@ -182,7 +190,7 @@ PARTS = (
         180,
         _vllm,
         read_benchmark,
-        lambda hour: lacking("vllm", python=hour.vllm_python),
+        lambda hour: _lacks(hour.vllm_python, "vllm"),
         ("model",),
     ),
     Part("mfu", "a step by sequence length and hidden size", 240, _work("mfu"), read_rows),

@@ -71,7 +71,7 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             "sequence": point["sequence_length"],
             "hidden": shape.hidden_size,
             "layers": shape.num_layers,
-            "parameters": f"{shape.num_parameters() / 1e9:.2g}e9",
+            "10^9 parameters": shape.num_parameters() / 1e9,
             "tokens/s": _per(_tokens(point), seconds),
             "s/step": seconds,
             "planned s/step": planned,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import choose_device, environment, how_it_ended, machine
+from common import choose_device, environment, how_it_ended, machine, processor
 from first_hour_page import render_page
 from first_hour_parts import PARTS, Hour, Part
 from first_hour_sizes import sizes_of
@@ -67,13 +67,8 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _hour(arguments: argparse.Namespace) -> Hour:
-    device = choose_device(arguments.device)
-    import torch
-
-    from nemo_aligner.parallel.device import lacks_bf16
-
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    precision = "fp32" if device == "cpu" else "fp16" if lacks_bf16() else "bf16"
+    device = arguments.device
+    gpus, precision = _gpus() if device == "cuda" else (0, "fp32")
     arguments.output.mkdir(parents=True, exist_ok=True)
     work = Path(arguments.work or tempfile.mkdtemp(prefix="first_hour_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -89,6 +84,16 @@ def _hour(arguments: argparse.Namespace) -> Hour:
         trl_python=arguments.trl_python,
         vllm_python=arguments.vllm_python,
     )
+
+
+def _gpus() -> tuple[int, str]:
+    """How many there are, and the 16 bits that they train in."""
+    choose_device("cuda")
+    import torch
+
+    from nemo_aligner.parallel.device import lacks_bf16
+
+    return torch.cuda.device_count(), "fp16" if lacks_bf16() else "bf16"
 
 
 def _shape(model: Path | None) -> dict[str, Any] | None:
@@ -109,7 +114,7 @@ def _with_needs(names: Sequence[str]) -> list[Part]:
 
 def _about(hour: Hour, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "machine": machine(),
+        "machine": machine() if hour.gpus else processor(),
         "device": hour.device,
         "GPUs": hour.gpus,
         "began": datetime.now().isoformat(timespec="seconds"),
@@ -159,7 +164,7 @@ def _run(part: Part, hour: Hour, before: Sequence[Result], end: float, threads: 
     start = time.monotonic()
     log = hour.work / f"{part.name}.log"
     hour.output(part.name).unlink(missing_ok=True)
-    state, why = _wait(part.command(hour), log, limit, threads)
+    state, why = _wait(part.command(hour), log, limit, hour.device, threads)
     seconds = time.monotonic() - start
     rows, remarks = [], []
     with suppress(OSError, ValueError, SyntaxError):  # of a part that has written nothing, or half
@@ -189,9 +194,12 @@ def _result(part: Part, state: str, why: str, **found: Any) -> Result:
     return {**about, "state": state, "why": why, **empty, **found}
 
 
-def _wait(command: Sequence[str], log: Path, limit: float, threads: int) -> tuple[str, str]:
+def _wait(
+    command: Sequence[str], log: Path, limit: float, device: str, threads: int
+) -> tuple[str, str]:
     """Run a command to its end or to the limit, in a session that is ended as a whole."""
     offline = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with log.open("wb") as said:
         process = subprocess.Popen(
             command,
@@ -199,7 +207,7 @@ def _wait(command: Sequence[str], log: Path, limit: float, threads: int) -> tupl
             stdout=said,
             stderr=said,
             start_new_session=True,
-            env={**environment(threads), **offline},
+            env={**environment(threads), **offline, **hidden},
         )
         try:
             code = process.wait(max(limit, 0))

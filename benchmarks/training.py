@@ -43,7 +43,7 @@ LR = 1e-5
 def main() -> None:
     arguments = _parse()
     require("trl", "datasets", "accelerate", python=arguments.trl_python)
-    device = choose_device(arguments.device)
+    arguments.device = device = choose_device(arguments.device)
     if arguments.micro_batch_tokens is None:
         arguments.micro_batch_tokens = 16384 if device == "cuda" else 1280
 
@@ -120,8 +120,9 @@ def _compare(arguments: argparse.Namespace, ours: dict[str, Any], theirs: dict[s
         return Found(runs, [], failure)
     losses = [found[0]["losses"][0] for found in (runs, trl)]
     print(f"loss of the first batch: ours {losses[0]:.6f}, TRL {losses[1]:.6f}")
-    # TRL rounds what it logs.
-    if abs(losses[0] - losses[1]) > 1e-3 * max(losses):
+    # TRL rounds what it logs; 16 bits round everything.
+    allowed = 1e-3 if arguments.device == "cpu" else 2e-2
+    if abs(losses[0] - losses[1]) > allowed * max(losses):
         sys.exit("the losses differ: these are not the same computations")
     return Found(runs, trl, None)
 
