@@ -31,7 +31,7 @@ class Hour:
     sizes: Sizes
     model: Path | None
     data: Path | None
-    tflops: float | None
+    tflops: float
     trl_python: str
     vllm_python: str
 

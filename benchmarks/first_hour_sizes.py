@@ -77,7 +77,7 @@ def _for_cpu(precision: str, given: dict[str, Any] | None) -> Sizes:
             "save": [base],
             "overlap": [base],
         },
-        hf={},
+        hf={"hidden_size": 128, "intermediate_size": 256},  # vLLM takes heads of 32
         file_pairs=8,
         training=(
             *("--steps=1", "--warm-up=1", "--global-batch=4", "--turns=1", "--threads=1"),

@@ -59,8 +59,7 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
     ``MFU`` is of the peak that is assumed, ``of a product`` of a large matrix product's rate here.
     """
-    product = matmul_rate()
-    machine = _machine(job, product)
+    machine, product = _machine(job), matmul_rate()
     for point in job["points"]:
         shape, plan = _shape_and_plan(point)
         steps = point["steps"]
@@ -180,15 +179,11 @@ PARTS: dict[str, Callable[[Job, ParallelLayout], Iterator[Row]]] = {
 }
 
 
-def _machine(job: Job, product: float | None = None) -> Machine:
-    """What ``nemo-aligner plan`` assumes, but for the peak where the job names another.
-
-    A CPU has no known peak: it is the rate of a matrix product.
-    """
+def _machine(job: Job) -> Machine:
+    """What ``nemo-aligner plan`` assumes, but for the peak, which is the job's."""
     assumed = PlanRequest()
-    flops = job["tflops"] * 1e12 if job["tflops"] else product or matmul_rate()
     return Machine(
-        flops=flops,
+        flops=job["tflops"] * 1e12,
         efficiency=assumed.mfu,
         intra_node=assumed.intra_node * 1e9,
         inter_node=assumed.inter_node * 1e9,

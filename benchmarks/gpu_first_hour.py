@@ -10,7 +10,7 @@ predicts beside what was measured. A part that cannot run here says why. Weights
 those of ``--model``; nothing is downloaded. Exit status: 1 if a part failed, 130 if stopped.
 
 A prediction rests on the peak of ``--tflops`` (989 by default: H100 and H200, dense bf16), of which
-40% are reached, as ``nemo-aligner plan`` assumes; on a CPU on the rate of a large product.
+40% are reached, as ``nemo-aligner plan`` assumes; on a CPU it means nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,8 +36,11 @@ from first_hour_page import render_page
 from first_hour_parts import PARTS, Hour, Part
 from first_hour_sizes import sizes_of
 
-H100_TFLOPS = 989.0
+ASSUMED_TFLOPS = {"cuda": 989.0, "cpu": 0.1}
 _SAID = 2000  # characters of what a failed part printed last
+_POLL_S = 0.2
+# Asked by a signal, and looked for only where nothing is left behind.
+_STOP = threading.Event()
 Result = dict[str, Any]
 
 
@@ -46,24 +50,16 @@ def main() -> int:
     chosen = _with_needs(arguments.parts or [part.name for part in PARTS])
     report = _Report(arguments.output, _about(hour, arguments), chosen)
     end = time.monotonic() + 60 * arguments.minutes
-    try:
-        signal.signal(signal.SIGINT, _stop)
-        signal.signal(signal.SIGTERM, _stop)
-        for part in chosen:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: _STOP.set())
+    for part in chosen:
+        if not _STOP.is_set():
             report.add(_run(part, hour, report.results, end, arguments.threads))
-    except KeyboardInterrupt:
-        report.write()
-        print(f"\nstopped; what was found is in {report.page}")
+    report.write()
+    print(f"\n{'stopped; what was found: ' if _STOP.is_set() else ''}{report.page}")
+    if _STOP.is_set():
         return 130
-    print(f"\n{report.page}")
     return int(any(result["state"] in ("failed", "out of time") for result in report.results))
-
-
-def _stop(number: int, frame: object) -> None:
-    # A second signal must not leave a part running.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _hour(arguments: argparse.Namespace) -> Hour:
@@ -72,7 +68,6 @@ def _hour(arguments: argparse.Namespace) -> Hour:
     arguments.output.mkdir(parents=True, exist_ok=True)
     work = Path(arguments.work or tempfile.mkdtemp(prefix="first_hour_"))
     work.mkdir(parents=True, exist_ok=True)
-    peak = arguments.tflops or (H100_TFLOPS if device == "cuda" else None)
     return Hour(
         device=device,
         gpus=gpus,
@@ -80,7 +75,7 @@ def _hour(arguments: argparse.Namespace) -> Hour:
         sizes=sizes_of(device, precision, _shape(arguments.model)),
         model=arguments.model,
         data=arguments.data,
-        tflops=peak,
+        tflops=arguments.tflops or ASSUMED_TFLOPS[device],
         trl_python=arguments.trl_python,
         vllm_python=arguments.vllm_python,
     )
@@ -119,7 +114,7 @@ def _about(hour: Hour, arguments: argparse.Namespace) -> dict[str, Any]:
         "GPUs": hour.gpus,
         "began": datetime.now().isoformat(timespec="seconds"),
         "minutes allowed": arguments.minutes,
-        "peak assumed, TFLOP/s": hour.tflops or "a large product's",
+        "peak assumed, TFLOP/s": hour.tflops,
         "files": str(hour.work),
     }
 
@@ -135,8 +130,6 @@ class _Report:
     def add(self, result: Result) -> None:
         self.results.append(result)
         self.write()
-        if result["state"] == "interrupted":
-            raise KeyboardInterrupt
 
     def write(self) -> None:
         """Both files; each is whole at any time."""
@@ -171,7 +164,9 @@ def _run(part: Part, hour: Hour, before: Sequence[Result], end: float, threads: 
         rows, remarks = part.read(hour.output(part.name))
     if state == "done" and not rows:
         state, why = "failed", "it ended without a result"
-    if state != "done":
+    elif state == "done" and remarks:
+        state, why = "failed", "the other side failed"
+    elif state != "done":
         remarks = [*remarks, *_last_said(log)]
     reason = f": {why}" if why else ""
     print(f"{part.name}: {state} in {seconds:.0f} s{reason}", flush=True)
@@ -197,7 +192,7 @@ def _result(part: Part, state: str, why: str, **found: Any) -> Result:
 def _wait(
     command: Sequence[str], log: Path, limit: float, device: str, threads: int
 ) -> tuple[str, str]:
-    """Run a command to its end or to the limit, in a session that is ended as a whole."""
+    """Run a command to its end or to the limit: the state, and why."""
     offline = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with log.open("wb") as said:
@@ -209,15 +204,22 @@ def _wait(
             start_new_session=True,
             env={**environment(threads), **offline, **hidden},
         )
-        try:
-            code = process.wait(max(limit, 0))
-        except subprocess.TimeoutExpired:
-            return "out of time", f"it was stopped after {limit:.0f} s"
-        except KeyboardInterrupt:
+        found = _follow(process, limit)
+        # What a part that ended has left behind would be in the way of the next, too.
+        _end(process)
+    return found
+
+
+def _follow(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
+    """Wait for the process's end, the time's, or a stop that is asked for: the state, and why."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        if _STOP.is_set():
             return "interrupted", "it was stopped from outside"
-        finally:
-            _end(process)
-    return ("done", "") if code == 0 else ("failed", how_it_ended(code))
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(_POLL_S)
+            return ("done", "") if code == 0 else ("failed", how_it_ended(code))
+    return "out of time", f"it was stopped after {limit:.0f} s"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -41,7 +41,7 @@ def content_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in found["parts"]}
 
 
-@pytest.mark.slow(seconds=40)
+@pytest.mark.slow(seconds=45)
 def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [
@@ -82,22 +82,48 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert "| measured/planned |" in page
 
 
-@pytest.mark.slow(seconds=10)
-def test_who_stops_it_keeps_what_was_found(tmp_path: Path) -> None:
+STOPPED = """
+import sys
+import gpu_first_hour
+from first_hour_parts import Part, read_rows
+
+write = "open(sys.argv[1], 'w').write('[{}]')"
+gpu_first_hour.PARTS = [
+    Part(
+        name,
+        "a part",
+        60,
+        lambda hour, name=name, ends=ends: [
+            *(sys.executable, "-c", f"import sys, time; {write}; time.sleep({ends})"),
+            str(hour.output(name)),
+        ],
+        read_rows,
+    )
+    for name, ends in (("quick", 0), ("long", 60), ("never", 0))
+]
+sys.exit(gpu_first_hour.main())
+"""
+
+
+@pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT])
+def test_who_stops_it_keeps_what_was_found(tmp_path: Path, order: signal.Signals) -> None:
+    path = os.pathsep.join([str(tiny.ROOT / "benchmarks"), tiny.environment()["PYTHONPATH"]])
     process = subprocess.Popen(
-        [*SCRIPT, "--output", str(tmp_path), "--parts", "machine", "memory", "save"],
+        [sys.executable, "-uc", STOPPED, "--device=cpu", "--output", str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        env=tiny.environment(),
+        env=tiny.environment(PYTHONPATH=path),
     )
     assert process.stdout is not None
-    while not process.stdout.readline().startswith("memory: "):
+    while not (tmp_path / "first_hour.json").is_file() or "long" not in process.stdout.readline():
         assert process.poll() is None
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(order)
     assert process.wait(30) == 130
+    assert str(tmp_path / "first_hour.md") in process.stdout.read()
+    process.stdout.close()
     states = {name: part["state"] for name, part in content_of(tmp_path).items()}
-    assert states == {"machine": "done", "memory": "interrupted", "save": "not run"}
+    assert states == {"quick": "done", "long": "interrupted", "never": "not run"}
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
@@ -116,7 +142,7 @@ def run(hour: SimpleNamespace, tmp_path: Path) -> Callable[..., list[dict[str, A
     """Run parts, and give what became of each."""
 
     def run_parts(parts: Sequence[Any], seconds: float = 60.0) -> list[dict[str, Any]]:
-        context = hour.parts.Hour("cpu", 0, tmp_path, None, None, None, None, "", "")
+        context = hour.parts.Hour("cpu", 0, tmp_path, None, None, None, 0.1, "", "")
         results: list[dict[str, Any]] = []
         for part in parts:
             results.append(hour.main._run(part, context, results, time.monotonic() + seconds, 1))
