@@ -33,6 +33,7 @@ def _for_gpu(precision: str, given: dict[str, Any] | None) -> Sizes:
     lengths = [
         {**base, "sequence_length": length, "pairs": 2**15 // length, "micro_batch_tokens": budget}
         for length, budget in ((512, 8192), (1024, 8192), (2048, 8192), (4096, 8192), (8192, 16384))
+        if length <= model.get("max_position_embeddings", length)
     ]
     widths = [
         {**base, "model": synthetic_model(layers, hidden)}

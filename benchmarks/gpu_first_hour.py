@@ -159,7 +159,8 @@ def _run(part: Part, hour: Hour, before: Sequence[Result], end: float, threads: 
     hour.output(part.name).unlink(missing_ok=True)
     state, why = _wait(part.command(hour), log, limit, hour.device, threads)
     seconds = time.monotonic() - start
-    rows, remarks = [], []
+    rows: list[dict[str, Any]] = []
+    remarks: list[str] = []
     with suppress(OSError, ValueError, SyntaxError):  # of a part that has written nothing, or half
         rows, remarks = part.read(hour.output(part.name))
     if state == "done" and not rows:
@@ -264,7 +265,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, help="a folder for models and logs; default: temporary"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for name in ("model", "data"):
+        path = getattr(arguments, name)
+        if path is not None and not path.exists():
+            parser.error(f"--{name}: there is no {path}")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -202,6 +202,16 @@ def test_what_a_part_needs_is_run_before_it(hour: SimpleNamespace) -> None:
     assert [part.name for part in hour.main._with_needs(["scoring"])] == ["model", "scoring"]
 
 
+def test_files_that_are_not_there_are_an_error_at_once(
+    hour: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("model", "data"):
+        monkeypatch.setattr(sys, "argv", ["gpu_first_hour.py", f"--{name}", "no/file"])
+        with pytest.raises(SystemExit):
+            hour.main.main()
+        assert f"--{name}: there is no no/file" in capsys.readouterr().err
+
+
 def test_all_parts_fit_into_half_an_hour(hour: SimpleNamespace) -> None:
     assert sum(part.limit for part in hour.parts.PARTS) <= 30 * 60
 
