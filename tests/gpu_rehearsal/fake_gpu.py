@@ -1,0 +1,221 @@
+"""A GPU without data: tensors on "cuda" are torch's fake ones, and NCCL sends nothing.
+
+It plays CUDA for a CPU build of torch, in a process that began with ``LD_PRELOAD`` of what SHIM
+compiles to. Shapes, dtypes and devices are checked as on a GPU; numbers, races and the kernels
+themselves are not seen. ``watch.py`` says what is done with each operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.gpu_rehearsal.watch import CUDA, Watch
+
+_CUDA, _META = 1, 14  # c10::DeviceType
+_PRIVATE_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+# Backward asks of every device whether it has streams, which a CPU build has of none.
+SHIM = "int _ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE(signed char t){return 0;}"
+
+
+class _Stream:
+    """A stream or an event: what it is asked to wait for is done; the host's waiting is noted."""
+
+    device, stream_id, device_index, device_type, cuda_stream = CUDA, 0, 0, _CUDA, 0
+    watch: Watch
+
+    def __init__(self, *unused: Any, **more: Any) -> None: ...
+
+    def nothing(self, *unused: Any, **more: Any) -> None: ...
+
+    wait_stream = wait_event = wait = record = __exit__ = nothing
+
+    def synchronize(self) -> None:
+        self.watch.note("synchronize")
+
+    def record_event(self, *unused: Any) -> _Stream:
+        return self
+
+    __enter__ = record_event
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Stream) -> float:
+        self.watch.note("elapsed_time")
+        return 1.0
+
+
+class _Generator:
+    """torch's random numbers on a device: mcore keeps such states by name."""
+
+    def state(self, *unused: Any) -> Any:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    clone_state = graphsafe_get_state = get_state = state
+    graphsafe_set_state = set_state = state
+
+
+class _NoDevice(FakeTensorMode):
+    avoid_device_init = True  # whatever torch.cuda.is_available says
+
+
+def _module_to(module: torch.nn.Module, device: Any) -> torch.nn.Module:
+    """``Module.to``, which cannot swap a real parameter for a fake one."""
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.device.type != "cuda":
+                    moved = tensor.detach().to(device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        moved = torch.nn.Parameter(moved, tensor.requires_grad)
+                        moved.__dict__.update(tensor.__dict__)
+                    tensors[name] = moved  # type: ignore[assignment]
+    return module
+
+
+def _at_once(executor: ThreadPoolExecutor, function: Any, *args: Any, **named: Any) -> Future:
+    """torch's modes belong to a thread: what has one of its own runs in this one."""
+    done: Future = Future()
+    try:
+        done.set_result(function(*args, **named))
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
+def _play_cuda(watch: Watch) -> None:
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, _PRIVATE_GUARDS)
+    guards[_CUDA] = guards[_META]  # the one that does nothing
+    FakeTensor._normalize_fake_device = staticmethod(
+        lambda device: CUDA if device.type == "cuda" else device
+    )
+    cuda, nothing, state = torch.cuda, lambda *unused, **more: None, _Generator().state
+    cuda.is_available = cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: watch.visible_devices
+    cuda.current_device = lambda: CUDA  # an index would be taken for another accelerator's
+    cuda.set_device = nothing
+    cuda.synchronize = lambda *unused: watch.note("synchronize")
+    cuda.current_stream = cuda.default_stream = _Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.Stream = cuda.Event = _Stream
+    cuda.get_device_capability = lambda *unused: watch.capability
+    cuda.get_device_properties = lambda *unused: SimpleNamespace(
+        major=watch.capability[0], minor=watch.capability[1], multi_processor_count=100
+    )
+    cuda.memory_allocated = lambda *unused: watch.allocated()
+    cuda.cudart = lambda: watch
+    cuda.manual_seed = cuda.set_rng_state = cuda.empty_cache = cuda._lazy_init = nothing
+    cuda.random.set_rng_state = nothing
+    cuda.get_rng_state = cuda.random.get_rng_state = state
+    cuda.default_generators = [_Generator()]
+    _Stream.watch = watch
+
+
+def _play_tensors(watch: Watch) -> None:
+    tolist, load, tensor = torch.Tensor.tolist, torch.load, torch.tensor
+
+    def from_numbers(data: Any, **options: Any) -> Any:
+        if isinstance(data, list | tuple):
+            data = [each.item() if isinstance(each, FakeTensor) else each for each in data]
+        return tensor(data, **options)
+
+    def load_for_real(*args: Any, **named: Any) -> Any:
+        with unset_fake_temporarily():
+            return load(*args, **named)
+
+    def to_list(self: Any) -> Any:
+        return tolist(self.cpu() if isinstance(self, FakeTensor) else self)
+
+    torch.tensor, torch.load = from_numbers, load_for_real
+    torch.Tensor.tolist = FakeTensor.tolist = to_list
+    torch.Tensor.cuda = lambda self, *unused, **more: self.to(CUDA)
+    torch.Tensor.pin_memory = lambda self, *unused: watch.lock(self.clone())
+    torch.Tensor.is_pinned = lambda self, *unused: watch.is_locked(self)
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.nn.Module.to = _module_to
+    ThreadPoolExecutor.submit = _at_once
+    _play_storages()
+
+
+def _play_storages() -> None:
+    """A fake tensor's storage is on torch's meta device, and says so."""
+    storage = torch.UntypedStorage
+    device, data_ptr = storage.device.__get__, storage.data_ptr  # type: ignore[attr-defined]
+
+    def is_fake(self: torch.UntypedStorage) -> bool:
+        return device(self).type == "meta"
+
+    storage.device = property(lambda self: CUDA if is_fake(self) else device(self))
+    storage.data_ptr = lambda self: self._cdata if is_fake(self) else data_ptr(self)
+
+
+def _play_nccl(watch: Watch) -> None:
+    """torch's fake process group, which is given to whoever asks for NCCL or gloo.
+
+    Objects that ranks exchange are this rank's own.
+    """
+    start, add = dist.init_process_group, dist.new_group
+
+    def init_process_group(backend: str, *, rank: int, world_size: int, **options: Any) -> None:
+        watch.settings["backend"] = backend
+        watch.settings["device_id"] = str(options.get("device_id"))
+        start("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        watch.groups = {dist.group.WORLD.group_name: ("world", [*range(world_size)], backend)}
+        watch.collectives.clear()
+
+    def new_group(ranks: Any = None, *unused: Any, backend: str | None = None, **more: Any) -> Any:
+        group = add(ranks, backend="fake")
+        members = sorted(ranks or range(dist.get_world_size()))
+        label = f"group {len(watch.groups)} of {members}"
+        if dist.get_rank() in members:
+            watch.groups[group.group_name] = (label, members, backend or "nccl")
+        watch.collectives["world"].append(["new_group", str(members), str(backend)])
+        return group
+
+    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+        found[:] = [value] * len(found)
+
+    def broadcast_object_list(values: list[Any], *unused: Any, **more: Any) -> None: ...
+
+    def gather_object(value: Any, found: Any = None, *unused: Any, **more: Any) -> None:
+        if found is not None:
+            found[:] = [value] * len(found)
+
+    def scatter_object_list(found: Any, values: Any = None, *unused: Any, **more: Any) -> None:
+        found[0] = values[dist.get_rank()]
+
+    own = [init_process_group, new_group, all_gather_object, broadcast_object_list]
+    for module in (dist, c10d):
+        for function in (*own, gather_object, scatter_object_list):
+            setattr(module, function.__name__, function)
+    dist.rendezvous = lambda *unused, **more: iter([(dist.HashStore(), 0, 1)])
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[Watch]:
+    """What it plays stays played in this process: it has to be one of its own."""
+    watch = Watch()
+    _play_cuda(watch)
+    _play_tensors(watch)
+    _play_nccl(watch)
+    with (
+        _NoDevice(allow_non_fake_inputs=True),
+        watch,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield watch
