@@ -28,6 +28,7 @@ FLOORS = {
     "parallel": 1,
     "batch": 1,
     "cache_use": 0,
+    "transfer": 0,
     "metrics": 1,
     "precision": 1,
     "subcommand": 1,

@@ -77,7 +77,7 @@ def transformer_config(
         # marks by which the gradient norm tells sharded weights from replicated ones.)
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
-        gradient_accumulation_fusion=can_accumulate_weight_gradients(shape),
+        gradient_accumulation_fusion=can_accumulate_weight_gradients(shape, dtype),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -112,12 +112,12 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def can_accumulate_weight_gradients(shape: ModelShape) -> bool:
+def can_accumulate_weight_gradients(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Whether weight gradients are summed in Megatron's buffer as they are made, in one kernel.
 
     A model is then trained only inside Megatron's data parallel wrapper, which has the buffer.
     """
-    return use_transformer_engine(shape) or has_weight_gradient_kernel()
+    return use_transformer_engine(shape, dtype) or has_weight_gradient_kernel()
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:
@@ -238,20 +238,21 @@ def _transformer_engine_parts() -> _Parts:
     )
 
 
-def use_transformer_engine(shape: ModelShape) -> bool:
+def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Whether layers are built from TransformerEngine: on a GPU, where it can be imported.
 
     It has kinds of norm and biases, as the config says; but no linear layer with a norm behind it.
+    Its products of fp32 are rounded to TF32, whatever torch is told.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-    return has_parts and not shape.post_layernorms
+    return has_parts and not shape.post_layernorms and dtype is not torch.float32
 
 
 def layer_spec(
     config: TransformerConfig, shape: ModelShape, is_last_stage: bool
 ) -> TransformerBlockSubmodules:
     """The decoder block of this rank's pipeline stage."""
-    has_engine = use_transformer_engine(shape)
+    has_engine = use_transformer_engine(shape, config.params_dtype)
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
     spec = _layer(parts, shape, TransformerLayer, PackedAttention)
     specs = [spec] * get_num_layers_to_build(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +15,28 @@ from nemo_aligner.models.shape import RopeScaling
 # scaled_dot_product_attention calls them, too, but keeps the log-sum-exp of the scores to itself.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Behind torch.nn.attention.varlen, which is not there before torch 2.10, nor all of it before 2.12.
+gpu_flash_attention = torch.ops.aten._flash_attention_forward
 
 
 def has_weight_gradient_kernel() -> bool:
     """Whether megatron-core found Apex's kernel, or was given ours; its config does not ask."""
     return layers._grad_accum_fusion_available
+
+
+@contextmanager
+def fused_output_layer_allowed() -> Iterator[None]:
+    """Build a model whose weight gradients TransformerEngine sums, without Apex.
+
+    megatron-core's GPTModel always has an output layer, which is no TransformerEngine module, and
+    is refused where Apex's kernel is missing.
+    """
+    found = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = found
 
 
 def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -35,6 +34,8 @@ from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, witho
 from nemo_aligner.checkpoint.weights.torch_dist import FORMAT
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main
+from nemo_aligner.parallel.device import wait_for_device
+from nemo_aligner.parallel.host_memory import host_zeros
 
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
@@ -119,19 +120,24 @@ def save_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> None:
     start_saving(sharded_state_dict, folder).finish()
 
 
-def copy_tensors(sharded_state_dict: ShardedStateDict, host: dict[int, Tensor]) -> None:
+def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> None:
     """Replace every tensor that this rank writes by a copy in host memory.
 
     ``host`` keeps the copies, as much memory as the tensors have; the next call with it and the
     same model writes into the same memory, which is a good deal faster than to ask for more.
     """
-    for index, entry in enumerate(nested_values(sharded_state_dict)):
+    written = [
+        entry
+        for entry in nested_values(sharded_state_dict)
         # A factory is a tensor that is split when it is saved.
-        is_tensor = isinstance(entry, (ShardedTensor, ShardedTensorFactory))
-        if is_tensor and is_main_replica(entry.replica_id):
-            if index not in host:
-                host[index] = torch.empty_like(entry.data, device="cpu", requires_grad=False)
-            entry.data = host[index].copy_(entry.data.detach())
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+        and is_main_replica(entry.replica_id)
+    ]
+    if not host:
+        host += host_zeros([entry.data.detach() for entry in written])
+    for entry, copy in zip(written, host, strict=True):
+        entry.data = copy.copy_(entry.data.detach(), non_blocking=True)
+    wait_for_device()
 
 
 @contextmanager

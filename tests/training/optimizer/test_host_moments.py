@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.training.optimizer.host_moments import HostMoments, host_zeros
+from nemo_aligner.training.optimizer.host_moments import HostMoments
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -24,8 +24,8 @@ def adamw(of: list[torch.nn.Parameter]) -> torch.optim.AdamW:
     for parameter in of:
         optimizer.state[parameter] = {
             "step": torch.tensor(0.0),
-            "exp_avg": host_zeros(parameter),
-            "exp_avg_sq": host_zeros(parameter),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
 
@@ -36,7 +36,8 @@ class CountsByGroup(torch.optim.Optimizer):
     def __init__(self, of: list[torch.nn.Parameter]) -> None:
         super().__init__(groups(of), {})
         for parameter in of:
-            self.state[parameter] = {k: host_zeros(parameter) for k in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"exp_avg": torch.zeros_like(parameter)}
+            self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
