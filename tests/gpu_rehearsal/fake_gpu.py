@@ -1,8 +1,8 @@
 """A GPU without data: tensors on "cuda" are torch's fake ones, and NCCL sends nothing.
 
-It plays CUDA for a CPU build of torch, in a process that began with ``LD_PRELOAD`` of what SHIM
-compiles to. Shapes, dtypes and devices are checked as on a GPU; numbers, races and the kernels
-themselves are not seen. ``watch.py`` says what is done with each operation.
+It plays CUDA for a CPU build of torch, in a process that ``conftest.py`` starts. Shapes, dtypes and
+devices are checked as on a GPU; numbers, races and the kernels themselves are not seen. ``watch.py``
+has what is done with each operation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ from tests.gpu_rehearsal.watch import CUDA, Watch
 
 _CUDA, _META = 1, 14  # c10::DeviceType
 _PRIVATE_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
-
-
-# Backward asks of every device whether it has streams, which a CPU build has of none.
-SHIM = "int _ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE(signed char t){return 0;}"
 
 
 class _Stream:
@@ -164,46 +160,49 @@ def _play_storages() -> None:
     storage.data_ptr = lambda self: self._cdata if is_fake(self) else data_ptr(self)
 
 
-def _play_nccl(watch: Watch) -> None:
-    """torch's fake process group, which is given to whoever asks for NCCL or gloo.
+class _FakeNccl:
+    """torch's fake process group, for who asks for NCCL or gloo; objects are this rank's own."""
 
-    Objects that ranks exchange are this rank's own.
-    """
-    start, add = dist.init_process_group, dist.new_group
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._start, self._add = dist.init_process_group, dist.new_group
+        for module in (dist, c10d):
+            for name in vars(_FakeNccl):
+                if not name.startswith("_"):
+                    setattr(module, name, getattr(self, name))
+        dist.rendezvous = lambda *unused, **more: iter([(dist.HashStore(), 0, 1)])
 
-    def init_process_group(backend: str, *, rank: int, world_size: int, **options: Any) -> None:
-        watch.settings["backend"] = backend
-        watch.settings["device_id"] = str(options.get("device_id"))
-        start("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        watch.groups = {dist.group.WORLD.group_name: ("world", [*range(world_size)], backend)}
-        watch.collectives.clear()
+    def init_process_group(
+        self, backend: str, *, rank: int, world_size: int, device_id: Any = None, **more: Any
+    ) -> None:
+        self._watch.settings |= {"backend": backend, "device_id": str(device_id)}
+        self._start("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        world = ("world", [*range(world_size)], backend)
+        self._watch.groups = {dist.group.WORLD.group_name: world}
+        self._watch.collectives.clear()
 
-    def new_group(ranks: Any = None, *unused: Any, backend: str | None = None, **more: Any) -> Any:
-        group = add(ranks, backend="fake")
+    def new_group(self, ranks: Any = None, *unused: Any, backend: str = "nccl", **more: Any) -> Any:
         members = sorted(ranks or range(dist.get_world_size()))
-        label = f"group {len(watch.groups)} of {members}"
+        self._watch.collectives["world"].append(["new_group", str(members), str(backend)])
+        group = self._add(ranks, backend="fake")
         if dist.get_rank() in members:
-            watch.groups[group.group_name] = (label, members, backend or "nccl")
-        watch.collectives["world"].append(["new_group", str(members), str(backend)])
+            label = f"group {len(self._watch.collectives['world'])} of {members}"
+            self._watch.groups[group.group_name] = (label, members, backend or "nccl")
         return group
 
-    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+    def all_gather_object(self, found: list[Any], value: Any, group: Any = None) -> None:
         found[:] = [value] * len(found)
 
-    def broadcast_object_list(values: list[Any], *unused: Any, **more: Any) -> None: ...
+    def broadcast_object_list(self, values: list[Any], *unused: Any, **more: Any) -> None: ...
 
-    def gather_object(value: Any, found: Any = None, *unused: Any, **more: Any) -> None:
+    def gather_object(self, value: Any, found: Any = None, *unused: Any, **more: Any) -> None:
         if found is not None:
             found[:] = [value] * len(found)
 
-    def scatter_object_list(found: Any, values: Any = None, *unused: Any, **more: Any) -> None:
+    def scatter_object_list(
+        self, found: Any, values: Any = None, *unused: Any, **more: Any
+    ) -> None:
         found[0] = values[dist.get_rank()]
-
-    own = [init_process_group, new_group, all_gather_object, broadcast_object_list]
-    for module in (dist, c10d):
-        for function in (*own, gather_object, scatter_object_list):
-            setattr(module, function.__name__, function)
-    dist.rendezvous = lambda *unused, **more: iter([(dist.HashStore(), 0, 1)])
 
 
 @contextlib.contextmanager
@@ -212,7 +211,7 @@ def fake_gpu() -> Iterator[Watch]:
     watch = Watch()
     _play_cuda(watch)
     _play_tensors(watch)
-    _play_nccl(watch)
+    _FakeNccl(watch)
     with (
         _NoDevice(allow_non_fake_inputs=True),
         watch,

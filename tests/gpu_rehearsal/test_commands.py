@@ -41,6 +41,11 @@ def unexpected(seen: Seen, allowed: dict[str, dict[str, int]]) -> list[str]:
     return found
 
 
+def command(function: str, config: str, settings: list[str]) -> Task:
+    names = {"function": f"nemo_aligner.{function}", "config": f"nemo_aligner.config.{config}"}
+    return {"run": "command", "with": {**names, "settings": settings}}
+
+
 def training(base: Path, pairs: Path, folder: Path, *more: str) -> Task:
     settings = [
         f"pretrained_checkpoint.restore_from_path={base}",
@@ -54,7 +59,7 @@ def training(base: Path, pairs: Path, folder: Path, *more: str) -> Task:
         "trainer.rm.max_epochs=4",
         *more,
     ]
-    return {"run": "train", "with": {"settings": settings}}
+    return command("training.run:train", "training:TrainConfig", settings)
 
 
 def all_commands(base: Path, pairs: Path, folder: Path) -> dict[str, Task]:
@@ -83,7 +88,7 @@ def all_commands(base: Path, pairs: Path, folder: Path) -> dict[str, Task]:
         "recompute": train("recompute", "model.activations_checkpoint_granularity=full", few),
         "frozen": train("frozen", "model.freeze_layers=2", "trainer.precision=bf16", few),
         "fp32": train("fp32", "trainer.precision=fp32", few),
-        "evaluate": {"run": "evaluate", "with": {"settings": data}},
+        "evaluate": command("evaluation.run:evaluate", "evaluation:EvaluateConfig", data),
         "score": {"run": "score", "with": {**scoring, "cached_tokens": 0}},
         "score with cache": {"run": "score", "with": {**scoring, "cached_tokens": 512}},
         "critic": {"run": "critic", "with": {"settings": critic}},

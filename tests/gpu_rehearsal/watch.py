@@ -46,7 +46,6 @@ class Seen:
     bytes_to_gpu: int = 0
     peak_bytes: int = 0
     measures_memory: bool = False
-    unfinished: int = 0  # operations that no wait came after
 
 
 class Watch(TorchDispatchMode):
@@ -64,6 +63,7 @@ class Watch(TorchDispatchMode):
         self.collectives: dict[str, list[Any]] = defaultdict(list)
         self.phases: dict[str, Seen] = {}
         self.groups: dict[str, tuple[str, list[int], str]] = {}
+        self.unfinished = 0  # operations that no wait came after
         self._seen: Seen | None = None
         self._storages: dict[int, StorageWeakRef] = {}
         self._locked: dict[int, tuple[int, Any]] = {}
@@ -79,9 +79,9 @@ class Watch(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         """The host waits for the GPU, here."""
+        self.unfinished = 0
         if self._seen is not None:
             self._seen.waits[f"{what} at {_place()}"] += 1
-            self._seen.unfinished = 0
 
     # Page-locked memory, and the part of the CUDA runtime that locks it.
 
@@ -128,7 +128,7 @@ class Watch(TorchDispatchMode):
         _check(func, args, tensors)
         if self._seen is not None:
             self._seen.operations[str(func)] += 1
-            self._seen.unfinished += 1
+        self.unfinished += 1
         out = self._on_gpu(func, args, kwargs)
         self._count_memory(out)
         return out
