@@ -1,14 +1,15 @@
 """A GPU without data: tensors on "cuda" are torch's fake ones, and NCCL sends nothing.
 
 It plays CUDA for a CPU build of torch, in a process that ``conftest.py`` starts. Shapes, dtypes and
-devices are checked as on a GPU; numbers, races and the kernels themselves are not seen. ``watch.py``
-has what is done with each operation.
+devices are checked as on a GPU; numbers, races and kernels themselves are not seen. ``watch.py`` has
+what is done with each operation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -58,7 +59,7 @@ class _Stream:
 class _Generator:
     """torch's random numbers on a device: mcore keeps such states by name."""
 
-    def state(self, *unused: Any) -> Any:
+    def state(self, *unused: Any, **more: Any) -> Any:
         return torch.zeros(16, dtype=torch.uint8)
 
     clone_state = graphsafe_get_state = get_state = state
@@ -118,7 +119,7 @@ def _play_cuda(watch: Watch) -> None:
     cuda.manual_seed = cuda.set_rng_state = cuda.empty_cache = cuda._lazy_init = nothing
     cuda.random.set_rng_state = nothing
     cuda.get_rng_state = cuda.random.get_rng_state = state
-    cuda.default_generators = [_Generator()]
+    cuda.default_generators = defaultdict(_Generator)
     _Stream.watch = watch
 
 
@@ -208,13 +209,10 @@ class _FakeNccl:
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[Watch]:
     """What it plays stays played in this process: it has to be one of its own."""
-    watch = Watch()
+    # Before anything is played: it looks at all functions of torch.
+    watch, mode = Watch(), _NoDevice(allow_non_fake_inputs=True)
     _play_cuda(watch)
     _play_tensors(watch)
     _FakeNccl(watch)
-    with (
-        _NoDevice(allow_non_fake_inputs=True),
-        watch,
-        torch.autograd.set_multithreading_enabled(False),
-    ):
+    with mode, watch, torch.autograd.set_multithreading_enabled(False):
         yield watch

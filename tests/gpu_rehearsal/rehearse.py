@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     watch.settings["fp32 products"] = torch.get_float32_matmul_precision()
-    phases = {name: asdict(seen) for name, seen in watch.phases.items()}
+    phases = {name: vars(seen) for name, seen in watch.phases.items()}
     return {"phases": phases, "settings": dict(watch.settings), **found}
 
 

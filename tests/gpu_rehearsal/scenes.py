@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.runs import RunCheckpoints
@@ -19,6 +20,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.models.pointwise import _RMSNorm
 from nemo_aligner.models.residence import Residence
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
@@ -51,7 +53,7 @@ SHAPE = {
     "hidden_size": 256,
     "ffn_hidden_size": 896,
     "num_attention_heads": 4,
-    "num_query_groups": 1,
+    "num_query_groups": 2,
     "kv_channels": 64,
     "vocab_size": 500,
     "max_position_embeddings": 2048,
@@ -72,6 +74,8 @@ Found = dict[str, Any]
 
 def mark_phases(watch: Watch) -> None:
     """Have what these methods do noted by phase; and what a timed block leaves unfinished."""
+    # CUDA's kernel keeps for the backward what this function does; a CPU build takes it apart.
+    F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(x, weight, eps)
 
     def mark(owner: type, method: str, phase: str) -> None:
         function = getattr(owner, method)
@@ -165,23 +169,23 @@ def one_rank(
     wrapped = wrap_for_training(model)
     optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 10)
     batches = packs_of(layout, prefix)
-    for _ in range(2):
+    for packs in (batches[:1], batches):
         with watch.during("step"):
             wrapped.train()
             wrapped.zero_grad_buffer()
             optimizer.zero_grad()
-            rewards = forward_backward(wrapped, batches, layout, BradleyTerry().loss)
-            gather_rewards(rewards, batches, (24 * layout.dp, 1), layout)
+            rewards = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
+            gather_rewards(rewards, packs, (24 * layout.dp, 1), layout)
             assert optimizer.step().applied
     modules = [str(type(each).__mro__) for each in model.modules()]
     found = {
-        **asdict(watch.phases["step"]),
+        **vars(watch.phases["step"]),
         "engine_modules": sum("transformer_engine.pytorch" in each for each in modules),
     }
     if layout.pp == 1:
         sizes = {"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
-        packs = Packs(batches[0].num_tokens, sequences=8, keys=1)
-        plan = Plan(packs, freeze_layers=freeze_layers, **sizes, **kinds)
+        pack = Packs(batches[0].num_tokens, sequences=8, keys=1)
+        plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(wrapped, batches[0].to(CUDA))
     optimizer.finish_update()

@@ -115,6 +115,8 @@ class Watch(TorchDispatchMode):
             self._seen.peak_bytes = max(self._seen.peak_bytes, self.allocated())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # by far the most frequent
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         has_fakes = any(isinstance(x, FakeTensor) for x in tensors)
@@ -138,7 +140,7 @@ class Watch(TorchDispatchMode):
         if has_fakes and func is aten._to_copy.default:
             if not kwargs.get("non_blocking"):
                 self.note("copy to host")
-            numbers = _numbers(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+            numbers = _as_dtype(_numbers(args[0]), kwargs.get("dtype") or args[0].dtype)
             return self.lock(numbers) if kwargs.get("non_blocking") else numbers
         with unset_fake_temporarily():
             args, kwargs = tree_map(_as_real, (args, kwargs)) if has_fakes else (args, kwargs)
@@ -148,8 +150,8 @@ class Watch(TorchDispatchMode):
     def _on_gpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten._local_scalar_dense.default:
             self.note("item")
-            known = getattr(args[0], "_numbers", torch.ones((), dtype=args[0].dtype))
-            return known.item()
+            with unset_fake_temporarily():
+                return _numbers(args[0]).item() if hasattr(args[0], "_numbers") else 1
         if func is aten._foreach_copy_.default:
             for pair in zip(*args[:2], strict=True):
                 self._on_gpu(aten.copy_.default, (*pair, *args[2:]), kwargs)
@@ -212,8 +214,8 @@ def _as_real(x: Any) -> Any:
 
 def _numbers(fake: FakeTensor) -> Tensor:
     """A copy of what came from the host, or zeros."""
+    known = getattr(fake, "_numbers", None)
     with unset_fake_temporarily():
-        known = getattr(fake, "_numbers", None)
         return torch.zeros(fake.shape, dtype=fake.dtype) if known is None else known.clone()
 
 
