@@ -71,7 +71,8 @@ def base(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def pairs(once: Once) -> Path:
-    """Of which a step has several packs."""
+    """Of a step's twelve several packs are made."""
     return (
-        once("pairs", lambda folder: tiny.write_pairs(folder / "pairs.jsonl", 48)) / "pairs.jsonl"
+        once("rehearsed_pairs", lambda folder: tiny.write_pairs(folder / "pairs.jsonl", 24))
+        / "pairs.jsonl"
     )

@@ -1,8 +1,8 @@
 """A GPU without data: tensors on "cuda" are torch's fake ones, and NCCL sends nothing.
 
 It plays CUDA for a CPU build of torch, in a process that ``conftest.py`` starts. Shapes, dtypes and
-devices are checked as on a GPU; numbers, races and kernels themselves are not seen. ``watch.py`` has
-what is done with each operation.
+devices are checked as on a GPU; numbers, races and kernels themselves are not seen. ``watch.py``
+has what is done with each operation.
 """
 
 from __future__ import annotations
@@ -191,19 +191,36 @@ class _FakeNccl:
             self._watch.groups[group.group_name] = (label, members, backend or "nccl")
         return group
 
-    def all_gather_object(self, found: list[Any], value: Any, group: Any = None) -> None:
-        found[:] = [value] * len(found)
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        self._meet("all_gather_object", group)
+        object_list[:] = [obj] * len(object_list)
 
-    def broadcast_object_list(self, values: list[Any], *unused: Any, **more: Any) -> None: ...
+    def broadcast_object_list(
+        self, object_list: list[Any], src: Any = None, group: Any = None, **more: Any
+    ) -> None:
+        self._meet("broadcast_object_list", group)
 
-    def gather_object(self, value: Any, found: Any = None, *unused: Any, **more: Any) -> None:
-        if found is not None:
-            found[:] = [value] * len(found)
+    def gather_object(
+        self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None
+    ) -> None:
+        self._meet("gather_object", group)
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
 
     def scatter_object_list(
-        self, found: Any, values: Any = None, *unused: Any, **more: Any
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: Any = None,
+        src: Any = None,
+        group: Any = None,
     ) -> None:
-        found[0] = values[dist.get_rank()]
+        self._meet("scatter_object_list", group)
+        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank()]
+
+    def _meet(self, name: str, group: Any) -> None:
+        label, _, _ = self._watch.groups[(group or dist.group.WORLD).group_name]
+        self._watch.collectives[label].append([name])
+        self._watch.note(name)
 
 
 @contextlib.contextmanager

@@ -39,20 +39,18 @@ _FLASH = {
 
 @dataclass
 class Seen:
-    """Of the last call of a phase: what the host waited for, operations, copies, memory."""
+    """Of the last call of a phase: what the host waited for, operations, copies."""
 
     waits: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
     bytes_to_gpu: int = 0
-    peak_bytes: int = 0
-    measures_memory: bool = False
 
 
 class Watch(TorchDispatchMode):
     """Keeps tensors on the CPU real, those on the GPU fake, and notes what waits for the GPU.
 
     What is copied to the GPU is remembered: as far as it comes back unchanged it has its numbers,
-    all else comes back as zeros, a number alone as 1.
+    all else comes back as ones.
     """
 
     def __init__(self) -> None:
@@ -70,7 +68,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        outer, self._seen = self._seen, Seen(measures_memory=phase == "load")
+        outer, self._seen = self._seen, Seen()
         self.phases[phase] = self._seen
         try:
             yield
@@ -111,8 +109,6 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._storages.setdefault(reference.cdata, reference)
-        if self._seen is not None and self._seen.measures_memory:
-            self._seen.peak_bytes = max(self._seen.peak_bytes, self.allocated())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # by far the most frequent
@@ -151,7 +147,7 @@ class Watch(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             self.note("item")
             with unset_fake_temporarily():
-                return _numbers(args[0]).item() if hasattr(args[0], "_numbers") else 1
+                return _numbers(args[0]).item()
         if func is aten._foreach_copy_.default:
             for pair in zip(*args[:2], strict=True):
                 self._on_gpu(aten.copy_.default, (*pair, *args[2:]), kwargs)
@@ -213,10 +209,10 @@ def _as_real(x: Any) -> Any:
 
 
 def _numbers(fake: FakeTensor) -> Tensor:
-    """A copy of what came from the host, or zeros."""
+    """A copy of what came from the host, or ones."""
     known = getattr(fake, "_numbers", None)
     with unset_fake_temporarily():
-        return torch.zeros(fake.shape, dtype=fake.dtype) if known is None else known.clone()
+        return torch.ones(fake.shape, dtype=fake.dtype) if known is None else known.clone()
 
 
 def _as_dtype(numbers: Tensor, dtype: torch.dtype) -> Tensor:
