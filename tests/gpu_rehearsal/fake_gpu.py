@@ -56,32 +56,12 @@ class _Stream:
         return 1.0
 
 
-class _Generator:
-    """torch's random numbers on a device: mcore keeps such states by name."""
-
-    def state(self, *unused: Any, **more: Any) -> Any:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    clone_state = graphsafe_get_state = get_state = state
-    graphsafe_set_state = set_state = state
-
-
 class _NoDevice(FakeTensorMode):
     avoid_device_init = True  # whatever torch.cuda.is_available says
 
 
-def _module_to(module: torch.nn.Module, device: Any) -> torch.nn.Module:
-    """``Module.to``, which cannot swap a real parameter for a fake one."""
-    for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.device.type != "cuda":
-                    moved = tensor.detach().to(device)
-                    if isinstance(tensor, torch.nn.Parameter):
-                        moved = torch.nn.Parameter(moved, tensor.requires_grad)
-                        moved.__dict__.update(tensor.__dict__)
-                    tensors[name] = moved  # type: ignore[assignment]
-    return module
+def _random_state(*unused: Any, **more: Any) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
 
 
 def _at_once(executor: ThreadPoolExecutor, function: Any, *args: Any, **named: Any) -> Future:
@@ -101,7 +81,7 @@ def _play_cuda(watch: Watch) -> None:
     FakeTensor._normalize_fake_device = staticmethod(
         lambda device: CUDA if device.type == "cuda" else device
     )
-    cuda, nothing, state = torch.cuda, lambda *unused, **more: None, _Generator().state
+    cuda, nothing, state = torch.cuda, lambda *unused, **more: None, _random_state
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: watch.visible_devices
     cuda.current_device = lambda: CUDA  # an index would be taken for another accelerator's
@@ -119,7 +99,8 @@ def _play_cuda(watch: Watch) -> None:
     cuda.manual_seed = cuda.set_rng_state = cuda.empty_cache = cuda._lazy_init = nothing
     cuda.random.set_rng_state = nothing
     cuda.get_rng_state = cuda.random.get_rng_state = state
-    cuda.default_generators = defaultdict(_Generator)
+    names = ("clone_state", "graphsafe_get_state", "get_state", "graphsafe_set_state", "set_state")
+    cuda.default_generators = defaultdict(lambda: SimpleNamespace(**dict.fromkeys(names, state)))
     _Stream.watch = watch
 
 
@@ -144,7 +125,7 @@ def _play_tensors(watch: Watch) -> None:
     torch.Tensor.pin_memory = lambda self, *unused: watch.lock(self.clone())
     torch.Tensor.is_pinned = lambda self, *unused: watch.is_locked(self)
     torch.Tensor.record_stream = lambda self, stream: None
-    torch.nn.Module.to = _module_to
+    torch.nn.Module.to = lambda self, device: self  # real parameters cannot become fake ones
     ThreadPoolExecutor.submit = _at_once
     _play_storages()
 

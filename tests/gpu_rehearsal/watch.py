@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):
             return args[0]
         if func is aten.copy_.default and len({isinstance(x, FakeTensor) for x in args[:2]}) > 1:
             return self._copy_across(*args, **kwargs)
-        if func in _INDEXING and any(_waits_for(index) for index in args[1]):
+        if func in _INDEXING and not _fills(*args) and any(map(_waits_for, args[1])):
             self.note("index")
         out = func(*args, **kwargs)
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
@@ -218,6 +218,12 @@ def _numbers(fake: FakeTensor) -> Tensor:
 def _as_dtype(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     with unset_fake_temporarily():
         return numbers.detach().clone().to(dtype)
+
+
+def _fills(tensor: Tensor, indices: Any, value: Any = None, *unused: Any) -> bool:
+    """torch has a fill where a number of the host's is put where a mask is set."""
+    is_mask = all(index is not None and index.dtype is torch.bool for index in indices)
+    return is_mask and isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
 
 
 def _waits_for(index: Tensor | None) -> bool:
