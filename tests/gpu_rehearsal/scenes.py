@@ -49,7 +49,7 @@ from tests.training.critic_steps import make_rollout
 
 # Llama 3 8B's proportions.
 SHAPE = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 256,
     "ffn_hidden_size": 896,
     "num_attention_heads": 4,
@@ -175,7 +175,7 @@ def one_rank(
             wrapped.zero_grad_buffer()
             optimizer.zero_grad()
             rewards = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
-            gather_rewards(rewards, packs, (24 * layout.dp, 1), layout)
+            gather_rewards(rewards, packs, (16 * layout.dp, 1), layout)
             assert optimizer.step().applied
     modules = [str(type(each).__mro__) for each in model.modules()]
     found = {
@@ -195,7 +195,7 @@ def one_rank(
 
 
 def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
-    """Three for each data parallel rank, of other sizes than the others'."""
+    """Two for each data parallel rank, of other sizes than the others'."""
     length = len(TOKENS) - 2 * layout.dp_rank
     return [
         PackedBatch.pack(
@@ -204,7 +204,7 @@ def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
             rows=range(8 * number, 8 * number + 8),
             groups=[Group(2, prefix)] * 4,
         )
-        for number in range(layout.dp_rank, 3 * layout.dp, layout.dp)
+        for number in range(layout.dp_rank, 2 * layout.dp, layout.dp)
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.gpu_rehearsal.conftest import Rehearse, Task
 
 FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
-LAYERS_AND_PACKS = 4 * 3
+LAYERS_AND_PACKS = 2 * 2
 GEMMA = {"attn_logit_softcapping": 50.0, "window_size": 32, "window_pattern": "alternate"}
 
 

@@ -24,7 +24,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefix": ({"prefix": 64}, {}),
     "selective": ({"recompute": "selective"}, {}),
     "full": ({"recompute": "full"}, {}),
-    "frozen": ({"freeze_layers": 2}, {}),
+    "frozen": ({"freeze_layers": 1}, {}),
     "window": ({}, {"window_size": 32}),
     "norms": ({}, {"qk_layernorm": True, "qkv_bias": True}),
     "no groups": ({}, {"num_query_groups": 4}),
