@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,7 +11,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -187,7 +187,7 @@ def one_rank(
         pack = Packs(batches[0].num_tokens, sequences=8, keys=1)
         plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
         found["planned"] = pack_activations(shape, plan, 0)
-        found["kept"] = kept_bytes(wrapped, batches[0].to(CUDA))
+        found["kept"] = kept_bytes(watch, wrapped, batches[0].to(CUDA))
     optimizer.finish_update()
     infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)
@@ -208,18 +208,10 @@ def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
     ]
 
 
-def kept_bytes(wrapped: Any, batch: PackedBatch) -> int:
-    """Of all that a forward pass keeps for the backward, but for weights."""
-    weights = {each.untyped_storage()._cdata for each in wrapped.module.parameters()}
-    kept = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.device == CUDA and storage._cdata not in weights:
-            kept[storage._cdata] = storage
-        return tensor
-
+def kept_bytes(watch: Watch, wrapped: Any, batch: PackedBatch) -> int:
+    """All that is on the GPU after a forward pass, and was not before."""
     wrapped.train()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        wrapped(batch)
-    return sum(storage.nbytes() for storage in kept.values())
+    gc.collect()
+    before = watch.allocated()
+    rewards = wrapped(batch)
+    return watch.allocated() - before - rewards.nbytes

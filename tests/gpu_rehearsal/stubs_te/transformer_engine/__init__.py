@@ -17,6 +17,8 @@ _CLASSES = {
     "pytorch.distributed": "CudaRNGStatesTracker checkpoint",
     "pytorch.float8_tensor": "Float8Tensor",
     "pytorch.fp8": "",
+    "pytorch.router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
+    "fused_topk_with_score_function",
     "pytorch.tensor": "QuantizedTensor",
     "pytorch.tensor.float8_tensor": "Float8Tensor",
     "pytorch.tensor.mxfp8_tensor": "MXFP8Tensor",
