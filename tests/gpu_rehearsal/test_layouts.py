@@ -98,7 +98,8 @@ def test_no_rank_waits_for_a_micro_batch(seen: dict[str, dict[str, Any]]) -> Non
 def test_what_is_kept_for_the_backward_is_what_planning_counts(
     seen: dict[str, dict[str, Any]],
 ) -> None:
+    """Of torch's layers: what TransformerEngine's keep no stub can say."""
     for name, of_layout in seen.items():
         for rank in of_layout["ranks"]:
-            if "kept" in rank:
+            if "kept" in rank and not rank["engine_modules"]:
                 assert rank["kept"] == pytest.approx(rank["planned"], rel=0.03), name
