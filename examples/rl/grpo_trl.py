@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 
 import torch
-from policy import Policy, measure, new_parser, print_table, read_prompts, reward_of
+from policy import Policy, measured, new_parser, read_prompts, reward_of
 
 try:
     from datasets import Dataset
@@ -28,11 +27,8 @@ def main(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     reward = reward_of(options)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
-    heldout = read_prompts(options.heldout, options.heldout_prompts)
-    before = measure(policy, reward, heldout, options.seed)
     asked = [[{"role": "user", "content": prompt}] for prompt in read_prompts(options.train)]
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with measured(policy, reward, options), tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=policy.model,
             reward_funcs=reward,
@@ -55,9 +51,6 @@ def main(options: argparse.Namespace) -> None:
             ),
         )
         trainer.train()
-    seconds = time.monotonic() - begun
-    policy.model.eval()
-    print_table(before, measure(policy, reward, heldout, options.seed), seconds)
 
 
 if __name__ == "__main__":

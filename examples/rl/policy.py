@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,17 @@ def measure(policy: Policy, reward: RewardFunction, prompts: Sequence[str], seed
     )
 
 
+@contextmanager
+def measured(policy: Policy, reward: RewardFunction, options: argparse.Namespace) -> Iterator[None]:
+    """Train the policy in the block: how good it is on held-out prompts, before and after."""
+    heldout = read_prompts(options.heldout, options.heldout_prompts)
+    before, begun = measure(policy, reward, heldout, options.seed), time.monotonic()
+    yield
+    seconds = time.monotonic() - begun
+    policy.model.eval()
+    print_table(before, measure(policy, reward, heldout, options.seed), seconds)
+
+
 def print_table(before: HeldOut, after: HeldOut, seconds: float) -> None:
     """What training has gained, and how far the policy has gone for it."""
     print(f"\n{'held-out prompts':<18}{'reward':>16}{'tokens':>9}{'KL, nats':>10}")
@@ -247,7 +260,7 @@ def new_parser(about: str | None, url: str = "http://127.0.0.1:5555") -> argpars
         help="prompts that show what was gained",
     )
     parser.add_argument("--heldout-prompts", type=int, default=100, help="of them, at most")
-    parser.add_argument("--steps", type=int, default=24, help="of training")
+    parser.add_argument("--steps", type=int, default=16, help="of training")
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--replies", type=int, default=4, help="to each of them")
     parser.add_argument("--tokens", type=int, default=32, help="of a reply, at most")

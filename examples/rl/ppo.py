@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from policy import Policy, Replies, judge, measure, new_parser, print_table, read_prompts, reward_of
+from policy import Policy, Replies, judge, measured, new_parser, read_prompts, reward_of
 from torch import Tensor
 
 from nemo_aligner.integrations.trl import RewardFunction
@@ -31,7 +30,10 @@ _EPOCHS = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """What the policy said, and what came of it; ``[N, T]``, 0 where a reply has no token."""
+    """What the policy said, and what came of it; ``[N, T]``, 0 where a reply has no token.
+
+    ``log_probs`` have the policy's graph, for the first epoch.
+    """
 
     replies: Replies
     log_probs: Tensor
@@ -63,8 +65,8 @@ def collect(
     replies = policy.reply(prompts)
     scored = judge(reward, replies)
     mask = replies.mask
+    log_probs = policy.log_probs(replies)
     with torch.no_grad():
-        log_probs = policy.log_probs(replies)
         drift = log_probs - policy.log_probs(replies, policy.reference)
     rewards = -kl * drift * mask
     last = mask.sum(1).long() - 1
@@ -115,9 +117,10 @@ def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
 
 def train_policy(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     """The clipped objective, the whole batch at once."""
-    mask = batch.replies.mask
-    for _ in range(_EPOCHS):
-        ratio = (policy.log_probs(batch.replies) - batch.log_probs).exp()
+    mask, before = batch.replies.mask, batch.log_probs.detach()
+    for epoch in range(_EPOCHS):
+        log_probs = policy.log_probs(batch.replies) if epoch else batch.log_probs
+        ratio = (log_probs - before).exp()
         clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
         gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
         optimizer.zero_grad()
@@ -133,20 +136,14 @@ def main(options: argparse.Namespace) -> None:
     critic = RewardCriticClient(options.url)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
     optimizer = torch.optim.AdamW(policy.trained, lr=options.lr, weight_decay=0.0)
-    prompts, heldout = (
-        read_prompts(options.train),
-        read_prompts(options.heldout, options.heldout_prompts),
-    )
-    before = measure(policy, reward, heldout, options.seed)
-    rng, begun = random.Random(options.seed), time.monotonic()
-    for number in range(1, options.steps + 1):
-        asked = rng.sample(prompts, options.prompts * options.replies)
-        batch, mean = collect(policy, critic, reward, asked, options.kl)
-        loss = train_critic(critic, batch)
-        train_policy(policy, optimizer, batch)
-        print(f"step {number}: reward {mean:.2f}, critic's loss {loss:.3f}", flush=True)
-    seconds = time.monotonic() - begun
-    print_table(before, measure(policy, reward, heldout, options.seed), seconds)
+    prompts, rng = read_prompts(options.train), random.Random(options.seed)
+    with measured(policy, reward, options):
+        for number in range(1, options.steps + 1):
+            asked = rng.sample(prompts, options.prompts * options.replies)
+            batch, mean = collect(policy, critic, reward, asked, options.kl)
+            loss = train_critic(critic, batch)
+            train_policy(policy, optimizer, batch)
+            print(f"step {number}: reward {mean:.2f}, critic's loss {loss:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,9 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 
 import torch
-from policy import (
-    Policy,
-    Replies,
-    judge,
-    measure,
-    new_parser,
-    print_table,
-    read_prompts,
-    reward_of,
-)
+from policy import Policy, Replies, judge, measured, new_parser, read_prompts, reward_of
 from torch import Tensor
 
 
@@ -57,21 +47,15 @@ def main(options: argparse.Namespace) -> None:
     reward = reward_of(options)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
     optimizer = torch.optim.AdamW(policy.trained, lr=options.lr, weight_decay=0.0)
-    prompts, heldout = (
-        read_prompts(options.train),
-        read_prompts(options.heldout, options.heldout_prompts),
-    )
-    before = measure(policy, reward, heldout, options.seed)
-    rng, begun = random.Random(options.seed), time.monotonic()
-    for number in range(1, options.steps + 1):
-        asked = rng.sample(prompts, options.prompts)
-        replies = policy.reply([prompt for prompt in asked for _ in range(options.replies)])
-        rewards = judge(reward, replies).reshape(options.prompts, options.replies)
-        step(policy, optimizer, replies, rewards, options.kl)
-        tokens = replies.mask.sum(1).mean().item()
-        print(f"step {number}: reward {rewards.nanmean():.2f}, {tokens:.1f} tokens", flush=True)
-    seconds = time.monotonic() - begun
-    print_table(before, measure(policy, reward, heldout, options.seed), seconds)
+    prompts, rng = read_prompts(options.train), random.Random(options.seed)
+    with measured(policy, reward, options):
+        for number in range(1, options.steps + 1):
+            asked = rng.sample(prompts, options.prompts)
+            replies = policy.reply([prompt for prompt in asked for _ in range(options.replies)])
+            rewards = judge(reward, replies).reshape(options.prompts, options.replies)
+            step(policy, optimizer, replies, rewards, options.kl)
+            tokens = replies.mask.sum(1).mean().item()
+            print(f"step {number}: reward {rewards.nanmean():.2f}, {tokens:.1f} tokens", flush=True)
 
 
 if __name__ == "__main__":

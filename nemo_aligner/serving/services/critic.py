@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,11 +9,11 @@ from functools import partial
 import numpy as np
 
 from nemo_aligner.config.critic import ServeCriticConfig, WhileTraining
-from nemo_aligner.errors import AlignerError, DataError, ServingError, one_line
 from nemo_aligner.serving.batcher import Batcher
 from nemo_aligner.serving.meter import Meter
-from nemo_aligner.serving.ranks import ModelRanks, RanksLostError
+from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.service import Endpoint, Tensors
+from nemo_aligner.serving.services.failures import answer_of, check_size, failure_of
 from nemo_aligner.serving.services.reward import RewardService
 from nemo_aligner.serving.services.reward_model import answer_request, contract_endpoint
 from nemo_aligner.serving.turns import Turns
@@ -25,8 +23,6 @@ from nemo_aligner.serving.wire.types import Failure, FailureKind
 from nemo_aligner.text.encoder import TextEncoder
 from nemo_aligner.training.critic import ValueStep
 from nemo_aligner.training.critic_run import CriticRun
-
-logger = logging.getLogger(__name__)
 
 # What all ranks are asked for.
 VALUES, TRAIN, SAVE = "give values", "train", "save"
@@ -110,7 +106,8 @@ class CriticService:
         return await _answered(partial(self._train_on, inputs))
 
     async def _train_on(self, inputs: Tensors) -> Tensors:
-        self._check_size(inputs)
+        _, num_bytes = kserve.size_of_request(inputs)
+        check_size(num_bytes, self._config.server.max_request_bytes)
         rollout = wire.decode_rollout(inputs)
         rollout.check(
             self._contract.seq_length,
@@ -118,7 +115,7 @@ class CriticService:
             self._config.model.global_batch_size,
         )
         submit = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
-        steps = await asyncio.wrap_future(self._turns.take(submit, alone=True))
+        steps = await answer_of(self._turns.take(submit, alone=True))
         for step in steps:
             print(_shown(step), flush=True)
         total = sum(step.loss * step.num_tokens for step in steps)
@@ -130,19 +127,10 @@ class CriticService:
 
     async def _save_now(self) -> Tensors:
         submit = partial(self._ranks.submit, SAVE)
-        path = await asyncio.wrap_future(self._turns.take(submit, alone=True))
+        path = await answer_of(self._turns.take(submit, alone=True))
         self._saved_step = self._run.learner.step
         print(f"saved {path} and the state that a restart goes on from", flush=True)
         return {"status": np.zeros(1, dtype=np.int64)}
-
-    def _check_size(self, inputs: Tensors) -> None:
-        _, num_bytes = kserve.size_of_request(inputs)
-        most = self._config.server.max_request_bytes
-        if num_bytes > most:
-            raise DataError(
-                f"got a request of {num_bytes} bytes, wanted at most {most} "
-                "(server.max_request_bytes)"
-            )
 
 
 class _InTurn:
@@ -160,16 +148,8 @@ async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure
     """What ``work`` answers, or why it does not."""
     try:
         return await work()
-    except RanksLostError as error:
-        return Failure(f"the server cannot go on: {one_line(error)}", FailureKind.busy)
-    except ServingError as error:  # of the ranks: the request was fit
-        return Failure(f"the model failed: {one_line(error)}", FailureKind.internal)
-    except AlignerError as error:
-        return Failure(one_line(error), FailureKind.bad_request)
     except Exception as error:
-        logger.exception("a request could not be answered")
-        what = f"internal error: {type(error).__name__}: {one_line(error)}"
-        return Failure(what, FailureKind.internal)
+        return failure_of(error)
 
 
 def _never_saved(step: int, saved: int) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,17 +13,15 @@ from typing import Protocol
 import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.errors import AlignerError, ServingError, one_line
+from nemo_aligner.errors import AlignerError, ServingError
 from nemo_aligner.scoring.scorer import TokenCounts
 from nemo_aligner.scoring.shaping import RewardShaper
-from nemo_aligner.serving.admission import Admission, BusyError
+from nemo_aligner.serving.admission import Admission
 from nemo_aligner.serving.meter import Meter
-from nemo_aligner.serving.ranks import RanksLostError
+from nemo_aligner.serving.services.failures import answer_of, check_size, failure_of
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
 from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.messages import Text
-
-logger = logging.getLogger(__name__)
 
 # Beside the model: one would let a long text hold up all others.
 _ENCODERS = 2
@@ -129,26 +126,14 @@ class RewardService:
         """The reply to a request of so many rows and bytes, which ``read`` takes apart."""
         begun = time.monotonic()
         try:
-            self._check_size(num_bytes)
+            check_size(num_bytes, self._max_bytes)
             with self._admission.of(rows):
                 # A short request is sooner tokenized than handed to another thread.
                 is_short = num_bytes <= _SHORT
                 encoded = self._encode(read()) if is_short else await self._in_encoder(read)
                 answer = await self._score(encoded)
-        except BusyError as error:
-            answer = Failure(str(error), FailureKind.busy, error.retry_after_s)
-        except _TooLargeError as error:
-            answer = Failure(str(error), FailureKind.too_large)
-        except RanksLostError as error:
-            answer = Failure(f"the server cannot go on: {one_line(error)}", FailureKind.busy)
-        except _ModelError as error:
-            answer = Failure(f"the model failed: {one_line(error)}", FailureKind.internal)
-        except AlignerError as error:
-            answer = Failure(one_line(error), FailureKind.bad_request)
         except Exception as error:
-            logger.exception("a request could not be answered")
-            what = f"internal error: {type(error).__name__}: {one_line(error)}"
-            answer = Failure(what, FailureKind.internal)
+            answer = failure_of(error)
         if isinstance(answer, Failure):
             self._meter.refused()
         else:
@@ -161,24 +146,12 @@ class RewardService:
         if self._shaper is not None:
             self._shaper.save()
 
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise _TooLargeError(
-                f"got a request of {num_bytes} bytes, wanted at most {self._max_bytes} "
-                "(server.max_request_bytes)"
-            )
-
     async def _in_encoder(self, read: Callable[[], ScoreRequest]) -> _Encoded:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
 
     async def _score(self, encoded: _Encoded) -> ScoreReply | Failure:
-        try:
-            rewards = await asyncio.wrap_future(self._batcher.submit(encoded.token_lists))
-        except RanksLostError:
-            raise
-        except Exception as error:
-            raise _ModelError(one_line(error)) from error
+        rewards = await answer_of(self._batcher.submit(encoded.token_lists))
         wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
         if wrong.size:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
@@ -221,14 +194,6 @@ class RewardService:
                 raise ServingError(
                     f"add_EOS, row {row}: got {flag}, wanted {wanted} ({why}) or no add_EOS at all"
                 )
-
-
-class _TooLargeError(ServingError):
-    """More bytes than a request may have."""
-
-
-class _ModelError(ServingError):
-    """The rows were fit, and could not be scored."""
 
 
 @contextmanager

@@ -32,8 +32,9 @@ class HostMoments:
         self._optimizer = optimizer
         self._step_all = optimizer.step
         self._chunk_bytes = chunk_bytes
-        on_gpu = any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
-        self._ferry = _Ferry() if on_gpu else None
+        devices = {each.device for group in optimizer.param_groups for each in group["params"]}
+        gpu = next((device for device in devices if device.type == "cuda"), None)
+        self._ferry = None if gpu is None else _Ferry(gpu)
         optimizer.step = self._step  # type: ignore[method-assign, assignment]
         optimizer.load_state_dict = self._load_settings  # type: ignore[method-assign]
 
@@ -107,7 +108,8 @@ class HostMoments:
 class _Ferry:
     """Carries tensors to the GPU and back, both ways at once, while the GPU computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
         self._all_back: torch.cuda.Event | None = None
 
@@ -117,7 +119,7 @@ class _Ferry:
             return
         compute = torch.cuda.current_stream()
         room = max(map(room_for, loads))
-        buffers = [torch.empty(room, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        buffers = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for buffer in buffers:
             buffer.record_stream(self._up)
             buffer.record_stream(self._down)

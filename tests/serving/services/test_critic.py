@@ -162,7 +162,7 @@ def test_values_are_filled_up_to_the_width_of_the_request() -> None:
         (
             {name: np.zeros((999, 999)) for name in ROLLOUT},
             "got a request of 31936032 bytes, wanted at most 1000000",
-            FailureKind.bad_request,
+            FailureKind.too_large,
         ),
     ],
 )

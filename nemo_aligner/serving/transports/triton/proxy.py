@@ -56,9 +56,27 @@ pytriton_model._wrap_response = _wrap_response
 pytriton_model.BatchResponsesHandler = _ResponsesHandler
 
 
+def _refused(request: Any) -> bool:
+    """Whether an input has no elements; PyTriton has no way to hand it on."""
+    for tensor in request.inputs():
+        shape = list(tensor.shape())
+        if 0 in shape:
+            text = f"{tensor.name()}: got shape {shape}, wanted no dimension of 0"
+            error = pb_utils.TritonError(text, pb_utils.TritonError.INVALID_ARG)
+            request.get_response_sender().send(
+                pb_utils.InferenceResponse(output_tensors=[], error=error),
+                pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            )
+            return True
+    return False
+
+
 class _Model(pytriton_model.TritonPythonModel):  # type: ignore[misc]
     def execute(self, requests: list[Any]) -> None:
         """Hand the requests on; each is answered by its own sender, in any order."""
+        requests = [request for request in requests if not _refused(request)]
+        if not requests:
+            return
         requests_id = (next(_IDS) % 2**32).to_bytes(4, "big")
         self._requests[requests_id] = [_Asked(request) for request in requests]
         # Until their tensors are copied.

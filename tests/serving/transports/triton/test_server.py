@@ -92,6 +92,13 @@ class TestPlainHttp:
             ([json_request("add_EOS", "BOOL", [[True]])], "wanted exactly one of sentences"),
             ([json_request("tokens", "FP32", [[1.0]])], "data-type"),
             ([json_request("sentences", "BYTES", [["a"]] * 33)], "32"),
+            (
+                [
+                    {"name": "tokens", "datatype": "INT64", "shape": [1, 0], "data": []},
+                    json_request("sequence_lengths", "INT64", [[1]]),
+                ],
+                "tokens: got shape [1, 0], wanted no dimension of 0",
+            ),
         ],
     )
     def test_a_bad_request_is_answered_in_one_line_with_400(self, server, inputs, message):
