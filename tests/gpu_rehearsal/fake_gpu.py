@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 
 from tests.gpu_rehearsal.watch import CUDA, Watch
 
@@ -108,9 +109,7 @@ def _play_tensors(watch: Watch) -> None:
     tolist, load, tensor = torch.Tensor.tolist, torch.load, torch.tensor
 
     def from_numbers(data: Any, **options: Any) -> Any:
-        if isinstance(data, list | tuple):
-            data = [each.item() if isinstance(each, FakeTensor) else each for each in data]
-        return tensor(data, **options)
+        return tensor(tree_map_only(FakeTensor, torch.Tensor.item, data), **options)
 
     def load_for_real(*args: Any, **named: Any) -> Any:
         with unset_fake_temporarily():
