@@ -1,11 +1,14 @@
-"""What the models take of torch and megatron-core that has no public name."""
+"""What the models take of torch and megatron-core that has no public name, or no lasting one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from nemo_aligner.models.shape import RopeScaling
@@ -18,6 +21,14 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 def has_weight_gradient_kernel() -> bool:
     """Whether megatron-core found Apex's kernel, or was given ours; its config does not ask."""
     return layers._grad_accum_fusion_available
+
+
+def mlp_spec(submodules: MLPSubmodules) -> Any:
+    """The MLP of a layer, as the layer wants to be told of it."""
+    build = getattr(MLP, "as_mlp_submodule", None)
+    if build is None:  # before megatron-core 0.18
+        return ModuleSpec(module=MLP, submodules=submodules)
+    return partial(build, submodules=submodules)
 
 
 def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:

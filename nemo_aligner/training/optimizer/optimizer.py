@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments
+from nemo_aligner.training.optimizer.megatron_internals import recognise_groups
 
 MIN_LOSS_SCALE = 1.0
 # The one form of the optimizer's state that any layout can read; of the ranks that hold the same
@@ -151,6 +152,7 @@ class Optimizer:
         updates = step - self.skipped_steps
         groups = self._optimizer.param_groups
         settings = [{key: group[key] for key in _SETTINGS} for group in groups]
+        recognise_groups(state["optimizer"]["param_groups"], groups)
         self._optimizer.load_state_dict(state)
         for moments in self._offloaded:
             moments.to_host()
