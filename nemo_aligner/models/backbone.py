@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -260,7 +262,28 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.other_norm)
 
 
-_ACTIVATIONS = {"swiglu": gated_silu, "geglu": gated_gelu, "squared-relu": squared_relu}
+class _Activation(MegatronModule):
+    """A function of hidden units as a module: megatron-core 0.17 and later take nothing else."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
+
+
+class _SwiGLU(_Activation):
+    function = staticmethod(gated_silu)
+
+
+class _GeGLU(_Activation):
+    function = staticmethod(gated_gelu)
+
+
+class _SquaredReLU(_Activation):
+    function = staticmethod(squared_relu)
+
+
+_ACTIVATIONS = {"swiglu": _SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}
 
 
 def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) -> ModuleSpec:
