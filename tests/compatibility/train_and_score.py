@@ -19,6 +19,7 @@ from nemo_aligner.scoring.scorer import load_scorer
 
 
 def score(archive: str, texts: list[str]) -> list[list[float]]:
+    destroy_layout()  # that of the training
     with launch():
         scorer = load_scorer(archive, initialize_layout(), micro_batch_tokens=4096)
         rewards = scorer.score(texts).tolist()
