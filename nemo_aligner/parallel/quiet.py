@@ -26,8 +26,10 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r"torch\.distributed is (disabled|unavailable)", UserWarning),
 )
 
-# (logger, beginning of the message): advice of megatron-core 0.17 and later to those who call it.
+# (logger, beginning of the message): advice of megatron-core 0.17 and later to those who call it,
+# and what torch says of a machine without a GPU when they import a part of it.
 _LOGGED = (
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     (
         "megatron.core.distributed.distributed_data_parallel",

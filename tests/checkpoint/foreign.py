@@ -280,20 +280,21 @@ def write_megatron_lm(
     if not among_pieces:
         torch.save(common, inner / "common.pt")
     elif (inner / "common.pt").exists():
-        move_common_among_pieces(inner)
+        put_common_among_pieces(inner, common)
     (folder / "latest_checkpointed_iteration.txt").write_text("123\n")
     shutil.copytree(tokenizer, folder / "tokenizer")
     return inner
 
 
-def move_common_among_pieces(folder: Path) -> None:
-    """Make of what megatron-core 0.16 wrote what 0.17 and later write."""
+def put_common_among_pieces(folder: Path, common: Any) -> None:
+    """Have a checkpoint hold ``common`` beside its tensors as since megatron-core 0.17."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
     from nemo_aligner.checkpoint.weights.index import read_metadata
 
     piece, key = folder / "__9_0.distcp", "common_state/shard_0_1"
-    (folder / "common.pt").rename(piece)
+    torch.save([common], piece)
+    (folder / "common.pt").unlink(missing_ok=True)
     metadata = read_metadata(folder)
     info = type(next(iter(metadata.storage_data.values())))
     metadata.state_dict_metadata[key] = BytesStorageMetadata()

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.weights.index import INDEX_NAME, read_metadata
 from nemo_aligner.errors import CheckpointError
 
 COMMON_NAME = "common.pt"
-# As megatron-core names an object that is whole in one piece.
+# As megatron-core names an object that is whole in one piece: a list of nothing but it.
 _AMONG_PIECES = "common_state/shard_0_1"
 
 
@@ -54,10 +54,11 @@ def _among_pieces(folder: Path) -> dict[str, Any]:
             stored = file.read(where.length)
     except OSError as error:
         raise CheckpointError(f"{path}: {_AMONG_PIECES}: cannot be read: {error}") from error
-    return _plain(BytesIO(stored), f"{path}: {_AMONG_PIECES}")
+    found = _plain(BytesIO(stored), f"{path}: {_AMONG_PIECES}")
+    return found[0] if type(found) is list and len(found) == 1 else found
 
 
-def _plain(source: Path | BytesIO, name: Path | str) -> dict[str, Any]:
+def _plain(source: Path | BytesIO, name: Path | str) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:

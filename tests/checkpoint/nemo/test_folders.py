@@ -142,9 +142,10 @@ def test_a_namespace_with_code_is_not_run(
             return Path.touch, (tmp_path / "executed",)
 
     inner = foreign.write_megatron_lm(tmp_path / "theirs", tensors, tokenizer_folder)
-    torch.save({"args": Namespace(num_layers=Bomb())}, inner / "common.pt")
+    common = {"args": Namespace(num_layers=Bomb())}
+    torch.save(common, inner / "common.pt")
     if among_pieces:
-        foreign.move_common_among_pieces(inner)
+        foreign.put_common_among_pieces(inner, common)
     with pytest.raises(CheckpointError, match=r"common(\.pt|_state/shard_0_1): refused"):
         load(tmp_path / "theirs", layout)
     assert not (tmp_path / "executed").exists()
