@@ -1,13 +1,16 @@
-"""What the models take of torch and megatron-core that has no public name."""
+"""What the models take of torch and megatron-core that has no public name, or no lasting one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from nemo_aligner.models.shape import RopeScaling
@@ -37,6 +40,14 @@ def fused_output_layer_allowed() -> Iterator[None]:
         yield
     finally:
         layers._grad_accum_fusion_available = found
+
+
+def mlp_spec(submodules: MLPSubmodules) -> Any:
+    """The MLP of a layer, as the layer wants to be told of it."""
+    build = getattr(MLP, "as_mlp_submodule", None)
+    if build is None:  # before megatron-core 0.18
+        return ModuleSpec(module=MLP, submodules=submodules)
+    return partial(build, submodules=submodules)
 
 
 def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:

@@ -21,13 +21,13 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_aligner.checkpoint.weights.background import in_background
+from nemo_aligner.checkpoint.weights.common import write_common
 from nemo_aligner.checkpoint.weights.own_storage import InPlaceSavePlanner
 from nemo_aligner.checkpoint.weights.private_names import rank_collectives, torch_tensors
 from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, without_objects
@@ -65,7 +65,7 @@ class PendingSave:
         self._metadata: torch_checkpoint.Metadata | None = None
         with _as_checkpoint_error(folder):
             sharded, common = save_preprocess(without_objects(sharded_state_dict))
-            on_main(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, folder))
+            on_main(lambda: write_common(common, folder))
             tensors = torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))

@@ -112,7 +112,7 @@ def _create_moments(optimizer: Any, on_host: bool) -> None:
 
 
 def _mend_torch_adamw(optimizer: Any) -> None:
-    """Help megatron-core 0.16 with torch's AdamW, which it uses where Apex and TE are absent."""
+    """Help megatron-core with torch's AdamW, which it uses where Apex and TE are absent."""
     for group in optimizer.optimizer.param_groups:
         group["fused"] = True  # one pass over the state instead of a dozen
         for parameter in group["params"]:

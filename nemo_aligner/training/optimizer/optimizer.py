@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_aligner.training.optimizer.gradients import clip_gradients, gradient_norm
 from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments
+from nemo_aligner.training.optimizer.megatron_internals import recognise_groups
 
 MIN_LOSS_SCALE = 1.0
 # The one form of the optimizer's state that any layout can read; of the ranks that hold the same
@@ -151,6 +152,7 @@ class Optimizer:
         updates = step - self.skipped_steps
         groups = self._optimizer.param_groups
         settings = [{key: group[key] for key in _SETTINGS} for group in groups]
+        recognise_groups(state["optimizer"]["param_groups"], groups)
         self._optimizer.load_state_dict(state)
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(values)
