@@ -9,7 +9,8 @@
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.01-py3
 FROM ${BASE_IMAGE}
 
-# megatron-core 0.19 takes newer ones: --build-arg TRANSFORMER_ENGINE=">=2.9"
+# For a newer base: --build-arg MEGATRON_CORE=0.19.2 --build-arg TRANSFORMER_ENGINE=">=2.9"
+ARG MEGATRON_CORE=0.16.1
 ARG TRANSFORMER_ENGINE=">=2.9,<2.12"
 
 # NVIDIA's Apex is no PyPI package (the one of that name there is another project): it is built where
@@ -36,6 +37,7 @@ COPY . .
 # The image's torch fits its CUDA and its TransformerEngine: nothing may replace it.
 RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \
         > /tmp/constraints.txt && \
+    echo "megatron-core==${MEGATRON_CORE}" >> /tmp/constraints.txt && \
     PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gateway,gguf]" && \
     rm /tmp/constraints.txt
 
