@@ -1,5 +1,6 @@
 """What of megatron-core and torch has no public name here, or no lasting one."""
 
+
 from __future__ import annotations
 
 from collections.abc import Sequence
