@@ -2,8 +2,16 @@
 # from pyproject.toml.
 #   docker build -t nemo_aligner .
 #   docker run --gpus all --shm-size=1g -it nemo_aligner
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.09-py3
+#
+# 26.01 is the newest whose TransformerEngine (2.11) is one that megatron-core 0.16.1 asks for, and
+# its torch (2.10) has varlen attention: one kernel for all texts of a pack, where torch before 2.10
+# has no public function. docs/gpu.md has the versions of other images, and where they are from.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.01-py3
 FROM ${BASE_IMAGE}
+
+# For a newer base: --build-arg MEGATRON_CORE=0.19.2 --build-arg TRANSFORMER_ENGINE=">=2.9"
+ARG MEGATRON_CORE=0.16.1
+ARG TRANSFORMER_ENGINE=">=2.9,<2.12"
 
 # NVIDIA's Apex is no PyPI package (the one of that name there is another project): it is built where
 # the base image does not bring it; TransformerEngine likewise.
@@ -13,7 +21,15 @@ RUN pip show apex > /dev/null 2>&1 || ( \
         git -C /opt/apex checkout ${APEX_REF} && \
         APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-cache-dir --no-build-isolation /opt/apex )
 RUN pip show transformer_engine > /dev/null 2>&1 || \
-    pip install --no-cache-dir --no-build-isolation "transformer_engine[pytorch]"
+    pip install --no-cache-dir --no-build-isolation \
+        "transformer_engine[pytorch]${TRANSFORMER_ENGINE}"
+
+# Another base may lack what this one was chosen for: better now than in a run.
+RUN python -c "import torch.nn.attention.varlen" && \
+    python -c "import sys; from importlib.metadata import version; \
+from packaging.specifiers import SpecifierSet; found = version('transformer_engine'); \
+sys.exit(None if SpecifierSet('${TRANSFORMER_ENGINE}').contains(found, prereleases=True) \
+else f'TransformerEngine is {found}, wanted ${TRANSFORMER_ENGINE}')"
 
 WORKDIR /workspace/nemo_aligner
 COPY . .
@@ -21,6 +37,7 @@ COPY . .
 # The image's torch fits its CUDA and its TransformerEngine: nothing may replace it.
 RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \
         > /tmp/constraints.txt && \
+    echo "megatron-core==${MEGATRON_CORE}" >> /tmp/constraints.txt && \
     PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gateway,gguf]" && \
     rm /tmp/constraints.txt
 

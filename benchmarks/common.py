@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -72,19 +73,29 @@ class WorkerFailed(Exception):
 
 def require(*modules: str, python: str = sys.executable) -> None:
     """End this benchmark with one line where ``python`` lacks a module that it needs."""
-    program = (
-        "import sys; from importlib.util import find_spec; "
-        "sys.exit(', '.join(name for name in sys.argv[1:] if find_spec(name) is None) or 0)"
-    )
     try:
-        done = subprocess.run([python, "-c", program, *modules], capture_output=True, text=True)
+        missing = lacking(*modules, python=python)
     except OSError as error:
         sys.exit(f"{python}: cannot be run: {error.strerror}")
-    if done.returncode:
+    if missing:
         sys.exit(
-            f"{python} lacks {done.stderr.strip()}, which this benchmark needs: "
+            f"{python} lacks {', '.join(missing)}, which this benchmark needs: "
             f"{python} -m pip install -e '{ROOT}[bench]'"
         )
+
+
+def lacking(*modules: str, python: str = sys.executable) -> list[str]:
+    """Which of these modules ``python`` lacks.
+
+    Raises:
+        OSError: it cannot be run.
+    """
+    program = (
+        "import sys; from importlib.util import find_spec; "
+        "print(*(name for name in sys.argv[1:] if find_spec(name) is None))"
+    )
+    done = subprocess.run([python, "-c", program, *modules], capture_output=True, text=True)
+    return done.stdout.split()
 
 
 def run_worker(python: str, script: str, job: Mapping[str, Any], threads: int) -> dict[str, Any]:
@@ -112,7 +123,7 @@ def run_ranks(script: str, job: Mapping[str, Any], threads: int, ranks: int) -> 
 def _last_line(command: Sequence[str], threads: int, text: str = "") -> dict[str, Any]:
     """Run a command with ``text`` on stdin; the last line that it prints is JSON."""
     done = subprocess.run(
-        command, input=text, capture_output=True, text=True, env=_environment(threads), check=False
+        command, input=text, capture_output=True, text=True, env=environment(threads), check=False
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
@@ -120,10 +131,12 @@ def _last_line(command: Sequence[str], threads: int, text: str = "") -> dict[str
     return json.loads(lines[-1])
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
+    """That of a process which a benchmark starts."""
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        # What was given stays: packages may lie beside the environment's.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -149,7 +162,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env=_environment(threads),
+            env=environment(threads),
         )
         self._job: Mapping[str, Any] | None = job
 
@@ -188,7 +201,7 @@ def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
     """Columns as wide as their content; numbers on the right; None is a dash."""
     names = list(rows[0])
-    cells = [names, *([_shown(row[name]) for name in names] for row in rows)]
+    cells = [names, *([shown(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     lines = []
     for line in cells:
@@ -200,7 +213,8 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A cell of a table: numbers to three places, None as a dash."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -217,9 +231,30 @@ def machine() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return processor()
+
+
+def processor() -> str:
+    """This machine's CPU and its cores."""
     model = next(
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     )
     return f"{model}, {os.cpu_count()} cores"
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a large matrix product in the precision that is trained in."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    size = 8192 if gpu else 2048
+    dtype, device = (torch.bfloat16, "cuda") if gpu else (torch.float32, "cpu")
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        (a @ b).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

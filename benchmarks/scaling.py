@@ -146,7 +146,7 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
     rows = []
     for label, job in jobs():
         print(f"{name}: {label}", file=sys.stderr, flush=True)
-        plan, shape = _plan(job), ModelShape.from_config(job["model"])
+        plan, shape = plan_of(job), ModelShape.from_config(job["model"])
         found = run_ranks("scaling_point.py", job, threads, plan.num_ranks)
         expected = fullest_stage(shape, plan)
         rows.append(
@@ -163,7 +163,7 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
     return rows
 
 
-def _plan(job: Mapping[str, Any]) -> Any:
+def plan_of(job: Mapping[str, Any]) -> Any:
     """The job in the cost model's terms."""
     from nemo_aligner.config.common import Precision
     from nemo_aligner.config.model import Recompute
@@ -176,6 +176,7 @@ def _plan(job: Mapping[str, Any]) -> Any:
         packs,
         precision=Precision(job["precision"]),
         recompute=Recompute(job["recompute"]),
+        cpu_offload=job.get("cpu_offload", False),
         **{key: job[key] for key in PLANNED},
     )
 
@@ -246,15 +247,19 @@ def _model(arguments: argparse.Namespace, size: Size) -> dict[str, Any]:
 
         with open_nemo(arguments.config, with_weights=False) as folder:
             return folder.config
-    hidden = arguments.hidden or size.hidden
+    return synthetic_model(arguments.layers or size.layers, arguments.hidden or size.hidden)
+
+
+def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[str, Any]:
+    """The model_config of a Llama; ``hidden`` is a multiple of 128."""
     return {
-        "num_layers": arguments.layers or size.layers,
+        "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": 3 * hidden,
         "num_attention_heads": hidden // 64,
         "num_query_groups": max(2, hidden // 256),
         "kv_channels": 64,
-        "vocab_size": 32000,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 32768,
     }
 

@@ -40,7 +40,7 @@ def main() -> None:
         shape = ModelShape.from_config(job["model"])
         before = _resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)
-        measured = _measure_memory(learner, before)
+        measured = measure_memory(learner, before)
         parts = _time_steps(learner, job["steps"]) if job["steps"] else {"step": 0.0}
         if job["save"]:
             parts |= _time_checkpoint(learner)
@@ -93,7 +93,8 @@ def build_synthetic_learner(
                 parameter.normal_(std=0.02)
     freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
     wrapped = wrap_for_training(model)
-    optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 1000)
+    optim = OptimConfig(cpu_offload=job.get("cpu_offload", False))
+    optimizer = build_optimizer(wrapped, optim, 1.0, 1000)
     train = _random_pairs(job["pairs"], job["sequence_length"], job["prefix"], shape.vocab_size)
     budget = job["micro_batch_tokens"]
     cost = shape.query_key_cost()
@@ -127,7 +128,7 @@ def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
     )
 
 
-def _measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
+def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     """Bytes of this rank: what lies there between steps, and the most that a step adds.
 
     The process held ``resident`` bytes before the model was built.
@@ -137,7 +138,7 @@ def _measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     resident = _most_resident_bytes() - resident
     saved = _SavedBytes({t.data_ptr() for t in _storages(learner.model.parameters())})
     # In a step of its own: what a hook has seen lives longer.
-    with saved.watch(learner.model), _without_overlap(learner._ddp.ddp_config):
+    with saved.watch(learner.model), without_overlap(learner._ddp.ddp_config):
         learner.train_step(1)
     return {
         **standing,
@@ -149,7 +150,7 @@ def _measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
 
 
 @contextmanager
-def _without_overlap(config: Any) -> Iterator[None]:
+def without_overlap(config: Any) -> Iterator[None]:
     """Hooks on saved tensors hide from Megatron what it noted on a weight to reduce it early."""
     overlap, config.overlap_grad_reduce = config.overlap_grad_reduce, False
     yield
@@ -178,7 +179,9 @@ def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
         "optimizer": _bytes(
             t
             for t in held
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in weights
+            if isinstance(t, torch.Tensor)
+            and t.device == parameters[0].device
+            and t.untyped_storage().data_ptr() not in weights
         ),
     }
 
@@ -289,16 +292,16 @@ class _Stopwatch:
         def timed(*arguments: Any, **options: Any) -> Any:
             if self._is_inside:  # a recomputed layer has a backward pass inside the backward pass
                 return function(*arguments, **options)
-            start, self._is_inside = _now(), True
+            start, self._is_inside = now(), True
             result = function(*arguments, **options)
             self._is_inside = False
-            self.seconds[part] += _now() - start
+            self.seconds[part] += now() - start
             return result
 
         return timed
 
 
-def _now() -> float:
+def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -319,13 +322,13 @@ def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
         "reduce", model.config.finalize_model_grads_func
     )
     torch.autograd.backward = watch.wrap("backward", backward)
-    start = _now()
+    start = now()
     try:
         for step in range(2, steps + 2):
             learner.train_step(step)
     finally:
         torch.autograd.backward = backward
-    total = _now() - start
+    total = now() - start
     seconds = {part: spent / steps for part, spent in watch.seconds.items()}
     step_seconds = total / steps
     return {"step": step_seconds, **seconds, "other": step_seconds - sum(seconds.values())}
@@ -339,11 +342,11 @@ def _time_checkpoint(learner: RewardLearner) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as own:
         checkpoints = RunCheckpoints(Path(gather_objects(own)[0]))
         checkpoints.reserve(learner.model, learner.optimizer)
-        start = _now()
+        start = now()
         checkpoints.save(RunState(1, 1), learner.model, learner.optimizer)
-        held = _now() - start
+        held = now() - start
         checkpoints.publish()
-        written = _now() - start
+        written = now() - start
         dist.barrier()
     return {"save": held, "written": written}
 

@@ -1,6 +1,7 @@
-"""Scoring against transformers: the same weights and tokens, turn by turn.
+"""Scoring against transformers, or vLLM: the same weights and tokens, turn by turn.
 
     python benchmarks/scoring.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
+    python benchmarks/scoring.py --vllm-python vllm/bin/python --model ... --data ...
 
 Three kinds of work: both replies of pairs from ``--data``; single replies in the order in which
 they come; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO asks for
@@ -8,6 +9,9 @@ it. transformers gets padded batches of ``--batch`` texts, sorted by length or a
 run in fp32 on the CPU, in bf16 on a GPU. Real tokens are those of the texts, each time they are
 asked for. transformers has a process of its own: where it dies, as on a machine whose memory is too
 small for its batch, a dash stands instead of its figures.
+
+With ``--vllm-python`` the other side is vLLM in that environment, called without a server, and
+every turn finds its prefix cache empty.
 """
 
 from __future__ import annotations
@@ -51,7 +55,11 @@ class Work:
 
 def main() -> None:
     arguments = _parse()
-    require("transformers", "torch", python=arguments.transformers_python)
+    peer_python, script = arguments.transformers_python, "score_transformers.py"
+    if arguments.vllm_python is not None:
+        peer_python, script = arguments.vllm_python, "score_vllm.py"
+    name = script.removeprefix("score_").removesuffix(".py")
+    require(name, "torch", python=peer_python)
     device = choose_device(arguments.device)
     import torch
 
@@ -74,13 +82,13 @@ def main() -> None:
         head = work / "head.npy"
         np.save(head, ours.weights)
         job = {"hf": str(hf), "head": str(head), "batch": arguments.batch}
-        peer = _Peer(arguments.transformers_python, job, arguments.threads)
+        peer = _Peer(peer_python, script, job, arguments.threads)
         rows = []
         for each in _works(arguments, encode, vocabulary):
             rows += _compare(each, ours.score, peer, arguments.turns)
             print(f"\n{render(rows)}", flush=True)
             if peer.failure is not None:
-                print(f"\ntransformers: {peer.failure}", flush=True)
+                print(f"\n{peer.name}: {peer.failure}", flush=True)
         peer.close()
     about = {"machine": machine(), "model": str(arguments.model), "precision": precision.value}
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
@@ -136,10 +144,11 @@ def _works(
 
 
 class _Peer:
-    """transformers in a process of its own, until that fails; ``failure`` says how it did."""
+    """The other side in a process of its own, until that fails; ``failure`` says how it did."""
 
-    def __init__(self, python: str, job: Mapping[str, Any], threads: int) -> None:
-        self._worker = Worker(python, "score_transformers.py", job, threads)
+    def __init__(self, python: str, script: str, job: Mapping[str, Any], threads: int) -> None:
+        self.name = "vLLM" if script == "score_vllm.py" else "transformers"
+        self._worker = Worker(python, script, job, threads)
         self.failure: str | None = None
 
     def score(self, work: Work) -> tuple[float, np.ndarray] | None:
@@ -177,7 +186,7 @@ def _compare(work: Work, ours: Score, peer: _Peer, turns: int) -> list[dict[str,
     }
     return [
         {**_speed(work, "nemo_aligner", our_seconds), **dict.fromkeys(compared, "")},
-        {**_speed(work, "transformers", their_seconds if is_whole else []), **compared},
+        {**_speed(work, peer.name, their_seconds if is_whole else []), **compared},
     ]
 
 
@@ -204,6 +213,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--transformers-python", default=sys.executable, help="with transformers; default: this one"
     )
+    parser.add_argument("--vllm-python", help="with vLLM: compare with it instead")
     add_device_option(parser)
     parser.add_argument("--work", help="a folder to keep the converted model in")
     parser.add_argument("--output", type=Path, metavar="JSON")

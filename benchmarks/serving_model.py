@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, prepare_model
 from serving_servers import SEQ_LENGTH
@@ -21,7 +22,7 @@ def prepare_reward_model(source: Path, work: Path) -> Path:
     _, base = prepare_model(source, work)
     reward_model = work / "reward.nemo"
     if not reward_model.is_file():
-        _write_reward_model(base, reward_model)
+        write_reward_model(base, reward_model)
     return reward_model
 
 
@@ -34,23 +35,24 @@ def export(reward_model: Path, folder: Path) -> Path:
     return folder
 
 
-def write_tiny(folder: Path) -> Path:
-    """A Hugging Face folder with 4 random layers, 64 wide."""
+def write_tiny(folder: Path, dtype: str = "float32", **changes: Any) -> Path:
+    """A Hugging Face folder with 4 random layers, 64 wide, but for ``changes`` of its config."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2 * SEQ_LENGTH,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(shape).save_pretrained(folder)
+    settings = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2 * SEQ_LENGTH,
+        "initializer_range": 0.1,
+    }
+    shape = LlamaConfig(**{**settings, **changes})
+    LlamaForCausalLM(shape).to(getattr(torch, dtype)).save_pretrained(folder)
     _write_tokenizer(folder, shape.vocab_size)
     return folder
 
@@ -76,7 +78,8 @@ def _write_tokenizer(folder: Path, size: int) -> None:
     fast.save_pretrained(folder)
 
 
-def _write_reward_model(base: Path, output: Path) -> None:
+def write_reward_model(base: Path, output: Path) -> None:
+    """``base`` with a random head, as a reward model's ``.nemo``."""
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.cache_use import CachedPrefix, CacheUse, Stored
+from nemo_aligner.transfer import to_device
 
 Tokens = Sequence[int] | np.ndarray | Tensor
 
@@ -78,13 +79,13 @@ class LabelColumns:
         missing = [name for name in names if name not in self.names]
         if missing:
             raise KeyError(f"got the label columns {self.names}, wanted {missing[0]!r}")
+        # Column by column: an index or a row of means would first have to come to the device.
         columns = [self.names.index(name) for name in names]
-        values, means = self.values[:, columns], [self.means[column] for column in columns]
-        if all(mean is None for mean in means):
-            return values
-        offsets = [0.0 if mean is None else mean for mean in means]
-        wide = torch.tensor(offsets, dtype=torch.float64, device=values.device)
-        return (values.double() - wide).float()
+        return torch.stack([self._centred(column) for column in columns], dim=1)
+
+    def _centred(self, column: int) -> Tensor:
+        values, mean = self.values[:, column], self.means[column]
+        return values if mean is None else (values.double() - mean).float()
 
 
 @dataclass(frozen=True)
@@ -345,15 +346,18 @@ class PackedBatch:
         )
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Move what the model and the loss compute with; the rest stays where it is."""
+        """Move what the model and the loss compute with.
+
+        What the host plans by stays: the bounds and beginnings of the segments, the rows, and which
+        rewards a record owns.
+        """
         labels = self.records.labels
-        moved = replace(labels, values=labels.values.to(device, non_blocking=True))
+        moved = replace(labels, values=to_device(labels.values, device))
         return replace(
             self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
-            scored_tokens=self.scored_tokens.to(device, non_blocking=True),
+            tokens=to_device(self.tokens, device),
+            position_ids=to_device(self.position_ids, device),
+            scored_tokens=to_device(self.scored_tokens, device),
             records=replace(self.records, labels=moved),
             cached=None if self.cached is None else self.cached.to(device),
         )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_aligner.transfer import to_device
+
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
@@ -44,6 +46,6 @@ class CacheUse:
 
     def to(self, device: torch.device | str) -> CacheUse:
         taken, stored, slots = (
-            each.to(device, non_blocking=True) for each in (self.taken, self.stored, self.slots)
+            to_device(each, device) for each in (self.taken, self.stored, self.slots)
         )
         return CacheUse(self.lengths, taken, stored, slots)

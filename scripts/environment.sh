@@ -62,7 +62,7 @@ def asked(names):
         if requirement.name == project["name"]:
             for extra in requirement.extras:
                 yield from asked(project["optional-dependencies"][extra])
-        else:
+        elif requirement.marker is None or requirement.marker.evaluate():
             yield requirement
 
 

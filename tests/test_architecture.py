@@ -28,6 +28,7 @@ FLOORS = {
     "parallel": 1,
     "batch": 1,
     "cache_use": 0,
+    "transfer": 0,
     "metrics": 1,
     "precision": 1,
     "subcommand": 1,
@@ -49,7 +50,7 @@ FLOORS = {
     "__main__": 9,
 }
 # Who may import one on its own floor: settings and launchers need theirs.
-SAME_FLOOR = {("config", "errors"), ("processes", "errors")}
+SAME_FLOOR = {("config", "errors"), ("processes", "errors"), ("cache_use", "transfer")}
 # The only files, or folders, that import a large dependency.
 IMPORTERS = {
     "megatron": ["parallel/", "models/", "checkpoint/", "training/optimizer/"],

@@ -135,11 +135,12 @@ def test_a_filler_is_as_long_as_it_has_to_be_and_counts_its_own_positions() -> N
 def test_what_the_model_and_the_loss_compute_with_is_moved() -> None:
     labels = LabelColumns.of(["a"], torch.ones(1, 1)).centred_on({"a": 2.0})
     moved = PackedBatch.pack([[1, 2]], Records.of([3], [1], labels)).to("meta")
-    for tensor in (moved.tokens, moved.position_ids, moved.cu_seqlens, moved.scored_tokens):
+    for tensor in (moved.tokens, moved.position_ids, moved.scored_tokens):
         assert tensor.device.type == "meta"
     assert moved.records.labels.values.device.type == "meta"
     assert moved.records.labels.means == (2.0,)
-    for tensor in (moved.rows, moved.records.ids, moved.records.bounds, moved.prefixes):
+    planned_by = (moved.cu_seqlens, moved.prefixes, moved.rows, moved.records.bounds)
+    for tensor in (*planned_by, moved.records.ids):
         assert tensor.device.type == "cpu"
 
 

@@ -162,7 +162,9 @@ def write_ratings(path: Path, count: int, attributes: tuple[str, ...], seed: int
 
 def environment(**more: str) -> dict[str, str]:
     """That of a script, on a machine without a GPU."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    # What was given stays: packages may lie beside the environment's.
+    path = os.pathsep.join(filter(None, (str(ROOT), GIVEN.get("PYTHONPATH"))))
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return {**GIVEN, **ours, **more}
 
 

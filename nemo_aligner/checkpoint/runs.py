@@ -117,7 +117,7 @@ class RunCheckpoints:
         self._pending: tuple[Saved, PendingSave] | None = None
         self._published: list[Saved] = []
         self._deletion: Future[None] | None = None
-        self._host: dict[int, Tensor] = {}
+        self._host: list[Tensor] = []
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Take the host memory that a save copies to; call it before the first save.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +15,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -31,7 +33,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.packed import PackedAttention
-from nemo_aligner.models.internals import has_weight_gradient_kernel
+from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, squared_relu
 from nemo_aligner.models.shape import ModelShape
@@ -77,7 +79,7 @@ def transformer_config(
         # marks by which the gradient norm tells sharded weights from replicated ones.)
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
-        gradient_accumulation_fusion=can_accumulate_weight_gradients(shape),
+        gradient_accumulation_fusion=can_accumulate_weight_gradients(shape, dtype),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -112,12 +114,12 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def can_accumulate_weight_gradients(shape: ModelShape) -> bool:
+def can_accumulate_weight_gradients(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Whether weight gradients are summed in Megatron's buffer as they are made, in one kernel.
 
     A model is then trained only inside Megatron's data parallel wrapper, which has the buffer.
     """
-    return use_transformer_engine(shape) or has_weight_gradient_kernel()
+    return use_transformer_engine(shape, dtype) or has_weight_gradient_kernel()
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:
@@ -238,20 +240,21 @@ def _transformer_engine_parts() -> _Parts:
     )
 
 
-def use_transformer_engine(shape: ModelShape) -> bool:
+def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Whether layers are built from TransformerEngine: on a GPU, where it can be imported.
 
     It has kinds of norm and biases, as the config says; but no linear layer with a norm behind it.
+    Its products of fp32 are rounded to TF32, whatever torch is told.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-    return has_parts and not shape.post_layernorms
+    return has_parts and not shape.post_layernorms and dtype is not torch.float32
 
 
 def layer_spec(
     config: TransformerConfig, shape: ModelShape, is_last_stage: bool
 ) -> TransformerBlockSubmodules:
     """The decoder block of this rank's pipeline stage."""
-    has_engine = use_transformer_engine(shape)
+    has_engine = use_transformer_engine(shape, config.params_dtype)
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
     spec = _layer(parts, shape, TransformerLayer, PackedAttention)
     specs = [spec] * get_num_layers_to_build(config)
@@ -260,7 +263,28 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.other_norm)
 
 
-_ACTIVATIONS = {"swiglu": gated_silu, "geglu": gated_gelu, "squared-relu": squared_relu}
+class _Activation(MegatronModule):
+    """A function of hidden units as a module: megatron-core 0.17 and later take nothing else."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
+
+
+class _SwiGLU(_Activation):
+    function = staticmethod(gated_silu)
+
+
+class _GeGLU(_Activation):
+    function = staticmethod(gated_gelu)
+
+
+class _SquaredReLU(_Activation):
+    function = staticmethod(squared_relu)
+
+
+_ACTIVATIONS = {"swiglu": _SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}
 
 
 def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) -> ModuleSpec:
@@ -286,7 +310,7 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=parts.norm,
-        mlp=ModuleSpec(module=MLP, submodules=mlp),
+        mlp=mlp_spec(mlp),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=parts.key_map,
     )

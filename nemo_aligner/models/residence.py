@@ -12,6 +12,9 @@ from enum import Enum
 import torch
 from torch import Tensor, UntypedStorage
 
+from nemo_aligner.parallel.device import wait_for_device
+from nemo_aligner.parallel.host_memory import host_zeros
+
 
 class Holds(Enum):
     """What becomes of the content of tensors that leave the device."""
@@ -84,25 +87,18 @@ class ResidentPart:
                 self._bytes_of(storage).zero_()
             else:
                 self._bytes_of(storage).copy_(self._host[index], non_blocking=True)
-        self._wait()
+        wait_for_device()
         self.is_here = True
 
     def _copy_to_host(self) -> None:
         if not self._host:
-            pinned = torch.cuda.is_available()
-            self._host = [
-                torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in self._sizes
-            ]
+            self._host = host_zeros([self._bytes_of(storage) for storage in self._storages])
         for storage, copy in zip(self._storages, self._host, strict=True):
             copy.copy_(self._bytes_of(storage), non_blocking=True)
-        self._wait()
+        wait_for_device()  # memory that is let go may be taken by another stream
 
     def _bytes_of(self, storage: UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-    def _wait(self) -> None:
-        if torch.cuda.is_available():  # memory that is let go may be taken by another stream
-            torch.cuda.synchronize()
 
 
 class Residence:

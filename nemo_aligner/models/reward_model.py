@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ from torch import Tensor
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.models.attention.packed import PackedAttention
+from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.backbone import layer_spec, transformer_config
 from nemo_aligner.models.heads import RewardHead
-from nemo_aligner.models.internals import scale_rotary_frequencies
+from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.parallel.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
 
 
 class GPTRewardModel(GPTModel):
@@ -43,18 +47,19 @@ class GPTRewardModel(GPTModel):
         num_attributes: int,
         seed: int,
     ) -> None:
-        super().__init__(
-            config,
-            layer_spec(config, shape, layout.is_last_stage),
-            vocab_size=shape.padded_vocab_size(layout.tp),
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=layout.is_first_stage,
-            post_process=layout.is_last_stage,
-            position_embedding_type="rope",
-            rotary_percent=shape.rotary_percentage,
-            rotary_base=shape.rotary_base,
-            seq_len_interpolation_factor=shape.seq_len_interpolation_factor,
-        )
+        with fused_output_layer_allowed():  # it is deleted below
+            super().__init__(
+                config,
+                layer_spec(config, shape, layout.is_last_stage),
+                vocab_size=shape.padded_vocab_size(layout.tp),
+                max_sequence_length=shape.max_position_embeddings,
+                pre_process=layout.is_first_stage,
+                post_process=layout.is_last_stage,
+                position_embedding_type="rope",
+                rotary_percent=shape.rotary_percentage,
+                rotary_base=shape.rotary_base,
+                seq_len_interpolation_factor=shape.seq_len_interpolation_factor,
+            )
         if shape.rope_scaling is not None:
             self.rotary_pos_emb.inv_freq = scale_rotary_frequencies(
                 self.rotary_pos_emb, shape.rope_scaling
@@ -158,6 +163,9 @@ def build_reward_model(
 ) -> GPTRewardModel:
     """This rank's piece of a reward model, its backbone not yet loaded, its head freshly drawn."""
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
+    slow = slow_attention(shape, config.params_dtype)
+    if slow is not None and is_main():
+        logger.warning(slow)
     return GPTRewardModel(config, shape, layout, num_attributes, seed).to(
         torch.cuda.current_device()
     )

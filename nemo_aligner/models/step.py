@@ -16,6 +16,7 @@ from nemo_aligner.batch import PackedBatch, Records
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.parallel.pipeline import PipelineMessages
+from nemo_aligner.transfer import to_device
 
 _MOST_PARTS = 50
 # Of every part, for each stage after the first: the stages wait for a sixteenth of the time.
@@ -125,7 +126,7 @@ def gather_rewards(
     gathered = torch.zeros(shape, device=current_device())
     if rewards is not None and layout.tp_rank == 0:
         rows = torch.cat([batch.rows for batch in batches])
-        gathered[rows.to(rewards.device)] = rewards
+        gathered[to_device(rows, rewards.device)] = rewards
     if dist.get_world_size() > 1:
         dist.all_reduce(gathered)
     return gathered.cpu()

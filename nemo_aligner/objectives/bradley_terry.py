@@ -24,4 +24,6 @@ class BradleyTerry(PairObjective):
         """The sum over pairs, and their number (int), of rewards ``[S, 1]``."""
         chosen, rejected = records.as_pairs(rewards)[:, :, 0].unbind(dim=1)
         margins = chosen - rejected
-        return F.softplus(-margins).sum(), torch.tensor(margins.numel(), device=rewards.device)
+        # Made on the device: a number of the host's would have it wait.
+        count = torch.full((), margins.numel(), dtype=torch.int64, device=rewards.device)
+        return F.softplus(-margins).sum(), count

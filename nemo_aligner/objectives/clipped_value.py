@@ -38,8 +38,9 @@ class ClippedValueLoss:
         """
         returns, before, mask = records.labels.targets(self.columns).unbind(dim=1)
         counts = mask != 0
-        returns, before = returns[counts], before[counts]
-        now = merge_attributes(records.as_single(values)[counts], self.weights)
+        now = merge_attributes(records.as_single(values), self.weights)
+        # Not taken out by the mask, as a device would first have to say how many there are.
+        returns, before, now = (torch.where(counts, each, 0.0) for each in (returns, before, now))
         losses = (now - returns).square()
         if self.clip > 0:
             clipped = before + (now - before).clamp(-self.clip, self.clip)
@@ -49,4 +50,5 @@ class ClippedValueLoss:
 
 def merge_attributes(values: Tensor, weights: tuple[float, ...]) -> Tensor:
     """``[T, A]`` -> ``[T]``: one value of A attributes."""
-    return values @ torch.tensor(weights, dtype=values.dtype, device=values.device)
+    columns = zip(values.unbind(dim=1), weights, strict=True)
+    return torch.stack([column * weight for column, weight in columns]).sum(dim=0)

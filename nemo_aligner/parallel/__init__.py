@@ -6,7 +6,9 @@ what imports none of them (the client, the contract, settings, data) leaves the 
 """
 
 from nemo_aligner.parallel.cpu import hook
+from nemo_aligner.parallel.cuda_settings import set_before_cuda_starts
 from nemo_aligner.parallel.quiet import silence_known_warnings
 
+set_before_cuda_starts()
 silence_known_warnings()
 hook.install()

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nemo_aligner.transfer import to_device
+
 T = TypeVar("T")
 
 
@@ -41,7 +43,9 @@ def agree(flag: bool, device: torch.device | str) -> bool:
 
 def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
     """Which of ``flags`` are set on any rank, in one collective."""
-    box = torch.tensor([int(flag) for flag in flags], device=device)
+    if dist.get_world_size() == 1:
+        return list(flags)
+    box = to_device(torch.tensor([int(flag) for flag in flags]), device)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return [bool(value) for value in box.tolist()]
 

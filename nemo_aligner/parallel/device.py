@@ -12,6 +12,12 @@ def current_device() -> torch.device:
     return torch.device(torch.cuda.current_device())
 
 
+def wait_for_device() -> None:
+    """Until the GPU, where there is one, has done what it was asked to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def lacks_bf16() -> bool:
     """Whether this rank computes on a CPU whose matrix products are not made for bf16.
 

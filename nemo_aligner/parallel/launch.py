@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.cpu.malloc import keep_freed_memory, return_freed_memory
 from nemo_aligner.parallel.failure import fail_once
 from nemo_aligner.processes import Process, find_process
+
+logger = logging.getLogger(__name__)
 
 _LAUNCHES = itertools.count()
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -49,8 +52,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
         PeerError, LostRankError: another rank failed first, or is gone.
     """
     process = find_process(os.environ)
-    # Sequence parallelism relies on kernels starting in the order in which they were launched.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _keep_fp32(process)
     use_cuda = torch.cuda.is_available()
     device = _select_device(process, use_cuda)
     if not use_cuda:
@@ -59,7 +61,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     backend = "nccl" if use_cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     store = _meet(process, timeout)
-    _init_process_group(process, backend, store, timeout)
+    _init_process_group(process, device, backend, store, timeout)
     try:
         yield Launch(process.rank, process.world_size, process.local_rank, device, backend)
     except BaseException as error:
@@ -98,13 +100,31 @@ def single_process() -> Iterator[None]:
 def _select_device(process: Process, use_cuda: bool) -> torch.device:
     if not use_cuda:
         return torch.device("cpu")
-    if process.local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    # Slurm's --gpus-per-task shows each process its own GPU alone.
+    index = 0 if count == 1 and "RANK" not in os.environ else process.local_rank
+    if index >= count:
         raise ConfigError(
-            f"local rank {process.local_rank} has no GPU of its own: this node shows "
-            f"{torch.cuda.device_count()}; start at most one process per GPU"
+            f"local rank {process.local_rank} has no GPU of its own: this node shows {count}; "
+            "start at most one process per GPU"
         )
-    torch.cuda.set_device(process.local_rank)
-    return torch.device("cuda", process.local_rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _keep_fp32(process: Process) -> None:
+    """Have products of fp32 numbers not be rounded, whatever the environment asks for."""
+    found = torch.get_float32_matmul_precision()
+    if found == "highest":
+        return
+    torch.set_float32_matmul_precision("highest")
+    if process.rank == 0:
+        logger.warning(
+            "fp32 matrix products were set to be rounded (precision %r, TF32 on a GPU): this is "
+            "switched off, as a score in fp32 is to be the same everywhere; for speed use "
+            "trainer.precision=bf16",
+            found,
+        )
 
 
 def _split_cores(local_world_size: int) -> None:
@@ -129,7 +149,7 @@ def _meet(process: Process, timeout: timedelta) -> dist.Store:
 
 
 def _init_process_group(
-    process: Process, backend: str, store: dist.Store, timeout: timedelta
+    process: Process, device: torch.device, backend: str, store: dist.Store, timeout: timedelta
 ) -> None:
     if backend == "gloo" and process.master is not None and process.master[0] in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -139,4 +159,6 @@ def _init_process_group(
         rank=process.rank,
         world_size=process.world_size,
         timeout=timeout,
+        # With it the ranks of a pipeline need no collective of all before their first message.
+        device_id=device if backend == "nccl" else None,
     )

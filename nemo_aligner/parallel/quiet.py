@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from functools import partial
 
 # (beginning of the message, as a regular expression; category)
 _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
@@ -11,7 +13,7 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r"Apex is not installed", UserWarning),
     (r"transformer_engine not found", UserWarning),
     (r"If you are using transformer_engine as the transformer implementation", UserWarning),
-    # megatron-core 0.16 against newer torch, and against itself.
+    # megatron-core against newer torch, and against itself.
     (r"full scope is deprecated", UserWarning),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
@@ -19,12 +21,30 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r"Warning: tp_group is None", DeprecationWarning),
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     (r"TypedStorage is deprecated", UserWarning),
+    (r"MimoModelConfig is experimental", UserWarning),
     # torch's checkpoint reader on gloo and on CPU.
     (r"torch\.distributed is (disabled|unavailable)", UserWarning),
+)
+
+# (logger, beginning of the message): advice of megatron-core 0.17 and later to those who call it,
+# and what torch says of a machine without a GPU when they import a part of it.
+_LOGGED = (
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    (
+        "megatron.core.distributed.distributed_data_parallel",
+        "DistributedDataParallel: full_param_layout not provided",
+    ),
 )
 
 
 def silence_known_warnings() -> None:
     """Hide the warnings listed above."""
+    for logger, beginning in _LOGGED:
+        logging.getLogger(logger).addFilter(partial(_is_other, beginning))
     for message, category in _KNOWN:
         warnings.filterwarnings("ignore", message=message, category=category)
+
+
+def _is_other(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)

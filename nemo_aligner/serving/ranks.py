@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.parallel.cpu.malloc import FreedMemory
+from nemo_aligner.parallel.device import wait_for_device
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ class ModelRanks:
         except Exception as caught:
             error = caught
             logger.exception("rank %d could not %s", self.rank, operation)
+            self._lose_where_the_device_is_lost()
         self._freed.end_step()
         errors = self._acknowledge(error)
         if errors:
@@ -207,6 +209,13 @@ class ModelRanks:
         if self.rank == 0 and errors:
             raise ServingError("; ".join(errors)) from error
         return found
+
+    def _lose_where_the_device_is_lost(self) -> None:
+        """Some errors of CUDA stay: a process that has met one computes nothing any more."""
+        try:
+            wait_for_device()
+        except Exception as error:
+            self.lose(f"the device of rank {self.rank} is lost: {str(error).splitlines()[0][:200]}")
 
     def _acknowledge(self, error: Exception | None) -> list[str]:
         mine = None if error is None else f"{type(error).__name__}: {error}"

@@ -127,14 +127,13 @@ def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
 def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
     """Refuse rewards ``[S, A]``, in the order of ``step``'s records, that cannot be learned on.
 
-    Every rank calls it.
+    Every rank calls it, with the same rewards.
 
     Raises:
         TrainingError: on every rank, if on any a reward or the loss is not finite.
     """
     records = step.records
-    is_bad = not _is_learnable(rewards, records, loss)
-    if not agree(is_bad, step.device):
+    if _is_learnable(rewards, records, loss):
         return
     parts = [
         (index, rewards[records.rows([index])], records.select([index]))
@@ -145,13 +144,11 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
         for index, own, record in parts
         if not _is_learnable(own, record, loss)
     ]
-    rewards_are_bad = not bool(torch.isfinite(rewards).all())
-    seen = gather_objects((is_bad, rewards_are_bad, mine))
-    indices = _by_blame(blame for *_, found in seen for blame in found)
-    ranks = [rank for rank, (*_, found) in enumerate(seen) if found]
-    # No record's loss, but their sum: then every rank that summed has seen it.
-    ranks = ranks or [rank for rank, (bad, *_) in enumerate(seen) if bad]
-    what = "reward" if any(of_rewards for _, of_rewards, _ in seen) else "loss"
+    seen = gather_objects(mine)
+    indices = _by_blame(blame for found in seen for blame in found)
+    # Or no record's loss, but their sum, which is every rank's.
+    ranks = [rank for rank, found in enumerate(seen) if found] or list(range(len(seen)))
+    what = "loss" if bool(torch.isfinite(rewards).all()) else "reward"
     raise step.error(f"a {what} that is not finite", ranks, indices)
 
 

@@ -16,6 +16,7 @@ from nemo_aligner.errors import TrainingError
 from nemo_aligner.metrics.table import Shown, all_metrics
 from nemo_aligner.parallel.collectives import agree, agree_on, gather_objects
 from nemo_aligner.parallel.cpu.malloc import FreedMemory
+from nemo_aligner.parallel.device import wait_for_device
 from nemo_aligner.training.clock import Timers
 from nemo_aligner.training.console import StepProgress, render_validation
 from nemo_aligner.training.stop import StopRequest
@@ -119,6 +120,7 @@ class SupervisedTrainer:
     def _train(self) -> None:
         with self._timers.measure("train_step"):
             metrics = self._learner.train_step(self._step)
+            wait_for_device()  # for the update, which is a part of the step
         self._step += 1
         if self._freed is not None:
             self._freed.end_step()

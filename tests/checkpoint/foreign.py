@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import shutil
 import tarfile
 from argparse import Namespace
@@ -234,9 +235,16 @@ def write_bridge(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **ch
 
 
 def write_megatron_lm(
-    folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any
+    folder: Path,
+    tensors: dict[str, Tensor],
+    tokenizer: Path,
+    among_pieces: bool = False,
+    **changes: Any,
 ) -> Path:
-    """A run's folder of Megatron-LM, its arguments in ``common.pt``; gives ``iter_0000123``."""
+    """A run's folder of Megatron-LM; gives ``iter_0000123``.
+
+    Its arguments are in ``common.pt``, or ``among_pieces`` as since megatron-core 0.17.
+    """
     arguments = {
         "num_layers": LAYERS,
         "hidden_size": 64,
@@ -267,10 +275,31 @@ def write_megatron_lm(
         **changes,
     }
     inner = folder / "iter_0000123"
-    save(inner, tensors, "", args=Namespace(**arguments), iteration=123, checkpoint_version=3.0)
+    common = {"args": Namespace(**arguments), "iteration": 123, "checkpoint_version": 3.0}
+    save(inner, tensors, "", **common)
+    if not among_pieces:
+        torch.save(common, inner / "common.pt")
+    elif (inner / "common.pt").exists():
+        put_common_among_pieces(inner, common)
     (folder / "latest_checkpointed_iteration.txt").write_text("123\n")
     shutil.copytree(tokenizer, folder / "tokenizer")
     return inner
+
+
+def put_common_among_pieces(folder: Path, common: Any) -> None:
+    """Have a checkpoint hold ``common`` beside its tensors as since megatron-core 0.17."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    from nemo_aligner.checkpoint.weights.index import read_metadata
+
+    piece, key = folder / "__9_0.distcp", "common_state/shard_0_1"
+    torch.save([common], piece)
+    (folder / "common.pt").unlink(missing_ok=True)
+    metadata = read_metadata(folder)
+    info = type(next(iter(metadata.storage_data.values())))
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(key)] = info(piece.name, 0, piece.stat().st_size)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def write_zarr(folder: Path, tensors: dict[str, Tensor], prefix: str = "model.") -> None:

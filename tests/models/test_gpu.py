@@ -5,28 +5,31 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NO_KERNEL = "torch has no such kernel (windows: 2.11; soft-capping: none), nor is flash-attn here"
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("window", [None, 1, 30])
 @pytest.mark.parametrize("with_prefix", [False, True])
 @pytest.mark.parametrize("groups", [2, 8])
 def test_varlen_kernel_equals_sdpa_forward_and_backward(
-    groups: int, with_prefix: bool, window: int | None
+    groups: int, with_prefix: bool, window: int | None, cap: float | None
 ) -> None:
     from nemo_aligner.batch import Group, PackedBatch
     from nemo_aligner.models.attention.packed import _attend_one_by_one
     from nemo_aligner.models.attention.segments import PackedSegments, Scores
     from nemo_aligner.models.attention.varlen import varlen_kernel
 
-    kernel = varlen_kernel(window is not None)
+    kernel = varlen_kernel(window is not None, cap is not None)
     if kernel is None:
-        pytest.skip("this torch has no such varlen attention (2.10 has it, 2.11 with windows)")
+        pytest.skip(NO_KERNEL)
     sequences = [[1] * length for length in (3, 200, 77, 90)]
     prefixes = [Group(2, 0), Group(2, 40)] if with_prefix else None
     batch = PackedBatch.pack(sequences, groups=prefixes)
@@ -40,7 +43,7 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
     ]
     for attend in (kernel, _attend_one_by_one):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = attend(*leaves, segments, Scores(window=window))
+        out = attend(*leaves, segments, Scores(window=window, soft_cap=cap))
         out.float().square().sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results, strict=True):
@@ -57,9 +60,9 @@ def test_varlen_kernel_sees_cached_beginnings(groups: int, window: int | None) -
     from nemo_aligner.models.attention.segments import PackedSegments, Scores
     from nemo_aligner.models.attention.varlen import varlen_kernel
 
-    kernel = varlen_kernel(window is not None)
+    kernel = varlen_kernel(window is not None, False)
     if kernel is None:
-        pytest.skip("this torch has no such varlen attention (2.10 has it, 2.11 with windows)")
+        pytest.skip(NO_KERNEL)
     torch.manual_seed(0)
     pool = KeyValuePool([1], 256, groups, 64, torch.bfloat16, "cuda")
     sequences = [[1] * length for length in (130, 200, 129, 90)]
@@ -148,4 +151,5 @@ def test_moments_in_host_memory_train_the_same(tmp_path: Path) -> None:
         with metrics.open() as file:
             losses.append([row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]])
     assert len(losses[0]) == 8
-    assert losses[0] == losses[1]
+    # The backward of flash attention sums in an order that changes from run to run.
+    np.testing.assert_allclose(*np.array(losses, dtype=float), rtol=2e-2)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.parallel import launch as launching
 from nemo_aligner.parallel.launch import launch, single_process
+from nemo_aligner.processes import Process
+from tests import tiny
 from tests.launching import TORCHRUN
 
 
@@ -37,3 +43,44 @@ def test_a_conversion_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         single_process(),
     ):
         pass
+
+
+def test_fp32_stays_fp32_where_the_environment_asks_for_tf32() -> None:
+    code = (
+        "import torch\n"
+        "from nemo_aligner.parallel.launch import launch\n"
+        "print(torch.get_float32_matmul_precision())\n"
+        "with launch(): print(torch.get_float32_matmul_precision())"
+    )
+    env = tiny.environment() | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.stdout.split() == ["high", "highest"], done.stderr
+    assert "fp32 matrix products were set to be rounded (precision 'high'" in done.stderr
+
+
+def select(monkeypatch: pytest.MonkeyPatch, local_rank: int, gpus: int, torchrun: bool) -> str:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("RANK", raising=False)
+    if torchrun:
+        monkeypatch.setenv("RANK", str(local_rank))
+    process = Process(local_rank, 4, local_rank, 4, ("127.0.0.1", 1))
+    return str(launching._select_device(process, use_cuda=True))
+
+
+def test_each_local_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select(monkeypatch, 2, gpus=4, torchrun=True) == "cuda:2"
+    assert select(monkeypatch, 2, gpus=4, torchrun=False) == "cuda:2"
+
+
+def test_slurm_may_show_each_task_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select(monkeypatch, 2, gpus=1, torchrun=False) == "cuda:0"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU of its own: this node shows 1"):
+        select(monkeypatch, 2, gpus=1, torchrun=True)
+    with pytest.raises(ConfigError, match="this node shows 2"):
+        select(monkeypatch, 2, gpus=2, torchrun=False)

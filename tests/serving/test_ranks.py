@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.ranks import ModelRanks
+from nemo_aligner.serving import ranks as ranks_module
+from nemo_aligner.serving.ranks import ModelRanks, RanksLostError
 from tests import tiny
 from tests.serving.forked_ranks import led
 
@@ -33,6 +34,23 @@ def test_one_rank_alone_outlives_an_error() -> None:
         assert ranks.failure is None
         assert ranks.execute("score", [[4]]).tolist() == [[4]]
     ranks.stop()
+
+
+def test_a_device_that_is_lost_is_a_rank_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some errors of CUDA stay: whatever is asked of the device afterwards raises them again."""
+
+    def raise_again() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
+
+    device = ModelRanks({"score": total})
+    monkeypatch.setattr(ranks_module, "wait_for_device", raise_again)
+    with led(device):
+        assert device.execute("score", [[4]]).tolist() == [[4]]
+        with pytest.raises(RanksLostError, match=r"illegal memory access$"):
+            device.execute("score", [[666]])
+        with pytest.raises(RanksLostError, match="the device of rank 0 is lost"):
+            device.execute("score", [[4]])
+    device.stop()
 
 
 def test_calls_of_all_threads_are_computed_where_they_are_led() -> None:

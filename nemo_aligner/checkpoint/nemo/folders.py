@@ -18,7 +18,8 @@ from nemo_aligner.checkpoint.nemo.megatron_config import (
 )
 from nemo_aligner.checkpoint.run_folder import refuse_run
 from nemo_aligner.checkpoint.untrusted import read_json, read_text, read_yaml
-from nemo_aligner.checkpoint.weights.common import read_common
+from nemo_aligner.checkpoint.weights.common import COMMON_NAME, read_common
+from nemo_aligner.checkpoint.weights.index import INDEX_NAME
 from nemo_aligner.checkpoint.weights.store import open_weights
 from nemo_aligner.checkpoint.weights.tensor_store import (
     StoredTensors,
@@ -230,11 +231,11 @@ class MegatronFolder(NemoFolder):
         arguments = common.get("args") if isinstance(common, dict) else None
         if not isinstance(arguments, Namespace):
             raise CheckpointError(
-                f"{self.source}: common.pt: got no args of Megatron-LM; "
+                f"{self.source}: {COMMON_NAME}: got no args of Megatron-LM; "
                 f"`nemo-aligner import` takes a {CONFIG_NAME} that says what the model is"
             )
         plain = {key: _as_plain(value) for key, value in vars(arguments).items()}
-        return from_arguments(plain, f"{self.source}: common.pt")
+        return from_arguments(plain, f"{self.source}: {COMMON_NAME}")
 
     def _own_tokenizer(self) -> Path:
         folders = (self.root / TOKENIZER_NAME, self.root.parent / TOKENIZER_NAME)
@@ -274,12 +275,12 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
         return Nemo2Folder, root
     if (root / _TRACKER).is_file():
         return MegatronFolder, _existing(root / _tracked(root), source)
-    if (root / _RUN_CONFIG).is_file() or (root / "common.pt").is_file():
+    if any((root / name).is_file() for name in (_RUN_CONFIG, COMMON_NAME, INDEX_NAME)):
         return MegatronFolder, root
     refuse_hugging_face(root, source)
     raise CheckpointError(
         f"{source}: got none of {CONFIG_NAME}, {_MODEL_YAML}, {_TRACKER}, {_RUN_CONFIG} and "
-        "common.pt; wanted a checkpoint of NeMo or Megatron"
+        f"{COMMON_NAME}; wanted a checkpoint of NeMo or Megatron"
     )
 
 

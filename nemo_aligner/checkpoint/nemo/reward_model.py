@@ -183,7 +183,7 @@ def save_reward_model(
     if contract is None:
         weights.pop(PREFIX + HEAD, None)
     if copied:
-        copy_tensors(weights, {})
+        copy_tensors(weights, [])
     save_weights(weights, staging / "weights")
 
     def write() -> None:

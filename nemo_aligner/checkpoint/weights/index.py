@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from nemo_aligner.checkpoint.weights.private_names import PythonUnpickler
 from nemo_aligner.errors import CheckpointError
 
+INDEX_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -76,10 +77,10 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: there is no index, it holds more than an index needs, or it points to a
             file outside ``folder``.
     """
-    path = folder / ".metadata"
+    path = folder / INDEX_NAME
     if not path.is_file():
         raise CheckpointError(
-            f"{folder}: got no .metadata file, wanted a distributed checkpoint (torch_dist)"
+            f"{folder}: got no {INDEX_NAME} file, wanted a distributed checkpoint (torch_dist)"
         )
     try:
         with path.open("rb") as stream:

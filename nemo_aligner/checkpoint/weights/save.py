@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -22,19 +21,21 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_aligner.checkpoint.weights.background import in_background
+from nemo_aligner.checkpoint.weights.common import write_common
 from nemo_aligner.checkpoint.weights.own_storage import InPlaceSavePlanner
 from nemo_aligner.checkpoint.weights.private_names import rank_collectives, torch_tensors
 from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, without_objects
 from nemo_aligner.checkpoint.weights.torch_dist import FORMAT
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main
+from nemo_aligner.parallel.device import wait_for_device
+from nemo_aligner.parallel.host_memory import host_zeros
 
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
@@ -64,7 +65,7 @@ class PendingSave:
         self._metadata: torch_checkpoint.Metadata | None = None
         with _as_checkpoint_error(folder):
             sharded, common = save_preprocess(without_objects(sharded_state_dict))
-            on_main(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, folder))
+            on_main(lambda: write_common(common, folder))
             tensors = torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
@@ -119,19 +120,24 @@ def save_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> None:
     start_saving(sharded_state_dict, folder).finish()
 
 
-def copy_tensors(sharded_state_dict: ShardedStateDict, host: dict[int, Tensor]) -> None:
+def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> None:
     """Replace every tensor that this rank writes by a copy in host memory.
 
     ``host`` keeps the copies, as much memory as the tensors have; the next call with it and the
     same model writes into the same memory, which is a good deal faster than to ask for more.
     """
-    for index, entry in enumerate(nested_values(sharded_state_dict)):
+    written = [
+        entry
+        for entry in nested_values(sharded_state_dict)
         # A factory is a tensor that is split when it is saved.
-        is_tensor = isinstance(entry, (ShardedTensor, ShardedTensorFactory))
-        if is_tensor and is_main_replica(entry.replica_id):
-            if index not in host:
-                host[index] = torch.empty_like(entry.data, device="cpu", requires_grad=False)
-            entry.data = host[index].copy_(entry.data.detach())
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+        and is_main_replica(entry.replica_id)
+    ]
+    if not host:
+        host += host_zeros([entry.data.detach() for entry in written])
+    for entry, copy in zip(written, host, strict=True):
+        entry.data = copy.copy_(entry.data.detach(), non_blocking=True)
+    wait_for_device()
 
 
 @contextmanager

@@ -5,10 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
-
 from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.checkpoint.weights import torch_dist, zarr
 from nemo_aligner.checkpoint.weights.common import read_common
@@ -16,7 +12,6 @@ from nemo_aligner.checkpoint.weights.tensor_store import (
     ShardedStateDict,
     TensorStore,
     raise_everywhere,
-    without_objects,
 )
 from nemo_aligner.checkpoint.weights.torch_dist import TorchDistStore
 from nemo_aligner.checkpoint.weights.zarr import ZarrStore
@@ -50,42 +45,12 @@ def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str
         CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
             something in ``folder`` that would run as code; or if the data is damaged.
     """
-    store = raise_everywhere(lambda: _open_with_common(folder))
-    try:
-        return dist_checkpointing.load(
-            without_objects(sharded_state_dict), str(folder), sharded_strategy=_FromStore(store)
-        )
-    except (OSError, CheckpointingException) as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+    store, common = raise_everywhere(lambda: _open_with_common(folder))
+    return store.load(sharded_state_dict, common)
 
 
-def _open_with_common(folder: Path) -> TensorStore:
+def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
     store = open_weights(folder)
     if not isinstance(store, TorchDistStore):
         raise CheckpointError(f"{folder}: got another format, wanted {torch_dist.FORMAT!r}")
-    read_common(folder)  # megatron-core reads it below
-    return store
-
-
-class _FromStore(LoadShardedStrategy):
-    """How megatron-core reads tensors of a checkpoint that is open already."""
-
-    def __init__(self, store: TensorStore) -> None:
-        super().__init__()
-        self._store = store
-
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Any) -> dict[str, Any]:
-        return self._store.fill(sharded_state_dict)
-
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        raise NotImplementedError  # for loads that put up with missing tensors
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        pass  # the store was chosen by it
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        pass
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True  # there are none
+    return store, read_common(folder)

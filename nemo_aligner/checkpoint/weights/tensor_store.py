@@ -15,6 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     extract_matching_values,
+    merge,
     nested_values,
 )
 from megatron.core.dist_checkpointing.mapping import (
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
 
 from nemo_aligner.errors import CheckpointError
@@ -76,23 +78,27 @@ class TensorStore(ABC):
         self._read_whole(target, key, offsets)
         return target if layer is None else target[0]
 
-    def load(self, sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
+    def load(
+        self, sharded_state_dict: ShardedStateDict, common: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Fill ``sharded_state_dict`` and give it back as a plain state dict; every rank calls it.
 
         The tensors keep the dtype and device that they have; ``ShardedObject`` entries are left
-        out.
+        out. ``common`` is what was stored beside them, and is put in among them.
 
         Raises:
             CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or
                 cannot read one.
         """
-        tensors, _, factories = load_preprocess(without_objects(sharded_state_dict))
-        return apply_factory_merges(self.fill(tensors), factories)
-
-    def fill(self, tensors: ShardedStateDict) -> dict[str, Any]:
-        """``load`` of nothing but ``ShardedTensor`` entries; each becomes its tensor, in place."""
+        request, of_this_run, factories = load_preprocess(without_objects(sharded_state_dict))
+        tensors, _ = extract_sharded_base(request)
         raise_everywhere(lambda: self._check(tensors))
-        return raise_everywhere(lambda: dict_list_map_inplace(self._filled, tensors))
+        filled = raise_everywhere(lambda: dict_list_map_inplace(self._filled, tensors))
+        try:
+            state = merge(merge(common or {}, of_this_run), filled)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: beside the tensors: {error}") from error
+        return apply_factory_merges(state, factories)
 
     def _filled(self, entry: ShardedTensor) -> Tensor:
         if entry.data is None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_aligner.models.attention import cpu as cpu_attention
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores
-from nemo_aligner.models.attention.varlen import fits_varlen_kernel, varlen_kernel
+from nemo_aligner.models.attention.varlen import varlen_kernel, why_no_kernel
 from nemo_aligner.models.pointwise import rotate
 from nemo_aligner.models.shape import ModelShape
 
@@ -61,9 +61,24 @@ def _attention_for(query: Tensor, scores: Scores) -> Attend:
     if scores.soft_cap is None and query.is_cpu and scores.window is None:
         return _attend_on_cpu
     kernel = None
-    if scores.soft_cap is None and fits_varlen_kernel(query):
-        kernel = varlen_kernel(scores.window is not None)
+    if query.is_cuda and why_no_kernel(query.dtype, query.size(-1)) is None:
+        kernel = varlen_kernel(scores.window is not None, scores.soft_cap is not None)
     return kernel or _attend_one_by_one
+
+
+def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
+    """What a person should know of attention on this GPU; None where a kernel takes whole packs."""
+    if not torch.cuda.is_available():
+        return None
+    why = why_no_kernel(dtype, shape.kv_channels)
+    if why is None:
+        has_cap = shape.attn_logit_softcapping is not None
+        windows = {shape.window_of(number) is not None for number in range(1, shape.num_layers + 1)}
+        if all(varlen_kernel(with_window, has_cap) is not None for with_window in windows):
+            return None
+        wanted = "logit soft-capping" if has_cap else "sliding windows"
+        why = f"torch {torch.__version__} has no kernel for {wanted}: install flash-attn >= 2.6"
+    return f"attention runs one segment at a time, which is slow: {why}"
 
 
 def _attend_on_cpu(

@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.cache_use import CacheUse
 from nemo_aligner.models.attention.pool import KeyValuePool
+from nemo_aligner.transfer import to_device
 
 
 def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
@@ -72,15 +73,15 @@ class PackedSegments:
         if batch.cached is not None and pool is None:
             raise ValueError("a pack uses cached keys, but its model has no pool of them")
         device = cos.device
-        lengths = tuple(batch.cu_seqlens.cpu().diff().tolist())
+        lengths = tuple(batch.cu_seqlens.diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
-        queries = keys = batch.cu_seqlens.to(device, torch.int32)
+        queries = keys = to_device(batch.cu_seqlens, device)
         index = None
         if max(prefixes) >= 0:
             cached_lengths = batch.cached.lengths if batch.cached is not None else ()
             sizes, index = _keys_of(lengths, prefixes, cached_lengths)
-            keys = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
-            index = index.to(device)
+            keys = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
+            index = to_device(index, device)
         rows = last_token
         return cls(cos, sin, lengths, prefixes, queries, keys, index, rows, batch.cached, pool)
 

@@ -1,4 +1,4 @@
-"""torch's variable-length flash attention, behind one signature."""
+"""Variable-length flash attention on GPUs, behind one signature: torch's, or flash-attn's."""
 
 from __future__ import annotations
 
@@ -10,49 +10,114 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores
+from nemo_aligner.models.internals import gpu_flash_attention
+
+_LARGEST_HEAD = 256
+_AMPERE = (8, 0)
 
 
-def fits_varlen_kernel(query: Tensor) -> bool:
-    return (
-        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= 256
-    )
+def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
+    """Why FlashAttention 2's kernels refuse heads of so many channels here; None: they do not."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if torch.cuda.get_device_capability() < _AMPERE:
+        return "the GPU is older than Ampere"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is not bf16 or fp16"
+    if channels > _LARGEST_HEAD or channels % 8:
+        return f"heads have {channels} channels, wanted a multiple of 8 up to {_LARGEST_HEAD}"
+    return None
 
 
-@lru_cache(maxsize=2)
-def varlen_kernel(with_window: bool) -> Attend | None:
-    """torch's variable-length flash attention (torch >= 2.10), behind one signature."""
+@lru_cache(maxsize=4)
+def varlen_kernel(with_window: bool, with_cap: bool) -> Attend | None:
+    """The kernel that has what is asked for; None where no installed one has.
+
+    torch has it from 2.8 on, windows from 2.11 on, and no cap; flash-attn has all of them from 2.6
+    on.
+    """
+    if not with_cap and (not with_window or _torch_has_windows()):
+        return _by_torch()
+    return _by_flash_attn()
+
+
+def _varlen_parameters() -> frozenset[str]:
+    """What torch's public function takes; nothing before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _torch_has_windows() -> bool:
+    return "window_size" in _varlen_parameters()
+
+
+def _by_torch() -> Attend:
+    # Without groups its keys would be copied for each head: then the kernel itself is called.
+    return _by_varlen_attn if "enable_gqa" in _varlen_parameters() else _by_operator
+
+
+def _by_varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    """By torch 2.12's public function."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    key, value = _seen(key, value, segments)
+    return varlen_attn(  # type: ignore[return-value]
+        query,
+        key,
+        value,
+        segments.cu_seqlens,
+        segments.kv_cu_seqlens,
+        segments.max_length,
+        segments.max_kv_length,
+        scale=scores.scale,
+        window_size=_window(scores),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+
+
+def _by_operator(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    """By the operator behind it, which torch 2.8 to 2.11 have, with groups."""
+    key, value = _seen(key, value, segments)
+    windows: dict[str, Any] = {}
+    if scores.window is not None:
+        before, after = _window(scores)
+        windows = {"window_size_left": before, "window_size_right": after}
+    return gpu_flash_attention(
+        query,
+        key,
+        value,
+        segments.cu_seqlens,
+        segments.kv_cu_seqlens,
+        segments.max_length,
+        segments.max_kv_length,
+        dropout_p=0.0,
+        is_causal=scores.window is None,
+        return_debug_mask=False,
+        scale=scores.scale,
+        **windows,
+    )[0]
+
+
+def _by_flash_attn() -> Attend | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
         return None
-    parameters = inspect.signature(varlen_attn).parameters
-    # 2.10 has a flag for causal attention, later releases a window.
-    has_flag = "is_causal" in parameters
-    if has_flag and with_window:
+    if "softcap" not in inspect.signature(flash_attn_varlen_func).parameters:
         return None
-    has_scale, has_groups = "scale" in parameters, "enable_gqa" in parameters
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
     ) -> Tensor:
-        # The kernel counts the keys before the query's own; -1 is all of them.
-        before = -1 if scores.window is None else scores.window - 1
-        arguments: dict[str, Any] = (
-            {"is_causal": True} if has_flag else {"window_size": (before, 0)}
-        )
-        if has_groups:
-            arguments["enable_gqa"] = query.size(1) != key.size(1)
-        elif query.size(1) != key.size(1):
-            repeats = query.size(1) // key.size(1)
-            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        if has_scale:
-            arguments["scale"] = scores.scale
-        elif scores.scale is not None:
-            query = query * (scores.scale * query.size(-1) ** 0.5)
-        if segments.kv_index is not None:
-            # The kernel's causal mask counts from the end of the keys, as it has to be here.
-            key, value = key[segments.kv_index], value[segments.kv_index]
-        return varlen_attn(  # type: ignore[return-value]
+        key, value = _seen(key, value, segments)
+        return flash_attn_varlen_func(
             query,
             key,
             value,
@@ -60,7 +125,26 @@ def varlen_kernel(with_window: bool) -> Attend | None:
             segments.kv_cu_seqlens,
             segments.max_length,
             segments.max_kv_length,
-            **arguments,
+            softmax_scale=scores.scale,
+            causal=True,
+            window_size=_window(scores),
+            softcap=scores.soft_cap or 0.0,
         )
 
     return attend
+
+
+def _seen(key: Tensor, value: Tensor, segments: PackedSegments) -> tuple[Tensor, Tensor]:
+    """The keys and values of every segment, its beginning's included.
+
+    The kernels' causal mask counts from the end of the keys, as it has to be here.
+    """
+    if segments.kv_index is not None:
+        return key[segments.kv_index], value[segments.kv_index]
+    # As a view the values would keep the projection's whole output until the backward pass.
+    return key, value.contiguous()
+
+
+def _window(scores: Scores) -> tuple[int, int]:
+    """How many keys before a query's own it sees, -1 for all of them, and after it."""
+    return (-1 if scores.window is None else scores.window - 1), 0

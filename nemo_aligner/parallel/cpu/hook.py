@@ -60,7 +60,6 @@ class _Finder:
         import torch
 
         if torch.cuda.is_available():
-            sys.meta_path.remove(_Finder)  # type: ignore[arg-type]
             return None
         if name == _PACKAGE:
             _stub_torch_cuda()

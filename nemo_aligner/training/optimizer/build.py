@@ -18,7 +18,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_aligner.config.model import OptimConfig
-from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments, host_zeros
+from nemo_aligner.parallel.host_memory import host_zeros
+from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments
 from nemo_aligner.training.optimizer.megatron_internals import load_step_counts
 from nemo_aligner.training.optimizer.optimizer import MIN_LOSS_SCALE, Optimizer
 from nemo_aligner.training.optimizer.state import gather_in_reused_memory
@@ -103,15 +104,15 @@ def _build_scheduler(
 
 def _create_moments(optimizer: Any, on_host: bool) -> None:
     """Adam makes its state at the first step, but a save and a load ask for it before."""
-    zeros = host_zeros if on_host else torch.zeros_like
-    for group in optimizer.optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.optimizer.state[parameter]
-            state.update({key: zeros(parameter) for key in MOMENTS})
+    parameters = [each for group in optimizer.optimizer.param_groups for each in group["params"]]
+    wanted = [each.detach() for each in parameters for _ in MOMENTS]
+    zeros = iter(host_zeros(wanted) if on_host else map(torch.zeros_like, wanted))
+    for parameter in parameters:
+        optimizer.optimizer.state[parameter].update({key: next(zeros) for key in MOMENTS})
 
 
 def _mend_torch_adamw(optimizer: Any) -> None:
-    """Help megatron-core 0.16 with torch's AdamW, which it uses where Apex and TE are absent."""
+    """Help megatron-core with torch's AdamW, which it uses where Apex and TE are absent."""
     for group in optimizer.optimizer.param_groups:
         group["fused"] = True  # one pass over the state instead of a dozen
         for parameter in group["params"]:

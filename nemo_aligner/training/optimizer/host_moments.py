@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.parallel.host_memory import pieces_of, room_for
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNT = "step"
-_CHUNK_BYTES = 2**30
+# Two chunks are on the device: one comes while the other steps.
+_CHUNK_BYTES = 2**28
 
 
 class HostMoments:
@@ -21,24 +24,39 @@ class HostMoments:
     updates are those of the optimizer itself.
 
     Args:
-        optimizer: with both moments of every parameter in its state, made by ``host_zeros``.
-        chunk_bytes: of moments that are on the device at a time, at least those of a parameter.
+        optimizer: with both moments of every parameter in its state, of ``host_zeros``.
+        chunk_bytes: of moments in a chunk, at least those of a parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._optimizer = optimizer
         self._step_all = optimizer.step
         self._chunk_bytes = chunk_bytes
+        devices = {each.device for group in optimizer.param_groups for each in group["params"]}
+        gpu = next((device for device in devices if device.type == "cuda"), None)
+        self._ferry = None if gpu is None else _Ferry(gpu)
         optimizer.step = self._step  # type: ignore[method-assign, assignment]
+        optimizer.load_state_dict = self._load_settings  # type: ignore[method-assign]
 
-    def to_host(self) -> None:
-        """Move the moments that are on a device, as they are after the state was loaded."""
-        for group in self._optimizer.param_groups:
+    def wait(self) -> None:
+        """Until the host may read the moments."""
+        if self._ferry is not None:
+            self._ferry.wait()
+
+    def _load_settings(self, state_dict: dict[str, Any]) -> None:
+        """Of what megatron-core loads, the groups: it then copies the moments into ours.
+
+        torch's own way would first put all of them on the device.
+        """
+        self.wait()
+        for group, loaded in zip(
+            self._optimizer.param_groups, state_dict["param_groups"], strict=True
+        ):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
             for parameter in group["params"]:
                 state = self._optimizer.state[parameter]
-                for key in MOMENTS:
-                    if not state[key].is_cpu:
-                        state[key] = host_zeros(parameter).copy_(state[key])
+                if _COUNT in state:
+                    state[_COUNT] = state[_COUNT].to(parameter.device, torch.float32, copy=True)
 
     def _step(self) -> None:
         groups = self._optimizer.param_groups
@@ -46,16 +64,14 @@ class HostMoments:
         # Apex and TransformerEngine count steps by group, torch by parameter.
         before = [group.get(_COUNT) for group in groups]
         after = list(before)
-        for chunk in self._chunks(whole):
+        for chunk in self._on_device(list(self._chunks(whole))):
             for group, parameters, count in zip(groups, chunk, before, strict=True):
                 _set(group, parameters, count)
-            self._step_chunk([parameter for of_group in chunk for parameter in of_group])
+            self._step_all()
             for index, (group, parameters) in enumerate(zip(groups, chunk, strict=True)):
                 after[index] = group.get(_COUNT) if parameters else after[index]
         for group, parameters, count in zip(groups, whole, after, strict=True):
             _set(group, parameters, count)
-        if torch.cuda.is_available():  # what is in host memory may be read next
-            torch.cuda.synchronize()
 
     def _chunks(self, whole: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
         """The parameters of all groups, in order, group by group."""
@@ -72,16 +88,76 @@ class HostMoments:
         if held:
             yield chunk
 
-    def _step_chunk(self, parameters: list[Tensor]) -> None:
-        states = [self._optimizer.state[parameter] for parameter in parameters]
-        host = [{key: state[key] for key in MOMENTS} for state in states]
-        for parameter, state in zip(parameters, states, strict=True):
-            for key in MOMENTS:
-                state[key] = state[key].to(parameter.device, non_blocking=True)
-        self._step_all()
-        for state, kept in zip(states, host, strict=True):
-            for key, tensor in kept.items():
-                state[key] = tensor.copy_(state[key], non_blocking=True)
+    def _on_device(self, chunks: list[list[list[Tensor]]]) -> Iterator[list[list[Tensor]]]:
+        """Each of ``chunks`` in turn, with its moments where its parameters are."""
+        if self._ferry is None:
+            yield from chunks
+            return
+        places = [self._places(chunk) for chunk in chunks]
+        host = [[state[key] for state, key in of_chunk] for of_chunk in places]
+        for index, moments in enumerate(self._ferry.carry(host)):
+            _put(places[index], moments)
+            yield chunks[index]
+            _put(places[index], host[index])
+
+    def _places(self, chunk: list[list[Tensor]]) -> list[tuple[dict[str, Tensor], str]]:
+        parameters = [parameter for of_group in chunk for parameter in of_group]
+        return [(self._optimizer.state[each], key) for each in parameters for key in MOMENTS]
+
+
+class _Ferry:
+    """Carries tensors to the GPU and back, both ways at once, while the GPU computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
+        self._all_back: torch.cuda.Event | None = None
+
+    def carry(self, loads: Sequence[list[Tensor]]) -> Iterator[list[Tensor]]:
+        """Each of ``loads`` in turn, on the device; what is in it then comes back to the host."""
+        if not loads:
+            return
+        compute = torch.cuda.current_stream()
+        room = max(map(room_for, loads))
+        buffers = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        for buffer in buffers:
+            buffer.record_stream(self._up)
+            buffer.record_stream(self._down)
+        # The buffers' memory, and on the host what went down a step ago.
+        self._up.wait_stream(compute)
+        self._up.wait_stream(self._down)
+        near, arrived = self._bring(buffers[0], loads[0])
+        for index, load in enumerate(loads):
+            compute.wait_event(arrived)
+            following = loads[index + 1 : index + 2]
+            if following:
+                self._up.wait_stream(self._down)  # the load before this one has left its buffer
+                coming = self._bring(buffers[(index + 1) % 2], following[0])
+            yield near
+            self._down.wait_stream(compute)
+            with torch.cuda.stream(self._down):
+                for kept, stepped in zip(load, near, strict=True):
+                    kept.copy_(stepped, non_blocking=True)
+            if following:
+                near, arrived = coming
+        self._all_back = self._down.record_event()
+
+    def wait(self) -> None:
+        """Until all is back."""
+        if self._all_back is not None:
+            self._all_back.synchronize()
+
+    def _bring(self, buffer: Tensor, load: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
+        near = pieces_of(buffer, load)
+        with torch.cuda.stream(self._up):
+            for there, kept in zip(near, load, strict=True):
+                there.copy_(kept, non_blocking=True)
+        return near, self._up.record_event()
+
+
+def _put(places: Sequence[tuple[dict[str, Tensor], str]], moments: Sequence[Tensor]) -> None:
+    for (state, key), moment in zip(places, moments, strict=True):
+        state[key] = moment
 
 
 def _set(group: dict[str, Any], parameters: list[Tensor], count: Any) -> None:
@@ -89,8 +165,3 @@ def _set(group: dict[str, Any], parameters: list[Tensor], count: Any) -> None:
     group.pop(_COUNT, None)
     if count is not None:
         group[_COUNT] = count
-
-
-def host_zeros(parameter: Tensor) -> Tensor:
-    """As ``parameter``; page-locked where there is a GPU to read it without the host's help."""
-    return torch.zeros_like(parameter, device="cpu", pin_memory=torch.cuda.is_available())

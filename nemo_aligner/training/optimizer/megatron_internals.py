@@ -1,11 +1,25 @@
-"""What of megatron-core 0.16's distributed optimizer has no public name."""
+"""What of megatron-core and torch has no public name here, or no lasting one."""
+
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
+    """In as few kernels as a GPU needs for all of them."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def gradients_for_norm(optimizer: Any) -> list[Tensor]:
+    """Those that this rank counts in the norm of all; the method has another name since 0.17."""
+    newer = getattr(optimizer, "get_grads_for_grad_norm", None)
+    return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
 
 
 def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
@@ -14,6 +28,16 @@ def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tenso
     Where they lie depends on the precision and on the optimizer inside; only this method knows.
     """
     return optimizer._get_main_param_and_optimizer_states(parameter)
+
+
+def recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Have a load find the ``saved`` entry of each of ``groups`` under other learning rates, too.
+
+    Since 0.19 megatron-core compares what a group overrides, rates among it. Here all groups have
+    the same; what tells them apart is the factor of their weight decay.
+    """
+    for entry in saved if groups else ():
+        entry.update({key: groups[0][key] for key in ("max_lr", "min_lr") if key in groups[0]})
 
 
 def load_step_counts(optimizer: Any) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from nemo_aligner.training.optimizer.gradients import clip_gradients, gradient_norm
 from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments
+from nemo_aligner.training.optimizer.megatron_internals import recognise_groups
 
 MIN_LOSS_SCALE = 1.0
 # The one form of the optimizer's state that any layout can read; of the ranks that hold the same
@@ -87,7 +88,7 @@ class Optimizer:
             skipped = scale is not None and scale > MIN_LOSS_SCALE
             self.skipped_steps += skipped
             return Update(math.nan, applied=False, skipped=skipped)
-        norm = float(self._optimizer.get_grad_norm())
+        norm = gradient_norm(self._optimizer.chained_optimizers)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
         self._clip(norm)
@@ -117,10 +118,8 @@ class Optimizer:
 
     def _clip(self, norm: float) -> None:
         limit = self._optimizer.config.clip_grad
-        for part in self._optimizer.chained_optimizers:
-            parameters = part.get_parameters()
-            if limit > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
+        if limit > 0:
+            clip_gradients(self._optimizer.chained_optimizers, limit, norm)
 
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
@@ -132,6 +131,8 @@ class Optimizer:
         memory: by then, the last copy must have been saved.
         """
         self._count_steps_without_parameters()
+        for moments in self._offloaded:
+            moments.wait()
         state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=dict(_SHARDING)
         )
@@ -151,9 +152,8 @@ class Optimizer:
         updates = step - self.skipped_steps
         groups = self._optimizer.param_groups
         settings = [{key: group[key] for key in _SETTINGS} for group in groups]
+        recognise_groups(state["optimizer"]["param_groups"], groups)
         self._optimizer.load_state_dict(state)
-        for moments in self._offloaded:
-            moments.to_host()
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(values)
             if distrib_optimizer.HAVE_APEX_OR_TE:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.parallel.device import wait_for_device
+from nemo_aligner.parallel.host_memory import host_zeros
 from nemo_aligner.training.optimizer.host_moments import MOMENTS
 from nemo_aligner.training.optimizer.megatron_internals import main_param_and_moments
 
@@ -42,8 +45,12 @@ def _gather_state(
     for index, ((of_dtype, buffer), flat) in enumerate(zip(buffers, memory, strict=True)):
         ((dtype, ranges),) = of_dtype.items()
         for bucket, in_bucket in zip(buffer.buckets, ranges, strict=True):
-            _gather_bucket(optimizer, bucket, in_bucket["param_map"], flat)
+            _copy_bucket(optimizer, bucket, in_bucket["param_map"], flat)
         state[index] = {dtype: flat}
+    wait_for_device()
+    for buffer, flat in zip(optimizer.buffers, memory, strict=True):
+        for bucket in buffer.buckets:
+            _gather_bucket(bucket, flat, group)
     return state if group.rank() == 0 else None
 
 
@@ -56,28 +63,39 @@ def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
     memory = []
     for buffer in optimizer.buffers:
         numel = buffer.numel if group.rank() == 0 else buffer.numel // group.size()
-        memory.append({key: torch.empty(numel, dtype=torch.float32) for key in _STATE})
+        wanted = torch.empty(numel, dtype=torch.float32, device="meta")
+        memory.append(dict(zip(_STATE, host_zeros([wanted] * len(_STATE)), strict=True)))
     return memory
 
 
-def _gather_bucket(
+def _shards(bucket: Any, flat: dict[str, Tensor], group: Any) -> dict[str, Sequence[Tensor]]:
+    """Where in ``flat`` the shards of a bucket belong, this rank's first; only the first has all.
+
+    The first rank gathers, so that its own shard is the first of all.
+    """
+    numel = bucket.grad_data.numel()
+    if group.rank() == 0:
+        return {k: t[bucket.offset :][:numel].chunk(group.size()) for k, t in flat.items()}
+    start, length = bucket.offset // group.size(), numel // group.size()
+    return {k: (t[start:][:length],) for k, t in flat.items()}
+
+
+def _copy_bucket(
     optimizer: Any, bucket: Any, param_map: dict[Tensor, Any], flat: dict[str, Tensor]
 ) -> None:
-    """Copy this rank's shard of a bucket into ``flat``; on the first rank, those of all."""
-    group = optimizer.data_parallel_group_gloo
-    numel = bucket.grad_data.numel()
-    # The first rank gathers, so that its own shard is the first of all.
-    if group.rank() == 0:
-        shards = {k: t[bucket.offset :][:numel].chunk(group.size()) for k, t in flat.items()}
-    else:
-        start, length = bucket.offset // group.size(), numel // group.size()
-        shards = {k: (t[start:][:length],) for k, t in flat.items()}
+    """Begin to copy this rank's shard of a bucket into ``flat``."""
+    shards = _shards(bucket, flat, optimizer.data_parallel_group_gloo)
     for parameter, ranges in param_map.items():
         tensors = main_param_and_moments(optimizer, parameter)
         local = ranges["gbuf_local"]
         for key in _STATE:
-            shards[key][0][local.start : local.end].copy_(tensors[key].detach())
+            own = shards[key][0][local.start : local.end]
+            own.copy_(tensors[key].detach(), non_blocking=True)
+
+
+def _gather_bucket(bucket: Any, flat: dict[str, Tensor], group: Any) -> None:
+    """Have the first rank's ``flat`` hold the shards of all."""
     if group.size() > 1:
-        for all_of_key in shards.values():
+        for all_of_key in _shards(bucket, flat, group).values():
             gathered = list(all_of_key) if group.rank() == 0 else None
             torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)

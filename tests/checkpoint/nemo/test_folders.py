@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import yaml
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.weights.index import read_metadata
 from nemo_aligner.errors import CheckpointError
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import (
@@ -87,6 +89,31 @@ def test_common_pt_without_arguments_wants_a_config(
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
 
 
+@pytest.mark.parametrize("tracked", [True, False])
+def test_arguments_may_lie_among_the_tensors(
+    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path, tracked: bool
+) -> None:
+    inner = foreign.write_megatron_lm(
+        tmp_path / "theirs", tensors, tokenizer_folder, among_pieces=True
+    )
+    assert not (inner / "common.pt").exists()
+    source = tmp_path / "theirs" if tracked else inner
+    check(load(source, layout).model, tensors)
+
+
+def test_arguments_nowhere_want_a_config(
+    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
+) -> None:
+    inner = foreign.write_megatron_lm(tmp_path / "theirs", tensors, tokenizer_folder)
+    (inner / "common.pt").unlink()
+    metadata = read_metadata(inner)
+    for index in [index for index in metadata.storage_data if "common_state" in index.fqn]:
+        del metadata.storage_data[index]
+    (inner / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"got neither common\.pt nor common_state"):
+        load(tmp_path / "theirs", layout)
+
+
 def test_what_is_not_nemos_is_told_where_to_go(base: Path, layout: Any, tmp_path: Path) -> None:
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
@@ -106,16 +133,20 @@ def test_what_is_not_nemos_is_told_where_to_go(base: Path, layout: Any, tmp_path
         load(tmp_path / "nowhere.gguf", layout)
 
 
+@pytest.mark.parametrize("among_pieces", [False, True])
 def test_a_namespace_with_code_is_not_run(
-    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
+    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path, among_pieces: bool
 ) -> None:
     class Bomb:
         def __reduce__(self) -> tuple:
             return Path.touch, (tmp_path / "executed",)
 
     inner = foreign.write_megatron_lm(tmp_path / "theirs", tensors, tokenizer_folder)
-    torch.save({"args": Namespace(num_layers=Bomb())}, inner / "common.pt")
-    with pytest.raises(CheckpointError, match=r"common\.pt: refused"):
+    common = {"args": Namespace(num_layers=Bomb())}
+    torch.save(common, inner / "common.pt")
+    if among_pieces:
+        foreign.put_common_among_pieces(inner, common)
+    with pytest.raises(CheckpointError, match=r"common(\.pt|_state/shard_0_1): refused"):
         load(tmp_path / "theirs", layout)
     assert not (tmp_path / "executed").exists()
 

@@ -17,7 +17,7 @@ def test_a_pending_save_writes_its_copies(tmp_path: Path) -> None:
     from nemo_aligner.checkpoint.weights.save import copy_tensors, start_saving
     from nemo_aligner.checkpoint.weights.store import load_weights
 
-    state, host = request(), {}
+    state, host = request(), []
     live = [entry.data for entry in state.values() if entry.data is not None]
     copy_tensors(state, host)
     pending = start_saving(state, tmp_path / "weights")
@@ -26,10 +26,10 @@ def test_a_pending_save_writes_its_copies(tmp_path: Path) -> None:
     pending.finish()
     assert pending.is_written
     check_loaded(load_weights(request(fill=0.0), tmp_path / "weights"))
-    memory = [tensor.data_ptr() for tensor in host.values()]
+    memory = [tensor.data_ptr() for tensor in host]
     copy_tensors(request(fill=2.0), host)
-    assert [tensor.data_ptr() for tensor in host.values()] == memory
-    assert all(bool((tensor == 2.0).all()) for tensor in host.values())
+    assert [tensor.data_ptr() for tensor in host] == memory
+    assert all(bool((tensor == 2.0).all()) for tensor in host)
 
 
 def test_a_failed_write_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,13 @@ def test_a_missing_part_is_named(name: str, saved: Path) -> None:
         load(saved)
 
 
+def test_what_lies_beside_the_tensors_cannot_take_the_name_of_one(saved: Path) -> None:
+    for common in ({"model.embedding": 1}, [1]):
+        torch.save(common, saved / "common.pt")
+        with pytest.raises(CheckpointError, match="beside the tensors: Duplicate"):
+            load(saved)
+
+
 def test_another_format_is_named(saved: Path) -> None:
     description = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
     (saved / "metadata.json").write_text(json.dumps(description))

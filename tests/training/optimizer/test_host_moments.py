@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_aligner.training.optimizer.host_moments import HostMoments, host_zeros
+from nemo_aligner.training.optimizer.host_moments import HostMoments, _Ferry
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -24,8 +25,8 @@ def adamw(of: list[torch.nn.Parameter]) -> torch.optim.AdamW:
     for parameter in of:
         optimizer.state[parameter] = {
             "step": torch.tensor(0.0),
-            "exp_avg": host_zeros(parameter),
-            "exp_avg_sq": host_zeros(parameter),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
 
@@ -36,7 +37,8 @@ class CountsByGroup(torch.optim.Optimizer):
     def __init__(self, of: list[torch.nn.Parameter]) -> None:
         super().__init__(groups(of), {})
         for parameter in of:
-            self.state[parameter] = {k: host_zeros(parameter) for k in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"exp_avg": torch.zeros_like(parameter)}
+            self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -78,3 +80,51 @@ def test_chunks_make_the_same_updates(kind: Any, chunk_bytes: int, chunks: Any) 
     assert [g.get("step") for g in got] == [g.get("step") for g in wanted]
     one_step = {2**30: [[30, 10, 10, 50, 5]], 1: [[30], [10], [10], [50], [5]]}
     assert seen == (chunks or one_step[chunk_bytes]) * 3
+
+
+class Stream:
+    """Notes what it is told to wait for; copies are made at once."""
+
+    def __init__(self) -> None:
+        self.waits: list[Any] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(other)
+
+    wait_event = wait_stream
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        self.waits.append("the host")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream that computes."""
+    compute = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    return compute
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_loads_go_to_the_device_and_what_is_in_them_comes_back(count: int, streams: Stream) -> None:
+    ferry = _Ferry(torch.device("cpu"))
+    loads = [[torch.full((3,), float(n)), torch.full((n + 1, 2), n + 0.5)] for n in range(count)]
+    held = [list(load) for load in loads]
+    for _ in range(2):
+        seen = []
+        for near in ferry.carry(loads):
+            seen.append([float(tensor.flatten()[0]) for tensor in near])
+            for tensor in near:
+                tensor += 10
+        assert [each[0] % 10 for each in seen] == [float(n) for n in range(count)]
+    ferry.wait()
+    for n, load in enumerate(loads):
+        assert [float(tensor.flatten()[0]) for tensor in load] == [n + 20.0, n + 20.5]
+        assert all(mine is kept for mine, kept in zip(load, held[n], strict=True))
+    assert len(streams.waits) == 2 * count  # a step waits for its own load, and for nothing else

@@ -1,0 +1,263 @@
+"""The first hour on a GPU, in miniature: every part has its result, or says why it has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import tiny
+
+SCRIPT = ["bash", str(tiny.ROOT / "scripts/gpu_first_hour.sh"), "--device", "cpu"]
+
+
+@pytest.fixture
+def hour(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The benchmark's modules, which import each other by their bare names."""
+    monkeypatch.syspath_prepend(str(tiny.ROOT / "benchmarks"))
+    import first_hour_page
+    import first_hour_parts
+    import first_hour_sizes
+    import gpu_first_hour
+
+    return SimpleNamespace(
+        main=gpu_first_hour, page=first_hour_page, parts=first_hour_parts, sizes=first_hour_sizes
+    )
+
+
+def content_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """What became of each part, by its name."""
+    found = json.loads((folder / "first_hour.json").read_text())
+    return {part["part"]: part for part in found["parts"]}
+
+
+@pytest.mark.slow(seconds=45)
+def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(*SCRIPT, "--output", str(tmp_path), "--work", str(tmp_path / "work")),
+            *("--threads", "1", "--trl-python", "nowhere/trl", "--vllm-python", "nowhere/vllm"),
+        ],
+        capture_output=True,
+        text=True,
+        env=tiny.environment(),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = content_of(tmp_path)
+    states = {name: part["state"] for name, part in found.items()}
+    assert states == {
+        **dict.fromkeys(("machine", "model", "scoring", "mfu", "memory", "offload"), "done"),
+        **dict.fromkeys(("save", "overlap"), "done"),
+        **dict.fromkeys(("tests", "training", "vllm"), "not run"),
+    }
+    assert found["tests"]["why"].startswith("it needs a GPU")
+    assert found["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
+    rows = {name: part["rows"] for name, part in found.items()}
+    assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][1::2])
+    assert [row["sequence"] for row in rows["mfu"]] == [64, 32]
+    assert all(row["s/step"] > 0 and row["planned s/step"] > 0 for row in rows["mfu"])
+    for row in rows["memory"]:
+        assert row["measured/planned"] == pytest.approx(1, rel=0.1)
+    on_device, in_host = rows["offload"]
+    assert on_device["last loss"] != on_device["first loss"]
+    assert in_host["largest |difference|"] == 0
+    assert all(row["seconds"] > 0 for row in rows["save"] if row["seconds"] is not None)
+    assert rows["save"][1]["planned"] > 0
+    assert [row["over"] for row in rows["overlap"]] == ["gloo", "gloo"]
+    page = (tmp_path / "first_hour.md").read_text()
+    assert [line.partition(":")[0] for line in page.splitlines() if line.startswith("## ")] == [
+        f"## {name}" for name in found
+    ]
+    assert "| measured/planned |" in page
+
+
+STOPPED = """
+import sys
+import gpu_first_hour
+from first_hour_parts import Part, read_rows
+
+write = "open(sys.argv[1], 'w').write('[{}]')"
+gpu_first_hour.PARTS = [
+    Part(
+        name,
+        "a part",
+        60,
+        lambda hour, name=name, ends=ends: [
+            *(sys.executable, "-c", f"import sys, time; {write}; time.sleep({ends})"),
+            str(hour.output(name)),
+        ],
+        read_rows,
+    )
+    for name, ends in (("quick", 0), ("long", 60), ("never", 0))
+]
+sys.exit(gpu_first_hour.main())
+"""
+
+
+@pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT])
+def test_who_stops_it_keeps_what_was_found(tmp_path: Path, order: signal.Signals) -> None:
+    path = os.pathsep.join([str(tiny.ROOT / "benchmarks"), tiny.environment()["PYTHONPATH"]])
+    process = subprocess.Popen(
+        [sys.executable, "-uc", STOPPED, "--device=cpu", "--output", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=tiny.environment(PYTHONPATH=path),
+    )
+    assert process.stdout is not None
+    while not (tmp_path / "first_hour.json").is_file() or "long" not in process.stdout.readline():
+        assert process.poll() is None
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(order)
+    assert process.wait(30) == 130
+    assert str(tmp_path / "first_hour.md") in process.stdout.read()
+    process.stdout.close()
+    states = {name: part["state"] for name, part in content_of(tmp_path).items()}
+    assert states == {"quick": "done", "long": "interrupted", "never": "not run"}
+    assert not psutil.wait_procs(family, timeout=5)[1]
+
+
+def fake_part(hour: SimpleNamespace, name: str, program: str, **more: Any) -> Any:
+    """A part that runs ``program``, which finds the file for its rows in ``out``."""
+
+    def command(context: Any) -> list[str]:
+        return [sys.executable, "-c", f"out = {str(context.output(name))!r}\n{program}"]
+
+    limit = more.pop("limit", 20)
+    return hour.parts.Part(name, "a part", limit, command, hour.parts.read_rows, **more)
+
+
+@pytest.fixture
+def run(hour: SimpleNamespace, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Run parts, and give what became of each."""
+
+    def run_parts(parts: Sequence[Any], seconds: float = 60.0) -> list[dict[str, Any]]:
+        context = hour.parts.Hour("cpu", 0, tmp_path, None, None, None, 0.1, "", "")
+        results: list[dict[str, Any]] = []
+        for part in parts:
+            results.append(hour.main._run(part, context, results, time.monotonic() + seconds, 1))
+        return results
+
+    return run_parts
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+WRITES = "open(out, 'w').write('[{\"a\": 1}]')"
+
+
+def test_a_part_that_fails_hides_no_other(
+    hour: SimpleNamespace, run: Callable[..., list[dict[str, Any]]]
+) -> None:
+    failed, silent, good = run(
+        [
+            fake_part(hour, "fails", f"{WRITES}; print('a word'); raise SystemExit(3)"),
+            fake_part(hour, "silent", "pass"),
+            fake_part(hour, "good", WRITES),
+        ]
+    )
+    assert (failed["state"], failed["why"]) == ("failed", "it ended with exit status 3")
+    assert failed["rows"] == [{"a": 1}]
+    assert failed["remarks"] == ["a word"]
+    assert (silent["state"], silent["why"]) == ("failed", "it ended without a result")
+    assert (good["state"], good["rows"]) == ("done", [{"a": 1}])
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
+    hour: SimpleNamespace, run: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    child = "import subprocess, time; p = subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
+    (late,) = run([fake_part(hour, "late", f"{WRITES}\n{child}\n{note}\ntime.sleep(60)", limit=2)])
+    assert (late["state"], late["why"]) == ("out of time", "it was stopped after 2 s")
+    assert late["rows"] == [{"a": 1}]
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 20  # a process that is killed may need a moment
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def test_a_part_that_cannot_run_says_why(
+    hour: SimpleNamespace, run: Callable[..., list[dict[str, Any]]]
+) -> None:
+    lacks, needs = run(
+        [
+            fake_part(hour, "lacks", WRITES, lacks=lambda context: "no such thing here"),
+            fake_part(hour, "needs", WRITES, needs=("lacks",)),
+        ]
+    )
+    assert (lacks["state"], lacks["why"]) == ("not run", "no such thing here")
+    assert needs["why"] == "it needs the part lacks, which is not run"
+    (late,) = run([fake_part(hour, "late", WRITES)], seconds=0)
+    assert late["why"] == "no time is left"
+
+
+def test_what_a_part_needs_is_run_before_it(hour: SimpleNamespace) -> None:
+    assert [part.name for part in hour.main._with_needs(["scoring"])] == ["model", "scoring"]
+
+
+def test_files_that_are_not_there_are_an_error_at_once(
+    hour: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("model", "data"):
+        monkeypatch.setattr(sys, "argv", ["gpu_first_hour.py", f"--{name}", "no/file"])
+        with pytest.raises(SystemExit):
+            hour.main.main()
+        assert f"--{name}: there is no no/file" in capsys.readouterr().err
+
+
+def test_all_parts_fit_into_half_an_hour(hour: SimpleNamespace) -> None:
+    assert sum(part.limit for part in hour.parts.PARTS) <= 30 * 60
+
+
+def test_each_point_of_the_gpu_fits_into_80_gib(hour: SimpleNamespace) -> None:
+    from scaling import plan_of
+
+    from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.planning.memory import fullest_stage
+
+    points = hour.sizes.sizes_of("cuda", "bf16").points
+    assert {part.name for part in hour.parts.PARTS} >= {*points}
+    for point in (each for part in points.values() for each in part):
+        held = fullest_stage(ModelShape.from_config(point["model"]), plan_of(point)).total
+        assert held < 76 * 2**30, point
+
+
+def test_outcomes_of_tests_are_read(hour: SimpleNamespace, tmp_path: Path) -> None:
+    tests = tmp_path / "test_some.py"
+    tests.write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2, 'no'\n")
+    xml = tmp_path / "out.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    subprocess.run([*command, str(tests), f"--junitxml={xml}"], capture_output=True, cwd=tmp_path)
+    rows, _ = hour.parts.read_tests(xml)
+    assert [(row["test"], row["outcome"]) for row in rows] == [
+        ("test_good", "passed"),
+        ("test_bad", "failure"),
+    ]
+    assert "no" in rows[1]["said"]
+
+
+def test_a_column_without_content_is_no_column(hour: SimpleNamespace) -> None:
+    rows = [{"a|b": "x|y", "n": 1.23456, "none": None}, {"a|b": "", "n": None, "none": ""}]
+    assert hour.page.table(rows).splitlines() == [
+        "| a\\|b | n |",
+        "| --- | ---: |",
+        "| x\\|y | 1.23 |",
+        "|  | - |",
+    ]

@@ -1,0 +1,35 @@
+"""Train, then score texts with an archive: what each environment is asked to do.
+
+    python train_and_score.py ARCHIVE TEXTS OUTPUT SETTING...
+
+TEXTS is JSON. OUTPUT becomes the rewards, and the version of megatron-core that gave them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from nemo_aligner.cli.main import main
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+from nemo_aligner.scoring.scorer import load_scorer
+
+
+def score(archive: str, texts: list[str]) -> list[list[float]]:
+    destroy_layout()  # that of the training
+    with launch():
+        scorer = load_scorer(archive, initialize_layout(), micro_batch_tokens=4096)
+        rewards = scorer.score(texts).tolist()
+        destroy_layout()
+    return rewards
+
+
+if __name__ == "__main__":
+    archive, texts, output, *settings = sys.argv[1:]
+    if main(["train", *settings]) != 0:
+        sys.exit("it did not train")
+    found = {"rewards": score(archive, json.loads(texts)), "megatron": version("megatron-core")}
+    Path(output).write_text(json.dumps(found))

@@ -1,0 +1,85 @@
+"""Rehearsals, each in a process of its own, once for all tests and workers of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.once import Once
+
+HERE = Path(__file__).parent
+_LONGEST_S = 900.0  # on a machine that has much else to do; alone it is a tenth
+Task = dict[str, Any]
+Rehearse = Callable[..., list[dict[str, Any]]]
+
+# A backward pass asks of every device whether it has streams: CUDA's, which a CPU build has not.
+_NO_STREAMS = "int _ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE(signed char t){return 0;}"
+
+
+def why_not() -> str | None:
+    if sys.platform != "linux" or shutil.which("gcc") is None:
+        return "a rehearsal needs gcc, and Linux"
+    if torch.version.cuda is not None:
+        return "a rehearsal needs torch's CPU build"
+    return None
+
+
+@pytest.fixture(scope="session")
+def rehearse(once: Once) -> Rehearse:
+    """``rehearse(name, tasks, stubs, **environment)``: what was seen of each task."""
+    why = why_not()
+    if why is not None:
+        pytest.skip(why)
+
+    def compile_shim(folder: Path) -> None:
+        command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", str(folder / "shim.so")]
+        subprocess.run(command, input=_NO_STREAMS, check=True, text=True)
+
+    shim = once("rehearsal_shim", compile_shim) / "shim.so"
+
+    def run(
+        name: str, tasks: list[Task], stubs: tuple[str, ...] = (), **environment: str
+    ) -> list[dict[str, Any]]:
+        paths = ":".join([str(tiny.ROOT), *(str(HERE / f"stubs_{stub}") for stub in stubs)])
+
+        def begin(folder: Path) -> None:
+            """A process that fails is no reason to start it again for each test."""
+            results = folder / "results.json"
+            done = tiny.run_script(
+                "tests/gpu_rehearsal/rehearse.py",
+                json.dumps(tasks),
+                str(results),
+                env={"PYTHONPATH": paths, "LD_PRELOAD": str(shim), **environment},
+                fresh=True,
+                check=False,
+                timeout=_LONGEST_S,
+            )
+            if not results.exists():
+                results.write_text(json.dumps([{"error": done.stderr[-6000:]}] * len(tasks)))
+
+        return json.loads((once(f"rehearsal_{name}", begin) / "results.json").read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def base(once: Once) -> Path:
+    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
+
+
+@pytest.fixture(scope="session")
+def pairs(once: Once) -> Path:
+    """Of a step's twelve several packs are made."""
+    return (
+        once("rehearsed_pairs", lambda folder: tiny.write_pairs(folder / "pairs.jsonl", 24))
+        / "pairs.jsonl"
+    )

@@ -1,0 +1,53 @@
+"""``rehearse.py TASKS RESULTS``: scenes on a GPU that has no data, one after the other.
+
+TASKS is a JSON list of ``{"run": a function of scenes.py, "with": its arguments, "given": what to
+set of the GPU}``. RESULTS gets of each what it found, and by phase what was seen in its last call;
+or the error that it ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu_rehearsal.fake_gpu import fake_gpu
+from tests.gpu_rehearsal.watch import Watch
+
+
+def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
+    from nemo_aligner.parallel.layout import destroy_layout
+    from tests.gpu_rehearsal import scenes
+
+    watch.phases.clear()
+    for name, value in task.get("given", {}).items():
+        setattr(watch, name, tuple(value) if isinstance(value, list) else value)
+    try:
+        found = getattr(scenes, task["run"])(watch, **task["with"])
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        destroy_layout()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    watch.settings["fp32 products"] = torch.get_float32_matmul_precision()
+    phases = {name: vars(seen) for name, seen in watch.phases.items()}
+    return {"phases": phases, "settings": dict(watch.settings), **found}
+
+
+def main(tasks: str, results: str) -> None:
+    with fake_gpu() as watch:
+        # Only now: megatron-core is made ready for what there is.
+        from tests.gpu_rehearsal.scenes import mark_phases
+
+        mark_phases(watch)
+        found = [run(watch, task) for task in json.loads(tasks)]
+    Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

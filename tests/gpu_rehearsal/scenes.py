@@ -1,0 +1,217 @@
+"""What is rehearsed: commands, scoring, a critic, and a step of every rank of a layout."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import wraps
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from nemo_aligner.batch import Group, PackedBatch, Records
+from nemo_aligner.checkpoint.runs import RunCheckpoints
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.models.pointwise import _RMSNorm
+from nemo_aligner.models.residence import Residence
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import (
+    LayoutSizes,
+    ParallelLayout,
+    destroy_layout,
+    initialize_layout,
+)
+from nemo_aligner.planning.cost import Packs, Plan
+from nemo_aligner.planning.memory import pack_activations
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.serving.services.critic import TRAIN, VALUES
+from nemo_aligner.serving.services.critic_ranks import CriticServable
+from nemo_aligner.training.clock import Timers
+from nemo_aligner.training.critic import CriticLearner
+from nemo_aligner.training.critic_run import open_critic
+from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.optimizer.build import build_optimizer
+from tests.gpu_rehearsal.watch import CUDA, Watch
+from tests.training.critic_steps import make_rollout
+
+# Llama 3 8B's proportions.
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "ffn_hidden_size": 896,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 64,
+    "vocab_size": 500,
+    "max_position_embeddings": 2048,
+}
+TOKENS = [3, 4, 5, 6] * 32
+PHASES = {
+    "step": (RewardLearner, "train_step"),
+    "validation": (RewardLearner, "validate"),
+    "save": (RunCheckpoints, "save"),
+    "load": (RunCheckpoints, "load"),
+    "score": (RewardScorer, "score_token_lists"),
+    "values": (CriticLearner, "values"),
+    "critic step": (CriticLearner, "_train_step"),
+    "move": (Residence, "move"),
+}
+Found = dict[str, Any]
+
+
+def mark_phases(watch: Watch) -> None:
+    """Have what these methods do noted by phase; and what a timed block leaves unfinished."""
+    # CUDA's kernel keeps for the backward what this function does; a CPU build takes it apart.
+    F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(x, weight, eps)
+
+    def mark(owner: type, method: str, phase: str) -> None:
+        function = getattr(owner, method)
+
+        @wraps(function)
+        def marked(*args: Any, **named: Any) -> Any:
+            with watch.during(phase):
+                return function(*args, **named)
+
+        setattr(owner, method, marked)
+
+    for phase, (owner, method) in PHASES.items():
+        mark(owner, method, phase)
+    measure = Timers.measure
+
+    @contextmanager
+    def measured(timers: Timers, name: str) -> Iterator[None]:
+        with measure(timers, name):
+            yield
+            watch.settings[f"unfinished {name}"] = watch.unfinished
+
+    Timers.measure = measured
+
+
+def command(watch: Watch, function: str, config: str, settings: list[str]) -> Found:
+    resolve_name(function)(load_config(resolve_name(config), settings))
+    return {}
+
+
+def start(watch: Watch) -> Found:
+    with launch() as world:
+        return {"device": str(world.device)}
+
+
+def score(watch: Watch, archive: str, precision: str, cached_tokens: int) -> Found:
+    """Texts that begin with others', twice."""
+    texts = [TOKENS[:64], TOKENS[:80], [*TOKENS[:70], 7, 8], [9] * 20]
+    kinds = {"precision": Precision(precision), "prefix_cache_tokens": cached_tokens}
+    with launch():
+        scorer = load_scorer(archive, initialize_layout(), micro_batch_tokens=256, **kinds)
+        for _ in range(2):
+            scorer.score_token_lists(texts)
+    return asdict(scorer.counts)
+
+
+def critic(watch: Watch, settings: list[str]) -> Found:
+    """A critic's values, steps and values again; its optimizer is away before and after."""
+    config = load_config(ServeCriticConfig, settings)
+    probes = [np.arange(3, 3 + length) for length in (1, 17, 9)]
+    rollout = make_rollout(0)
+    arrays = (rollout.tokens, rollout.returns, rollout.prev_values, rollout.mask)
+    allocated = []
+    with launch():
+        run = open_critic(config, initialize_layout())
+        operations = CriticServable(run, config).operations
+        for name, given in ((VALUES, [probes]), (TRAIN, arrays), (VALUES, [probes])):
+            operations[name](*given)
+            allocated.append(watch.allocated())
+        state = sum(each.nbytes for each in run.learner.optimizer.state_tensors())
+        run.save()
+    return {"allocated": allocated, "optimizer": state}
+
+
+def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
+    """Two steps, a forward pass, an inference and a state to save, of each rank of a layout."""
+    wanted = LayoutSizes(**sizes)
+    found: Found = {"collectives": [], "ranks": []}
+    for rank in range(wanted.num_ranks):
+        dist.init_process_group("nccl", rank=rank, world_size=wanted.num_ranks)
+        layout = initialize_layout(wanted.tp, wanted.pp, wanted.sequence_parallel)
+        found["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
+        found["collectives"].append(dict(watch.collectives))
+        destroy_layout()
+        dist.destroy_process_group()
+    return found
+
+
+def one_rank(
+    watch: Watch,
+    layout: ParallelLayout,
+    config: Found,
+    precision: str = "bf16",
+    recompute: str = "none",
+    freeze_layers: int = 0,
+    prefix: int = 0,
+) -> Found:
+    shape = ModelShape.from_config(config)
+    kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
+    model = build_reward_model(shape, layout, num_attributes=1, **kinds)
+    freeze_lower_layers(model, freeze_layers, shape.num_layers)
+    wrapped = wrap_for_training(model)
+    optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 10)
+    batches = packs_of(layout, prefix)
+    for packs in (batches[:1], batches):
+        with watch.during("step"):
+            wrapped.train()
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            rewards = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
+            gather_rewards(rewards, packs, (16 * layout.dp, 1), layout)
+            assert optimizer.step().applied
+    modules = [str(type(each).__mro__) for each in model.modules()]
+    found = {
+        **vars(watch.phases["step"]),
+        "engine_modules": sum("transformer_engine.pytorch" in each for each in modules),
+    }
+    if layout.pp == 1:
+        sizes = {"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
+        pack = Packs(batches[0].num_tokens, sequences=8, keys=1)
+        plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
+        found["planned"] = pack_activations(shape, plan, 0)
+        found["kept"] = kept_bytes(watch, wrapped, batches[0].to(CUDA))
+    optimizer.finish_update()
+    infer(wrapped, batches, layout)
+    RunCheckpoints("unused").reserve(model, optimizer)
+    return found
+
+
+def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
+    """Two for each data parallel rank, of other sizes than the others'."""
+    length = len(TOKENS) - 2 * layout.dp_rank
+    return [
+        PackedBatch.pack(
+            [TOKENS[:length]] * 8,
+            Records.of(range(4), [2] * 4),
+            rows=range(8 * number, 8 * number + 8),
+            groups=[Group(2, prefix)] * 4,
+        )
+        for number in range(layout.dp_rank, 2 * layout.dp, layout.dp)
+    ]
+
+
+def kept_bytes(watch: Watch, wrapped: Any, batch: PackedBatch) -> int:
+    """All that is on the GPU after a forward pass, and was not before."""
+    wrapped.train()
+    gc.collect()
+    before = watch.allocated()
+    rewards = wrapped(batch)
+    return watch.allocated() - before - rewards.nbytes

@@ -1,0 +1,228 @@
+"""Linear layers with their norms, split by tensor parallelism; norms alone."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_engine.pytorch import optimizers
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, get_dummy_wgrad
+
+__all__ = ["DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear"]
+__all__ += ["RMSNorm", "optimizers"]
+
+
+class _Product(torch.autograd.Function):
+    """Its weight's gradient is added to ``main_grad``, if TE is to fuse that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fuse, ctx.has_bias = fuse and weight.requires_grad, bias is not None
+        ctx.main_grad = weight.main_grad if ctx.fuse else None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        to_weight = None
+        if ctx.fuse:
+            assert ctx.main_grad.dtype is torch.float32
+            ctx.main_grad.add_(rows.t() @ x.flatten(0, -2))
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = True
+                to_weight = get_dummy_wgrad(list(weight.main_grad.shape), x.dtype)
+        elif weight.requires_grad:
+            to_weight = rows.t() @ x.flatten(0, -2)
+        return grad @ weight, to_weight, rows.sum(0) if ctx.has_bias else None, None
+
+
+class _Linear(TransformerEngineBaseModule):
+    """What both kinds have in common; megatron-core's own functions move what ranks share."""
+
+    def _build(
+        self, sizes: tuple[int, int], tp: tuple[Any, int], settings: Any, **kind: Any
+    ) -> None:
+        """``sizes`` are of inputs and outputs, ``settings`` parallel mode, bias, fusion, SP."""
+        self.in_features, self.out_features = sizes
+        self.tp_group, self.tp_size = tp
+        self.parallel_mode, self.use_bias, self.fuse, sequence_parallel = settings
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        is_column, is_row = (self.parallel_mode == mode for mode in ("column", "row"))
+        self.out_features //= self.tp_size if is_column else 1
+        self.in_features //= self.tp_size if is_row else 1
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **kind))
+        self.bias = torch.empty(0, **kind)
+        if self.use_bias:
+            self.bias = torch.nn.Parameter(torch.empty(self.out_features, **kind))
+        split = [(self.weight, 0 if is_column else 1)] if is_column or is_row else []
+        split += [(self.bias, 0)] if is_column and self.use_bias else []
+        for tensor, dim in split:
+            tensor.tensor_model_parallel, tensor.partition_dim = True, dim
+            tensor.partition_stride = 1
+
+    def _product(self, x: Tensor) -> Tensor:
+        from megatron.core import tensor_parallel as tp
+
+        group = {"group": self.tp_group}
+        if self.parallel_mode == "column" and self.tp_size > 1:
+            into = tp.copy_to_tensor_model_parallel_region
+            gather = tp.gather_from_sequence_parallel_region
+            x = (gather if self.sequence_parallel else into)(x, **group)
+        out = _Product.apply(x, self.weight, self.bias if self.use_bias else None, self.fuse)
+        if self.parallel_mode == "row" and self.tp_size > 1:
+            scatter = tp.reduce_scatter_to_sequence_parallel_region
+            reduce = tp.reduce_from_tensor_model_parallel_region
+            out = (scatter if self.sequence_parallel else reduce)(out, **group)
+        return out
+
+
+class Linear(_Linear):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Any = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: Any = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        settings = (parallel_mode, bias, fuse_wgrad_accumulation, sequence_parallel)
+        sizes, tp = (in_features, out_features), (tp_group, tp_size)
+        self._build(sizes, tp, settings, device=device, dtype=params_dtype)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor:
+        return self._product(inp)
+
+
+class LayerNormLinear(_Linear):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: Any = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: Any = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        settings = (parallel_mode, bias, fuse_wgrad_accumulation, sequence_parallel)
+        sizes, tp = (in_features, out_features), (tp_group, tp_size)
+        self._build(sizes, tp, settings, device=device, dtype=params_dtype)
+        self.eps, self.normalization, self.zero = eps, normalization, zero_centered_gamma
+        kind = {"device": device, "dtype": params_dtype}
+        self.layer_norm_weight = torch.nn.Parameter(torch.empty(in_features, **kind))
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+        self.layer_norm_bias = None
+        if normalization != "RMSNorm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.empty(in_features, **kind))
+            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor:
+        weight = self.layer_norm_weight
+        normed = _norm(inp, weight, self.layer_norm_bias, self.eps, self.zero)
+        return self._product(normed)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero: bool) -> Tensor:
+    shape, weight = (x.size(-1),), weight + 1 if zero else weight
+    if bias is None:
+        return F.rms_norm(x, shape, weight, eps)
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+class RMSNorm(torch.nn.Module):
+    bias = None
+
+    def __init__(
+        self,
+        normalized_shape: Any = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: Any = "cuda",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.zero = eps, zero_centered_gamma
+        kind = {"device": device, "dtype": params_dtype or dtype}
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size or normalized_shape, **kind))
+        self.weight.sequence_parallel = bool(sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _norm(x, self.weight, self.bias, self.eps, self.zero)
+
+
+class LayerNorm(RMSNorm):
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.bias = torch.nn.Parameter(torch.empty_like(self.weight))
+        self.bias.sequence_parallel = self.weight.sequence_parallel
+
+
+class DotProductAttention(torch.nn.Module): ...
+
+
+class GroupedLinear(TransformerEngineBaseModule): ...
+
+
+class ops:
+    Sequential = FusibleOperation = None
