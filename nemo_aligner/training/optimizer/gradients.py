@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
-from nemo_aligner.training.optimizer.megatron_internals import multiply_in_place
+from nemo_aligner.training.optimizer.megatron_internals import gradients_for_norm, multiply_in_place
 
 _EPSILON = 1e-6  # as Megatron and torch have it
 
@@ -22,7 +22,7 @@ def gradient_norm(optimizers: Sequence[Any]) -> float:
     """The L2 norm of the gradients of all ranks, each parameter's counted once; collective."""
     squares = []
     for optimizer in optimizers:
-        gradients = optimizer.get_main_grads_for_grad_norm()
+        gradients = gradients_for_norm(optimizer)
         square = torch.zeros(1, device=torch.cuda.current_device())
         if gradients:
             square += get_total_norm(gradients) ** 2.0

@@ -1,4 +1,5 @@
-"""What of megatron-core's distributed optimizer, and of torch's, has no public name."""
+"""What of megatron-core and torch has no public name here, or no lasting one."""
+
 
 from __future__ import annotations
 
@@ -13,6 +14,12 @@ from torch import Tensor
 def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
     """In as few kernels as a GPU needs for all of them."""
     torch._foreach_mul_(tensors, factor)
+
+
+def gradients_for_norm(optimizer: Any) -> list[Tensor]:
+    """Those that this rank counts in the norm of all; the method has another name since 0.17."""
+    newer = getattr(optimizer, "get_grads_for_grad_norm", None)
+    return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
 
 
 def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
