@@ -1,6 +1,5 @@
 """What of megatron-core and torch has no public name here, or no lasting one."""
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence
