@@ -34,10 +34,17 @@ LAYOUTS = {
 }
 
 
-def train(folder: Path, base: Path, pairs: Path, processes: int, overrides: list[str]) -> Path:
-    """Run the training example; its results folder."""
+def train(
+    folder: Path,
+    base: Path,
+    pairs: Path,
+    processes: int,
+    overrides: list[str],
+    script: str = "examples/train_reward_model.py",
+) -> Path:
+    """Run the training example, or another script that trains; its results folder."""
     tiny.run_script(
-        "examples/train_reward_model.py",
+        script,
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train=[{pairs}]",
         f"model.data.data_prefix.validation=[{pairs}]",
@@ -131,6 +138,16 @@ def test_layout_trains_like_one_process(
 ) -> None:
     processes, overrides = LAYOUTS[name]
     folder = train(tmp_path, base, pairs, processes, overrides)
+    check_same(folder, reference, pairs, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2", "tp2_sp", "dp2", "recompute"])
+def test_products_by_onednn_train_alike(
+    name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    script = "tests/distributed/train_by_onednn.py"
+    folder = train(tmp_path, base, pairs, *LAYOUTS[name], script)
     check_same(folder, reference, pairs, layout)
 
 

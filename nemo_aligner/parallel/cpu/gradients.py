@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_aligner.parallel.cpu.products import add_weight_gradient
+
 
 class _WeightGradients:
     """What megatron-core takes from Apex's CUDA extension: the product is summed as it is made."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
-        if total_input.dtype is main_grad.dtype:
-            main_grad.addmm_(grad_output.t(), total_input)
-        else:
-            main_grad.add_(grad_output.t() @ total_input)
+        add_weight_gradient(main_grad, total_input, grad_output)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 

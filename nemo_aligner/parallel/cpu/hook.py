@@ -16,8 +16,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from nemo_aligner.parallel.cpu.collectives import work_in_place
-from nemo_aligner.parallel.cpu.gradients import accumulate_weight_gradients
-from nemo_aligner.parallel.cpu.products import multiply_by_onednn
 
 _PACKAGE = "megatron.core"
 _LITERALS = {
@@ -118,6 +116,10 @@ def _disable_jit(jit: Any) -> None:
 
 
 def _adjust_linear_layers(layers: Any) -> None:
+    # They import torch, as megatron-core has by now.
+    from nemo_aligner.parallel.cpu.gradients import accumulate_weight_gradients
+    from nemo_aligner.parallel.cpu.products import multiply_by_onednn
+
     accumulate_weight_gradients(layers)
     multiply_by_onednn(layers)
 

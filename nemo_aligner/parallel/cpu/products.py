@@ -1,9 +1,9 @@
-"""Matrix products of inference on a CPU: by oneDNN where they are large.
+"""Matrix products of linear layers on a CPU: by oneDNN where they are large.
 
 torch gives fp32 products to MKL, which on processors of other makers than Intel leaves AVX-512
-unused: on an AMD Zen 5 oneDNN is 2.2 to 2.6 times as fast (``docs/performance.md``). For every
-shape that it meets it makes a kernel, which takes half a millisecond, and nearly a MiB that it
-keeps. So it gets pieces of a few sizes, and MKL what is left.
+unused: on an AMD Zen 5 oneDNN is about twice as fast (``docs/performance.md``). For every shape
+that it meets it makes a kernel, which takes half a millisecond, and nearly a MiB that it keeps. So
+it gets pieces of a few sizes, the last one filled up with zeros.
 """
 
 from __future__ import annotations
@@ -11,63 +11,138 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Multiplications and additions from which on oneDNN is the faster one.
-_LARGE = 2**25
-_PIECE, _SMALLEST = 512, 64  # rows
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from nemo_aligner.parallel.cpu.processor import is_slow_with_mkl
+
+# From so many rows, and multiplications and additions, on oneDNN is the faster one.
+_FEWEST, _LARGE = 8, 2**22
+# Rows of a piece, at most and in steps; and of one whose product is a sum over rows.
+_PIECE, _STEP = 512, 32
+_SUMMED_PIECE, _SUMMED_STEP = 1024, 64
 
 
 def multiply_by_onednn(layers: Any) -> None:
-    """Have the linear layers of megatron-core do so, outside of training."""
-    import torch
-
+    """Have the linear layers of megatron-core do so; in training where MKL is known to be slow."""
     if not torch.backends.mkldnn.is_available():
         return
     for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear):
         kind._forward_impl = _by_onednn_where_large(kind._forward_impl)
 
 
-def _by_onednn_where_large(plain: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    def forward(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = (
-            not torch.is_grad_enabled()
-            and input.is_cpu
-            and input.dtype is weight.dtype is torch.float32
-            and 2 * input.numel() * weight.size(0) >= _LARGE
-            # Then the input is gathered first.
-            and not kwargs.get("sequence_parallel")
-        )
-        if not is_ours:
-            return plain(self, input, weight, *args, **kwargs)
-        return linear_by_pieces(input, weight, kwargs.get("bias"))
+def _by_onednn_where_large(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: Any, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+        learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        # Under sequence parallelism the input has to be gathered first.
+        if (
+            not _is_large(input, weight)
+            or (learns and not is_slow_with_mkl())
+            or options["sequence_parallel"]
+        ):
+            return plain(self, input, weight, *args, **options)
+        if not learns:
+            return linear_by_pieces(input, weight, options["bias"])
+        group = options["tp_group"] if options["allreduce_dgrad"] else None
+        fused = options["gradient_accumulation_fusion"]
+        return LinearByPieces.apply(input, weight, options["bias"], fused, group)
 
     return forward
 
 
-def linear_by_pieces(input: Any, weight: Any, bias: Any = None) -> Any:
-    """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, all fp32 on the CPU."""
-    import torch
+def _is_large(input: Tensor, weight: Tensor) -> bool:
+    return (
+        input.is_cpu
+        and input.dtype is weight.dtype is torch.float32
+        and input.numel() >= _FEWEST * input.size(-1)
+        and 2 * input.numel() * weight.size(0) >= _LARGE
+    )
 
+
+def linear_by_pieces(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, all fp32 on the CPU."""
     rows = input.reshape(-1, input.size(-1))
-    found = rows.new_empty(rows.size(0), weight.size(0))
-    for start, stop in _pieces(rows.size(0)):
-        piece = rows[start:stop]
-        if stop - start < _SMALLEST:
-            found[start:stop] = torch.nn.functional.linear(piece, weight, bias)
-        else:
-            found[start:stop] = torch.ops.mkldnn._linear_pointwise(
-                piece, weight, bias, "none", [], ""
-            )
+    pieces = [
+        _product(filled, weight, bias)[:count] for filled, count in _pieces(rows, _PIECE, _STEP)
+    ]
+    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return found.view(*input.shape[:-1], weight.size(0))
 
 
-def _pieces(rows: int) -> Iterator[tuple[int, int]]:
-    """Whole pieces, then one of a multiple of the smallest, then what is left."""
-    start = 0
-    for size in (*[_PIECE] * (rows // _PIECE), rows % _PIECE // _SMALLEST * _SMALLEST):
-        if size:
-            yield start, start + size
-            start += size
-    if start < rows:
-        yield start, rows
+def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
+    """Add to ``to [o, i]`` that of ``input [..., i]``, whose product has the gradient ``[..., o]``.
+
+    By oneDNN where MKL is known to be slow.
+    """
+    rows, grads = (each.reshape(-1, each.size(-1)) for each in (input, grad))
+    if to.dtype is not rows.dtype:
+        to.add_(grads.t() @ rows)
+    elif not (is_slow_with_mkl() and _is_large(rows, to)):
+        to.addmm_(grads.t(), rows)
+    else:
+        filled = (_pieces(each, _SUMMED_PIECE, _SUMMED_STEP) for each in (rows, grads))
+        for (some, _), (its, _) in zip(*filled, strict=True):
+            to.add_(_product(its.t().contiguous(), some.t().contiguous(), None))
+
+
+def _pieces(rows: Tensor, most: int, step: int) -> Iterator[tuple[Tensor, int]]:
+    """Rows, filled up with zeros to a multiple of ``step``, and how many there were."""
+    for piece in rows.split(most):
+        fill = -piece.size(0) % step
+        yield F.pad(piece, (0, 0, 0, fill)) if fill else piece, piece.size(0)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+
+
+class LinearByPieces(Function):
+    """``linear_by_pieces``, with the gradients that megatron-core's linear layers have.
+
+    ``fused``: the weight's gradient is added to its ``main_grad``. The input's is summed over
+    ``group``, if there is one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, group: Any
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
+        ctx.group = group
+        return linear_by_pieces(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        input, weight = ctx.saved_tensors
+        to_input = to_weight = to_bias = summed = None
+        if ctx.needs_input_grad[0]:
+            to_input = linear_by_pieces(grad, weight.t())
+            if ctx.group is not None:
+                summed = dist.all_reduce(to_input, group=ctx.group, async_op=True)
+        if ctx.needs_input_grad[1]:
+            to_weight = _weight_gradient(ctx.main_grad, input, weight, grad)
+        if ctx.needs_input_grad[2]:
+            to_bias = grad.reshape(-1, grad.size(-1)).sum(0)
+        if summed is not None:
+            summed.wait()
+        return to_input, to_weight, to_bias, None, None
+
+
+def _weight_gradient(
+    main_grad: Tensor | None, input: Tensor, weight: Tensor, grad: Tensor
+) -> Tensor | None:
+    """What autograd is told: where it is added to ``main_grad``, something to call its hooks by."""
+    if main_grad is None:
+        found = torch.zeros_like(weight)
+        add_weight_gradient(found, input, grad)
+        return found
+    add_weight_gradient(main_grad, input, grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)

@@ -46,3 +46,26 @@ def test_megatron_before_the_package_is_refused() -> None:
     done = run("import megatron.core\nimport nemo_aligner.models.shape")
     assert done.returncode == 1
     assert "import nemo_aligner.parallel first" in done.stderr
+
+
+def test_where_there_is_a_gpu_the_next_finder_is_asked() -> None:
+    done = run(
+        "import nemo_aligner.parallel, importlib.util, sys, torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "class Next:\n"
+        "    asked = []\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None): cls.asked.append(name)\n"
+        "sys.meta_path.insert(1, Next)\n"
+        "print(importlib.util.find_spec('megatron.core').name, *Next.asked)"
+    )
+    assert done.stdout.split() == ["megatron.core", "megatron", "megatron.core"], done.stderr
+
+
+def test_what_cuda_reads_at_its_start_is_set_before_torch_is_imported() -> None:
+    code = (
+        "import os, sys, nemo_aligner.parallel\n"
+        "print('torch' in sys.modules, os.environ['CUDA_DEVICE_MAX_CONNECTIONS'],\n"
+        "      os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+    )
+    assert run(code).stdout.split() == ["False", "1", "expandable_segments:True"]

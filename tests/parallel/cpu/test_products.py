@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_aligner.parallel.cpu.products import _pieces, linear_by_pieces
+from nemo_aligner.parallel.cpu import processor, products
+from nemo_aligner.parallel.cpu.products import LinearByPieces, add_weight_gradient, linear_by_pieces
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 511, 512, 513, 1100])
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 511, 512, 513, 1100])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_product_is_that_of_torch(rows, with_bias):
     generator = torch.Generator().manual_seed(rows)
@@ -22,11 +23,79 @@ def test_a_product_is_that_of_torch(rows, with_bias):
     )
 
 
-def test_pieces_cover_all_rows_once_and_are_of_few_sizes():
+def test_products_are_of_few_sizes(monkeypatch):
+    """oneDNN keeps what it has made for each."""
     sizes = set()
-    for rows in range(1, 3000):
-        pieces = list(_pieces(rows))
-        assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
-        assert pieces[-1][1] == rows
-        sizes |= {stop - start for start, stop in pieces}
-    assert sorted(size for size in sizes if size >= 64) == [64 * n for n in range(1, 9)]
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def noting(rows, *others):
+        sizes.add(len(rows))
+        return product(rows, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noting)
+    weight = torch.ones(8, 8)
+    for rows in range(1, 1200, 7):
+        assert linear_by_pieces(torch.ones(rows, 8), weight).shape == (rows, 8)
+    assert sizes == {32 * n for n in range(1, 17)}
+
+
+@pytest.fixture
+def slow_mkl(monkeypatch):
+    """A processor on which all products go to oneDNN, also in training."""
+    monkeypatch.setattr(products, "is_slow_with_mkl", lambda: True)
+    monkeypatch.setattr(products, "_LARGE", 0)
+
+
+@pytest.mark.parametrize("rows", [9, 64, 1100])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_are_those_of_torch(rows, fused, with_bias, slow_mkl):
+    generator = torch.Generator().manual_seed(rows)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    x, weight, bias, grad = draw(rows, 1, 96), draw(40, 96), draw(40), draw(rows, 1, 40)
+    found, wanted = (
+        [each.clone().requires_grad_() for each in (x, weight, bias)[: 2 + with_bias]]
+        for _ in range(2)
+    )
+    found[1].main_grad = torch.ones(40, 96)
+    found[1].grad_added_to_main_grad = False
+    LinearByPieces.apply(*found[:2], *(found[2:] or [None]), fused, None).backward(grad)
+    torch.nn.functional.linear(*wanted).backward(grad)
+    own = found[1].main_grad - 1 if fused else found[1].grad
+    assert found[1].grad_added_to_main_grad is fused
+    for ours, theirs in [(own, wanted[1].grad)] + [
+        (found[n].grad, wanted[n].grad) for n in (0, 2)[: 1 + with_bias]
+    ]:
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+def test_a_frozen_weight_has_no_gradient_and_its_input_has(slow_mkl):
+    x, weight = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8)
+    LinearByPieces.apply(x, weight, None, True, None).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(20, 8))
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_gradient_is_added(dtype, slow_mkl):
+    x, grad = torch.randn(70, 1, 8).to(dtype), torch.randn(70, 1, 4).to(dtype)
+    found = torch.ones(4, 8)
+    add_weight_gradient(found, x, grad)
+    wanted = 1 + grad[:, 0].float().t() @ x[:, 0].float()
+    torch.testing.assert_close(found, wanted, atol=0.3 if dtype is torch.bfloat16 else 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "vendor", "slow"),
+    [
+        ("AVX512", "AuthenticAMD", True),
+        ("AVX512", "GenuineIntel", False),
+        ("AVX2", "AuthenticAMD", False),
+    ],
+)
+def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path, capability, vendor, slow):
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"vendor_id : {vendor}\n")
+    monkeypatch.setattr(processor, "_CPUINFO", info)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert processor.is_slow_with_mkl.__wrapped__() is slow
