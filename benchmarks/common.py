@@ -245,7 +245,7 @@ def processor() -> str:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a large matrix product in the precision that is trained in, by the faster library."""
+    """FLOP/s of a large product in the precision that is trained in, by the faster library."""
     import torch
 
     from nemo_aligner.parallel.cpu.products import linear_by_pieces
