@@ -17,9 +17,7 @@ _AMPERE = (8, 0)
 
 
 def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
-    """Why FlashAttention 2's kernels refuse heads of so many channels here; None: they do not."""
-    if not torch.cuda.is_available():
-        return "there is no GPU"
+    """Why FlashAttention 2's kernels refuse heads of so many channels on this GPU, if they do."""
     if torch.cuda.get_device_capability() < _AMPERE:
         return "the GPU is older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -65,15 +63,8 @@ def _by_varlen_attn(
     """By torch 2.12's public function."""
     from torch.nn.attention.varlen import varlen_attn
 
-    key, value = _seen(key, value, segments)
     return varlen_attn(  # type: ignore[return-value]
-        query,
-        key,
-        value,
-        segments.cu_seqlens,
-        segments.kv_cu_seqlens,
-        segments.max_length,
-        segments.max_kv_length,
+        *_packed(query, key, value, segments),
         scale=scores.scale,
         window_size=_window(scores),
         enable_gqa=query.size(1) != key.size(1),
@@ -84,19 +75,12 @@ def _by_operator(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
     """By the operator behind it, which torch 2.8 to 2.11 have, with groups."""
-    key, value = _seen(key, value, segments)
     windows: dict[str, Any] = {}
     if scores.window is not None:
         before, after = _window(scores)
         windows = {"window_size_left": before, "window_size_right": after}
     return gpu_flash_attention(
-        query,
-        key,
-        value,
-        segments.cu_seqlens,
-        segments.kv_cu_seqlens,
-        segments.max_length,
-        segments.max_kv_length,
+        *_packed(query, key, value, segments),
         dropout_p=0.0,
         is_causal=scores.window is None,
         return_debug_mask=False,
@@ -116,15 +100,8 @@ def _by_flash_attn() -> Attend | None:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
     ) -> Tensor:
-        key, value = _seen(key, value, segments)
         return flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            segments.cu_seqlens,
-            segments.kv_cu_seqlens,
-            segments.max_length,
-            segments.max_kv_length,
+            *_packed(query, key, value, segments),
             softmax_scale=scores.scale,
             causal=True,
             window_size=_window(scores),
@@ -134,15 +111,20 @@ def _by_flash_attn() -> Attend | None:
     return attend
 
 
-def _seen(key: Tensor, value: Tensor, segments: PackedSegments) -> tuple[Tensor, Tensor]:
-    """The keys and values of every segment, its beginning's included.
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    """What all of them begin with: the keys of every segment, its beginning's included, and bounds.
 
     The kernels' causal mask counts from the end of the keys, as it has to be here.
     """
-    if segments.kv_index is not None:
-        return key[segments.kv_index], value[segments.kv_index]
-    # As a view the values would keep the projection's whole output until the backward pass.
-    return key, value.contiguous()
+    if segments.kv_index is None:
+        # As a view the values would keep the projection's whole output until the backward pass.
+        value = value.contiguous()
+    else:
+        key, value = key[segments.kv_index], value[segments.kv_index]
+    bounds = segments.cu_seqlens, segments.kv_cu_seqlens
+    return query, key, value, *bounds, segments.max_length, segments.max_kv_length
 
 
 def _window(scores: Scores) -> tuple[int, int]:
