@@ -7,6 +7,7 @@ from enum import Enum
 
 from nemo_aligner.config.common import Checks, Precision, setting
 from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
+from nemo_aligner.config.scoring import InvarianceConfig
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.config.training import RunFolderConfig
 
@@ -74,7 +75,7 @@ class CriticOptimConfig(OptimConfig):
 
 
 @dataclass
-class CriticModelConfig:
+class CriticModelConfig(InvarianceConfig):
     """How the critic is laid out over ranks, and how it learns."""
 
     tensor_model_parallel_size: int = setting(1, "processes that share every layer")
@@ -100,6 +101,7 @@ class CriticModelConfig:
                 "pipeline_model_parallel_size",
                 "global_batch_size",
                 "micro_batch_tokens",
+                "batch_invariant_rows",
             )
             checks.not_negative("freeze_layers", "loss_clip_val")
 

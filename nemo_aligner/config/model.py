@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_aligner.config.common import Checks, RewardModelType, setting
 from nemo_aligner.config.data import DataConfig, RegressionConfig
+from nemo_aligner.config.scoring import InvarianceConfig
 
 
 class Recompute(Enum):
@@ -55,7 +56,7 @@ class OptimConfig:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(InvarianceConfig):
     """What is trained, how it is laid out over ranks, and on which data."""
 
     reward_model_type: RewardModelType = setting(
@@ -92,6 +93,7 @@ class ModelConfig:
                 "activations_checkpoint_num_layers",
                 "global_batch_size",
                 "micro_batch_tokens",
+                "batch_invariant_rows",
             )
             checks.not_negative("freeze_layers")
             self._check_layout(checks)

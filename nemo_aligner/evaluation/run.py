@@ -37,6 +37,7 @@ def evaluate(config: EvaluateConfig) -> None:
             layout,
             precision=config.precision,
             micro_batch_tokens=config.model.micro_batch_tokens,
+            invariant_rows=config.model.invariant_rows,
             watch=Counter("scoring", "texts").show,
         )
         check_expected(scorer.contract, config.expect_contract, "expect_contract")

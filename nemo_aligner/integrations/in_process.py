@@ -58,6 +58,7 @@ class InProcessScorer:
                 layout,
                 precision=config.precision,
                 micro_batch_tokens=config.model.micro_batch_tokens,
+                invariant_rows=config.model.invariant_rows,
                 prefix_cache_tokens=config.prefix_cache_tokens,
             )
             loaded = cls(scorer, config.cpu_offload)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -35,7 +34,14 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
-from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, squared_relu
+from nemo_aligner.models.linear import ColumnLinear, RowLinear
+from nemo_aligner.models.pointwise import (
+    by_whole_rows,
+    gated_gelu,
+    gated_silu,
+    rms_norm,
+    squared_relu,
+)
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.precision import torch_dtype
@@ -183,7 +189,7 @@ class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
 _NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}
 
 
-class NormedRowParallelLinear(RowParallelLinear):
+class NormedRowLinear(RowLinear):
     """A linear layer that tensor parallelism splits by its inputs, and a norm of its output."""
 
     def __init__(
@@ -214,8 +220,8 @@ def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
     return _Parts(
         norm=norm,
         other_norm=norm,
-        norm_linear=ColumnParallelLinear,
-        row_linear=NormedRowParallelLinear if shape.post_layernorms else RowParallelLinear,
+        norm_linear=ColumnLinear,
+        row_linear=NormedRowLinear if shape.post_layernorms else RowLinear,
         # Checkpoints name the norms after the linear that they feed, as TransformerEngine does.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -269,7 +275,9 @@ class _Activation(MegatronModule):
     function: Callable[[Tensor], Tensor]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.function(hidden)
+        if self.training or hidden.is_cuda:
+            return self.function(hidden)
+        return by_whole_rows(self.function, hidden)
 
 
 class _SwiGLU(_Activation):

@@ -6,11 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.models.linear import invariant_linear
+
 _HEAD_INIT_STD = 0.02
 
 
 class RewardHead(torch.nn.Module):
-    """Linear map ``[S, hidden] -> [S, A]`` in fp32, without bias, whole on all TP ranks."""
+    """Linear map ``[S, hidden] -> [S, A]`` in fp32, without bias, whole on all TP ranks.
+
+    ``invariant_rows`` as linear layers have them.
+    """
+
+    invariant_rows: int | None = None
 
     def __init__(self, hidden_size: int, num_attributes: int, seed: int) -> None:
         super().__init__()
@@ -21,4 +28,6 @@ class RewardHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.to(torch.cuda.current_device()))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden.float(), self.weight)
+        if self.invariant_rows is None or self.training or torch.is_grad_enabled():
+            return F.linear(hidden.float(), self.weight)
+        return invariant_linear(hidden.float(), self.weight, None, self.invariant_rows)

@@ -28,6 +28,8 @@ from nemo_aligner.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
+_EVALUATED_ROWS = 32
+
 
 class GPTRewardModel(GPTModel):
     """megatron-core's GPTModel with a reward head instead of the output layer.
@@ -113,7 +115,17 @@ class GPTRewardModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return self.rm_head(hidden[: len(rows), 0])
+        return self.rm_head(hidden[:, 0])[: len(rows)]
+
+    @property
+    def row_multiple(self) -> int:
+        """What packs, and the rows that the head reads, are to be filled up to multiples of.
+
+        Under sequence parallelism they are split over the ranks; and torch has other kernels for
+        one row, and for what is left over of a vector.
+        """
+        ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        return ranks if self.training else ranks * _EVALUATED_ROWS
 
     def new_key_value_pool(self, slots: int) -> KeyValuePool:
         """A pool for this rank's layers and query groups, on the model's device, in its dtype."""
@@ -139,10 +151,8 @@ class GPTRewardModel(GPTModel):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _rows_of_head(self, rows: Tensor) -> Tensor:
-        """``rows``, under sequence parallelism filled up to split evenly over the ranks."""
-        if not self.config.sequence_parallel:
-            return rows
-        return F.pad(rows, (0, -rows.numel() % self.pg_collection.tp.size()))
+        """``rows``, filled up to a multiple of what ``row_multiple`` says."""
+        return F.pad(rows, (0, -rows.numel() % self.row_multiple))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

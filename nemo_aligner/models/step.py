@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch, Records
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.parallel.pipeline import PipelineMessages
@@ -150,7 +151,7 @@ def _run_schedule(
     forward_step: Callable[..., Any],
     forward_only: bool,
 ) -> list[Tensor]:
-    multiple = layout.tp if layout.sequence_parallel else 1
+    multiple = _unwrapped(model).row_multiple
     padded = [batch.padded_to_multiple(multiple) for batch in batches]
     run = partial(
         get_forward_backward_func(),
@@ -166,11 +167,19 @@ def _run_schedule(
     if layout.pp == 1:
         return run()
     config = get_model_config(model)
-    shapes = [(batch.num_tokens // multiple, 1, config.hidden_size) for batch in padded]
+    ranks = layout.tp if layout.sequence_parallel else 1
+    shapes = [(batch.num_tokens // ranks, 1, config.hidden_size) for batch in padded]
     messages = PipelineMessages(config, shapes)
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
     messages.finish()
     return outputs
+
+
+def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:
+    """What Megatron's data parallel wrapper has inside."""
+    inside = getattr(model, "module", model)
+    assert isinstance(inside, GPTRewardModel)
+    return inside
 
 
 def _value_step(

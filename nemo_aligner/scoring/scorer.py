@@ -15,9 +15,11 @@ import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.scoring import BATCH_INVARIANT_ROWS
 from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.models.batch_invariant import make_batch_invariant
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -187,16 +189,19 @@ def load_scorer(
     micro_batch_tokens: int = 8192,
     watch: Watch = unwatched,
     prefix_cache_tokens: int = 0,
+    invariant_rows: int | None = BATCH_INVARIANT_ROWS,
 ) -> RewardScorer:
     """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
 
-    ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached.
+    ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached. With
+    ``invariant_rows`` (see ``make_batch_invariant``) a reward has the same bits in any batch.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
         ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
     """
     loaded = load_reward_model(path, layout, precision)
+    make_batch_invariant(loaded.model, invariant_rows)
     return RewardScorer(
         loaded.model,
         loaded.contract,

@@ -51,5 +51,6 @@ def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScore
         layout,
         precision=config.precision,
         micro_batch_tokens=config.model.micro_batch_tokens,
+        invariant_rows=config.model.invariant_rows,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
     )

@@ -19,6 +19,7 @@ from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.console import say
 from nemo_aligner.data.token_packing import TokenPacking
 from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.models.batch_invariant import make_batch_invariant
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.clipped_value import ClippedValueLoss
@@ -128,6 +129,7 @@ def _build_learner(
 ) -> CriticLearner:
     options, ppo = config.model, config.trainer.ppo
     shape = ModelShape.from_config(pretrained.config)
+    make_batch_invariant(pretrained.model, options.invariant_rows)
     freeze_lower_layers(pretrained.model, options.freeze_layers, shape.num_layers)
     model = wrap_for_training(pretrained.model)
     return CriticLearner(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from nemo_aligner.batch import PackedBatch
 from nemo_aligner.cache_use import CacheUse
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.transfer import to_device
+
+Thing = TypeVar("Thing")
 
 
 def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
@@ -59,6 +62,7 @@ class PackedSegments:
     cached: CacheUse | None = None
     pool: KeyValuePool | None = None
     qkv_format: str = "packed"
+    _memory: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -84,6 +88,12 @@ class PackedSegments:
             index = to_device(index, device)
         rows = last_token
         return cls(cos, sin, lengths, prefixes, queries, keys, index, rows, batch.cached, pool)
+
+    def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
+        """What ``make`` finds, made by the first layer that asks for ``name``."""
+        if name not in self._memory:
+            self._memory[name] = make()
+        return self._memory[name]
 
     def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """``[T, groups, c]`` of this layer as ``[C + T, groups, c]``, what is cached first.

@@ -124,7 +124,8 @@ def _packed(
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
-    return query, key, value, *bounds, segments.max_length, segments.max_kv_length
+    # For one query a sequence the kernels turn to another one, which splits the keys.
+    return query, key, value, *bounds, max(2, segments.max_length), segments.max_kv_length
 
 
 def _window(scores: Scores) -> tuple[int, int]:

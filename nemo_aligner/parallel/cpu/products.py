@@ -72,6 +72,53 @@ def linear_by_pieces(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return found.view(*input.shape[:-1], weight.size(0))
 
 
+def invariant_linear_on_cpu(
+    input: Tensor, weight: Tensor, bias: Tensor | None, rows: int
+) -> Tensor:
+    """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, a row's bits as among ``rows`` rows.
+
+    In pieces as ``linear_by_pieces`` has them, where a trial found that they give the same bits;
+    else in pieces of ``rows``.
+    """
+    given = input.reshape(-1, input.size(-1))
+    found = []
+    for piece in given.split(_PIECE):
+        size = piece.size(0) + -piece.size(0) % _STEP
+        if not _has_same_bits(size, weight, bias, rows):
+            size = rows
+        found += [
+            _any_product(filled, weight, bias)[:count]
+            for filled, count in _pieces(piece, size, size)
+        ]
+    whole = found[0] if len(found) == 1 else torch.cat(found)
+    return whole.view(*input.shape[:-1], weight.size(0))
+
+
+_TRIED: dict[tuple[Any, ...], bool] = {}
+
+
+def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
+    """Whether a product of ``size`` rows gives a row the bits that one of ``rows`` rows does.
+
+    Tried once for each shape of a weight: what orders the sums knows the shapes, not the numbers.
+    """
+    name = (size, rows, *weight.shape, weight.dtype, bias is None, torch.get_num_threads())
+    if name not in _TRIED:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(rows, weight.size(1), generator=generator).to(weight.dtype)
+        wanted = _any_product(drawn, weight, bias)
+        repeated = torch.arange(size) % rows
+        found = _any_product(drawn[repeated], weight, bias)
+        _TRIED[name] = bool((found == wanted[repeated]).all())
+    return _TRIED[name]
+
+
+def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if rows.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
+        return _product(rows, weight, bias)
+    return F.linear(rows, weight, bias)
+
+
 def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
     """Add to ``to [o, i]`` that of ``input [..., i]``, whose product has the gradient ``[..., o]``.
 
