@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -35,11 +34,11 @@ from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.linear import ColumnLinear, RowLinear
+from nemo_aligner.models.norms import NORMS
 from nemo_aligner.models.pointwise import (
     by_whole_rows,
     gated_gelu,
     gated_silu,
-    rms_norm,
     squared_relu,
 )
 from nemo_aligner.models.shape import ModelShape
@@ -151,44 +150,6 @@ def _recompute_options(
     return {}
 
 
-class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that tells Megatron whether its weight sees only a shard of the tokens.
-
-    Unmarked under sequence parallelism, its gradient would miss the other ranks' tokens.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> None:
-        device = torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._eps = eps
-        self._is_zero_centered = config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float() + 1 if self._is_zero_centered else self.weight
-        return rms_norm(x, weight, self._eps)
-
-
-class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
-    """The same for a LayerNorm with a bias, whose weight is gamma - 1."""
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> None:
-        device = torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
-
-
-_NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}
-
-
 class NormedRowLinear(RowLinear):
     """A linear layer that tensor parallelism splits by its inputs, and a norm of its output."""
 
@@ -196,7 +157,7 @@ class NormedRowLinear(RowLinear):
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
     ) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        norm = _NORMS[config.normalization]
+        norm = NORMS[config.normalization]
         self.post_layernorm = norm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -216,7 +177,7 @@ class _Parts:
 
 
 def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
-    norm = _NORMS[config.normalization]
+    norm = NORMS[config.normalization]
     return _Parts(
         norm=norm,
         other_norm=norm,
@@ -295,6 +256,19 @@ class _SquaredReLU(_Activation):
 _ACTIVATIONS = {"swiglu": _SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}
 
 
+def _get_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Where megatron-core has bias, dropout and the sum: there is neither of the first two.
+
+    Its own sum, before 0.19, would round a wider residual stream to the dtype of ``output``.
+    """
+
+    def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        output, _ = output_and_bias
+        return residual + output
+
+    return add
+
+
 def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) -> ModuleSpec:
     qk_norm = parts.other_norm if shape.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -316,10 +290,10 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=attention,
         ),
-        self_attn_bda=get_bias_dropout_add,
+        self_attn_bda=_get_residual_add,
         pre_mlp_layernorm=parts.norm,
         mlp=mlp_spec(mlp),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=_get_residual_add,
         sharded_state_dict_keys_map=parts.key_map,
     )
     return ModuleSpec(module=layer, submodules=submodules)

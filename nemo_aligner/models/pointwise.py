@@ -124,28 +124,30 @@ class _Gated(Function):
         return out, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019).
 
-    Computed in fp32, given back in the dtype of ``x``; for the backward ``x`` is kept and one
-    number per row. CUDA has a kernel for it, which is called there if ``weight`` has its dtype.
+    Computed in fp32, given back in ``dtype``, by default that of ``x``; for the backward ``x`` is
+    kept and one number per row. CUDA has a kernel for it, which is called there if ``weight`` has
+    the dtype of ``x``, or ``x`` is fp32.
     """
-    if x.is_cuda and x.dtype is weight.dtype:
-        return F.rms_norm(x, (x.size(-1),), weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
+    dtype = x.dtype if dtype is None else dtype
+    if x.is_cuda and x.dtype in (weight.dtype, torch.float32):
+        return F.rms_norm(x, (x.size(-1),), weight.to(x.dtype), eps).to(dtype)
+    return _RMSNorm.apply(x, weight, eps, dtype)
 
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return (wide * scale).mul_(weight).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
         grad, wide_weight = grads[0].float(), weight.float()
         normed = x.float() * scale
@@ -154,4 +156,4 @@ class _RMSNorm(Function):
         mean = torch.matmul(product, wide_weight).div_(x.size(-1)).unsqueeze(-1)
         to_x = torch.mul(grad, wide_weight, out=product)
         to_x.addcmul_(normed, mean, value=-1).mul_(scale)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None, None

@@ -19,7 +19,11 @@ from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.backbone import layer_spec, transformer_config
+from nemo_aligner.models.backbone import (
+    layer_spec,
+    transformer_config,
+    use_transformer_engine,
+)
 from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
 from nemo_aligner.models.shape import ModelShape
@@ -66,6 +70,7 @@ class GPTRewardModel(GPTModel):
             self.rotary_pos_emb.inv_freq = scale_rotary_frequencies(
                 self.rotary_pos_emb, shape.rope_scaling
             )
+        self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # In the model's dtype, as those who trained Gemma had it.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
         self._embedding_scale = scale.item() if shape.apply_embedding_scaling else None
@@ -87,6 +92,7 @@ class GPTRewardModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
+            embedded = embedded.to(self.stream_dtype)
             if self._embedding_scale is not None:
                 embedded = embedded * self._embedding_scale
             if self.training and self.config.recompute_granularity == "full":
@@ -116,6 +122,18 @@ class GPTRewardModel(GPTModel):
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return self.rm_head(hidden[:, 0])[: len(rows)]
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the residual stream, now: fp32 where nothing is learnt, or rounding adds up in it.
+
+        In training it would be kept for the backward at twice its size; and TransformerEngine's
+        norms take nothing but the model's dtype.
+        """
+        dtype = self.config.params_dtype
+        if self.training or torch.is_grad_enabled() or self._has_engine:
+            return dtype
+        return torch.float32
 
     @property
     def row_multiple(self) -> int:

@@ -151,8 +151,8 @@ def _run_schedule(
     forward_step: Callable[..., Any],
     forward_only: bool,
 ) -> list[Tensor]:
-    multiple = _unwrapped(model).row_multiple
-    padded = [batch.padded_to_multiple(multiple) for batch in batches]
+    inside = _unwrapped(model)
+    padded = [batch.padded_to_multiple(inside.row_multiple) for batch in batches]
     run = partial(
         get_forward_backward_func(),
         forward_step_func=forward_step,
@@ -169,7 +169,7 @@ def _run_schedule(
     config = get_model_config(model)
     ranks = layout.tp if layout.sequence_parallel else 1
     shapes = [(batch.num_tokens // ranks, 1, config.hidden_size) for batch in padded]
-    messages = PipelineMessages(config, shapes)
+    messages = PipelineMessages(config, shapes, inside.stream_dtype)
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
     messages.finish()
     return outputs

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -20,15 +22,19 @@ class PipelineMessages(P2PCommunicator):
     """Megatron's communicator for micro-batches of different lengths, with less to wait for.
 
     Its own sends every shape ahead of its tensor, and has the host wait for the GPU to read it. All
-    stages have the same micro-batches: ``shapes`` are those of their activations, in order.
+    stages have the same micro-batches: ``shapes`` are those of their activations, in order, which
+    are of ``dtype``.
 
     What is received is waited for; what is sent travels while the stage computes on, until
     ``finish``. Messages have the order of Megatron's unbatched ones, so no rank can meet another
     out of order.
     """
 
-    def __init__(self, config: ModelParallelConfig, shapes: Sequence[_Shape]) -> None:
-        config.batch_p2p_comm = False
+    def __init__(
+        self, config: ModelParallelConfig, shapes: Sequence[_Shape], dtype: torch.dtype
+    ) -> None:
+        config = copy(config)
+        config.batch_p2p_comm, config.pipeline_dtype = False, dtype
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         self._forward, self._backward = iter(shapes), iter(shapes)
         # With each message what it reads, which nobody may overwrite or free before.

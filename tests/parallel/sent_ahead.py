@@ -23,7 +23,7 @@ def main() -> None:
             pipeline_dtype=torch.float32,
             variable_seq_lengths=True,
         )
-        messages = PipelineMessages(config, SHAPES)
+        messages = PipelineMessages(config, SHAPES, torch.float32)
         sent = [torch.arange(shape[0] * 8.0).view(shape) for shape in SHAPES]
         if layout.is_first_stage:
             for tensor in sent:
