@@ -44,11 +44,12 @@ class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._dtype = config.params_dtype
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         normed = F.layer_norm(x, self.normalized_shape, weight + 1, bias, self.eps)
-        return normed.to(self.weight.dtype)
+        return normed.to(self._dtype)
 
 
 NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}

@@ -58,6 +58,26 @@ def test_scoring_gives_the_rewards_of_transformers(folder: Path) -> None:
     assert all(row["largest |difference|"] < 1e-5 for row in rows[1::2])
 
 
+def test_precision_tells_roundings_apart(folder: Path) -> None:
+    """Each row computes otherwise than the others."""
+    model, output = folder / "rated.nemo", folder / "precision.json"
+    tiny.write_reward_nemo(model)
+    tiny.run_script(
+        "benchmarks/precision.py",
+        f"--model={model}",
+        f"--data={folder / 'pairs.jsonl'}",
+        "--pairs=6",
+        "--draws=2",
+        f"--output={output}",
+    )
+    rows = {row["in fp32"]: row for row in json.loads(output.read_text())["rows"]}
+    computed = {name: row["mean, same weights"] for name, row in rows.items()}
+    assert computed.pop("weights alone") == 0 < rows["weights alone"]["mean"]
+    assert len(set(computed.values())) == len(computed) == 6
+    assert all(0 < difference < 0.05 for difference in computed.values())
+    assert all(row["rewards/s"] > 0 for row in rows.values())
+
+
 def test_training_has_the_loss_of_trl(folder: Path, trl_python: Path) -> None:
     rows = run(
         "benchmarks/training.py",

@@ -75,7 +75,7 @@ Found = dict[str, Any]
 def mark_phases(watch: Watch) -> None:
     """Have what these methods do noted by phase; and what a timed block leaves unfinished."""
     # CUDA's kernel keeps for the backward what this function does; a CPU build takes it apart.
-    F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(x, weight, eps)
+    F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(x, weight, eps, x.dtype)
 
     def mark(owner: type, method: str, phase: str) -> None:
         function = getattr(owner, method)
