@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.runs import RunCheckpoints
@@ -76,6 +77,12 @@ def mark_phases(watch: Watch) -> None:
     """Have what these methods do noted by phase; and what a timed block leaves unfinished."""
     # CUDA's kernel keeps for the backward what this function does; a CPU build takes it apart.
     F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(x, weight, eps)
+
+    # The count of overflows comes back as one, as all from a fake GPU.
+    overflows = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
+    MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = (
+        lambda self: overflows(self) and False
+    )
 
     def mark(owner: type, method: str, phase: str) -> None:
         function = getattr(owner, method)
