@@ -63,7 +63,7 @@ def _play_cuda(watch: Watch) -> None:
     cuda.synchronize = _Stream.synchronize = lambda *unused: watch.note("synchronize")
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = contextlib.nullcontext
-    cuda.get_device_properties = lambda *unused: watch.properties
+    cuda.get_device_properties = lambda *unused: watch
     cuda.memory_allocated = lambda *unused: watch.allocated()
     cuda.default_generators = defaultdict(torch.Generator)
     cuda.cudart = lambda: watch
@@ -120,8 +120,9 @@ def _play_nccl(watch: Watch) -> None:
 
         return noted
 
-    objects = [vars(dist)[name] for name in vars(dist) if name.endswith(("_object", "_object_list"))]
-    for function in (init_process_group, new_group, *map(of_objects, objects)):
+    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+    objects = [of_objects(getattr(dist, name)) for name in names]
+    for function in (init_process_group, new_group, *objects):
         for module in (dist, c10d):
             setattr(module, function.__name__, function)
     dist.rendezvous = lambda *unused, **more: iter([(dist.HashStore(), 0, 1)])

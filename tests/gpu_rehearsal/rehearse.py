@@ -18,15 +18,15 @@ import torch
 from tests.gpu_rehearsal.fake_gpu import fake_gpu
 from tests.gpu_rehearsal.watch import Watch
 
+HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
+
 
 def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
     from nemo_aligner.parallel.layout import destroy_layout
     from tests.gpu_rehearsal import scenes
 
     watch.phases.clear()
-    given = {"major": 9, "minor": 0, "visible_devices": 8} | task.get("given", {})
-    watch.visible_devices = given.pop("visible_devices")
-    vars(watch.properties).update(given)
+    vars(watch).update(HOPPER | task.get("given", {}))
     try:
         found = getattr(scenes, task["run"])(watch, **task["with"])
     except Exception:

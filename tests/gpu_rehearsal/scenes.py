@@ -80,8 +80,8 @@ def mark_phases(watch: Watch) -> None:
 
     # The count of overflows comes back as one, as all from a fake GPU.
     overflows = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-    MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = (
-        lambda self: overflows(self) and False
+    MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = lambda self: (
+        overflows(self) and False
     )
 
     def mark(owner: type, method: str, phase: str) -> None:

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.properties, self.visible_devices = SimpleNamespace(major=9, minor=0), 8
+        self.major, self.minor, self.visible_devices = 9, 0, 8
         self.settings: dict[str, Any] = {}
         self.collectives: dict[str, list[Any]] = defaultdict(list)
         self.phases: dict[str, Seen] = {}
