@@ -34,7 +34,7 @@ from nemo_aligner.parallel.layout import (
     destroy_layout,
     initialize_layout,
 )
-from nemo_aligner.planning.cost import Packs, Plan
+from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import pack_activations
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.services.critic import TRAIN, VALUES
@@ -184,7 +184,8 @@ def one_rank(
     }
     if layout.pp == 1:
         sizes = {"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
-        pack = Packs(batches[0].num_tokens, sequences=8, keys=1)
+        tokens = batches[0].num_tokens
+        pack = even_packs(4, (tokens // 4 + prefix) // 2, tokens, prefix)
         plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(watch, wrapped, batches[0].to(CUDA))
