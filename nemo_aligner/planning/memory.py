@@ -123,13 +123,11 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     size = ELEMENT_BYTES[plan.precision]
     is_last, is_frozen = layer == shape.num_layers - 1, layer < plan.freeze_layers
     norms = 1 if is_last else 2
-    heads = shape.num_attention_heads
+    heads, inner = shape.num_attention_heads, 2 * q + 2 * kv * plan.packs.kept_keys
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
-        feeds_linear = not is_last and not is_frozen
-        inner, heads = q + 2 * kv + feeds_linear * q + (q if kv < q else 0), 0
-    else:
-        inner = 2 * q + 2 * kv * plan.packs.kept_keys
+        output = 0 if is_last or is_frozen else q
+        heads, inner = 0, q + 2 * kv + output + (q if kv < q else 0)
     if not is_last:
         inner += ((2 if shape.is_gated else 1) + (not is_frozen)) * f
     if shape.qk_layernorm:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import wraps
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -27,6 +29,8 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.parallel import host_copies
+from nemo_aligner.parallel.host_memory import host_zeros
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import (
     LayoutSizes,
@@ -44,6 +48,7 @@ from nemo_aligner.training.critic import CriticLearner
 from nemo_aligner.training.critic_run import open_critic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
+from tests.gpu_rehearsal.streams import Streams, play_streams
 from tests.gpu_rehearsal.watch import CUDA, Watch
 from tests.training.critic_steps import make_rollout
 
@@ -87,6 +92,7 @@ def mark_phases(watch: Watch) -> None:
 
         setattr(owner, method, marked)
 
+    play_streams()
     for phase, (owner, method) in PHASES.items():
         mark(owner, method, phase)
     measure = Timers.measure
@@ -101,8 +107,24 @@ def mark_phases(watch: Watch) -> None:
 
 
 def command(watch: Watch, function: str, config: str, settings: list[str]) -> Found:
-    resolve_name(function)(load_config(resolve_name(config), settings))
-    return {}
+    with Streams() as streams:
+        resolve_name(function)(load_config(resolve_name(config), settings))
+    return {"races": streams.races, "copies": streams.copies}
+
+
+def save(watch: Watch, unheeded: list[str]) -> Found:
+    """Weights are written to, copied, and written to again; one of the waits is ``unheeded``."""
+    weights = torch.zeros(8, device=CUDA)
+    host = host_zeros([weights])
+    with Streams() as streams, ExitStack() as without:
+        for name in unheeded:
+            without.enter_context(mock.patch(name))
+        weights.add_(1)
+        arrived = host_copies.copy_beside(zip(host, [weights], strict=True))
+        host_copies.before_writing()
+        weights.add_(1)
+        arrived()
+    return {"races": streams.races, "copies": streams.copies}
 
 
 def start(watch: Watch) -> Found:
@@ -128,7 +150,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
     rollout = make_rollout(0)
     arrays = (rollout.tokens, rollout.returns, rollout.prev_values, rollout.mask)
     allocated = []
-    with launch():
+    with launch(), Streams() as streams:
         run = open_critic(config, initialize_layout())
         operations = CriticServable(run, config).operations
         for name, given in ((VALUES, [probes]), (TRAIN, arrays), (VALUES, [probes])):
@@ -136,7 +158,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
             allocated.append(watch.allocated())
         state = sum(each.nbytes for each in run.learner.optimizer.state_tensors())
         run.save()
-    return {"allocated": allocated, "optimizer": state}
+    return {"allocated": allocated, "optimizer": state, "races": streams.races}
 
 
 def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
