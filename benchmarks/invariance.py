@@ -4,8 +4,8 @@
 
 The three kinds of work of scoring.py, in fp32 and bf16 (in bf16 alone on a GPU), with products as
 they come, and of fixed numbers of rows; turn by turn. ``other bits`` counts the rewards that are
-not bit for bit those of the text alone. On a CPU other numbers of rows are taken, too, where they give
-the same bits; with ``--fixed`` they are not.
+not bit for bit those of the text alone. On a CPU other numbers of rows are taken, too, where they
+give the same bits; with ``--fixed`` they are not.
 """
 
 from __future__ import annotations

@@ -216,6 +216,7 @@ def _wrong_for_flash(
         "bounds without gaps": all(x.is_contiguous() for x in bounds),
         "as many bounds of keys": bounds_q.shape == bounds_k.shape,
         "lengths as numbers": isinstance(max_q, int) and isinstance(max_k, int),
+        "no split of the keys, as for one query": max_q > 1,
     }
     return ", ".join(f"wanted {what}" for what, is_so in checks.items() if not is_so)
 
