@@ -103,5 +103,6 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
     share = total.to(partial.dtype)
     if is_scattered:
         return share
-    dist.all_gather_into_tensor(sent, share, group=group)
-    return sent[:rows]
+    # Not into ``sent``, which may be the caller's.
+    dist.all_gather_into_tensor(received, share, group=group)
+    return received[:rows]

@@ -1,6 +1,6 @@
 """Attention without a backward on a CPU, the same bits for a token in whatever company.
 
-Queries are taken by blocks of 64 positions of their *sequence*, however its beginning came about:
+Queries are taken by blocks of 32 positions of their *sequence*, however its beginning came about:
 with it, for a neighbour, or from a pool of keys. A block's shape follows from its position alone:
 its queries (those that the pack has not, are filled up) on all keys up to its end, by one mask. So
 a token's arithmetic is a function of its sequence, as no kernel mixes the rows of a product.
