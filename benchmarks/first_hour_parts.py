@@ -122,6 +122,10 @@ def _scoring(hour: Hour) -> list[str]:
     return _comparison(hour, "scoring.py", "scoring", *hour.sizes.scoring)
 
 
+def _invariance(hour: Hour) -> list[str]:
+    return _comparison(hour, "invariance.py", "invariance", *hour.sizes.invariance)
+
+
 def _vllm(hour: Hour) -> list[str]:
     vllm = f"--vllm-python={hour.vllm_python}"
     return _comparison(hour, "scoring.py", "vllm", vllm, *hour.sizes.scoring)
@@ -170,7 +174,7 @@ PARTS = (
     Part(
         "training",
         "training against TRL's RewardTrainer",
-        270,
+        240,
         _training,
         read_benchmark,
         lambda hour: _lacks(hour.trl_python, "trl", "datasets", "accelerate"),
@@ -179,7 +183,7 @@ PARTS = (
     Part(
         "scoring",
         "scoring against transformers",
-        150,
+        120,
         _scoring,
         read_benchmark,
         needs=("model",),
@@ -192,6 +196,14 @@ PARTS = (
         read_benchmark,
         lambda hour: _lacks(hour.vllm_python, "vllm"),
         ("model",),
+    ),
+    Part(
+        "invariance",
+        "rewards in other company: bits that change, and what it costs that none does",
+        60,
+        _invariance,
+        read_benchmark,
+        needs=("model",),
     ),
     Part("mfu", "a step by sequence length and hidden size", 240, _work("mfu"), read_rows),
     Part("memory", "memory against the planner, in GiB", 150, _work("memory"), read_rows),

@@ -20,6 +20,7 @@ class Sizes:
     file_pairs: int
     training: tuple[str, ...]
     scoring: tuple[str, ...]
+    invariance: tuple[str, ...]
 
 
 def sizes_of(device: str, precision: str, model: dict[str, Any] | None = None) -> Sizes:
@@ -62,6 +63,7 @@ def _for_gpu(precision: str, given: dict[str, Any] | None) -> Sizes:
             *("--trl-batch", "8", "--micro-batch-tokens=16384"),
         ),
         scoring=("--pairs=64", "--batch=16", "--turns=4"),
+        invariance=("--pairs=16", "--turns=3"),
     )
 
 
@@ -85,6 +87,7 @@ def _for_cpu(precision: str, given: dict[str, Any] | None) -> Sizes:
             *("--trl-batch", "2"),
         ),
         scoring=("--pairs=2", "--batch=4", "--turns=1", "--threads=1"),
+        invariance=("--pairs=2", "--turns=1", "--threads=1"),
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,8 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
 
 def plan_of(job: Mapping[str, Any]) -> Any:
     """The job in the cost model's terms."""
+    import torch
+
     from nemo_aligner.config.common import Precision
     from nemo_aligner.config.model import Recompute
     from nemo_aligner.planning.cost import Plan, even_packs
@@ -172,6 +174,8 @@ def plan_of(job: Mapping[str, Any]) -> Any:
     mine = -(-job["pairs"] // job["dp"])
     budget = job["micro_batch_tokens"]
     packs = even_packs(mine, job["sequence_length"], budget, job["prefix"])
+    if not torch.cuda.is_available():
+        packs = replace(packs, kept_keys=1.0)  # a CPU's attention copies no keys
     return Plan(
         packs,
         precision=Precision(job["precision"]),

@@ -20,8 +20,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,18 +38,7 @@ from common import (
     require,
     write_json,
 )
-
-Score = Callable[[list[list[int]]], np.ndarray]
-SMALLEST_BUDGET = 8192
-
-
-@dataclass(frozen=True)
-class Work:
-    """Token lists to score, and whether transformers may sort them by length."""
-
-    name: str
-    token_lists: list[list[int]]
-    is_sorted: bool
+from scoring_work import Score, Work, our_scorer, works_of
 
 
 def main() -> None:
@@ -63,9 +51,7 @@ def main() -> None:
     device = choose_device(arguments.device)
     import torch
 
-    from nemo_aligner.config.common import Overlong, Precision
-    from nemo_aligner.config.data import DataConfig
-    from nemo_aligner.config.model import ModelConfig
+    from nemo_aligner.config.common import Precision
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import initialize_layout
 
@@ -74,17 +60,14 @@ def main() -> None:
     hf, nemo = prepare_model(arguments.model, work)
     gpu = device == "cuda"
     precision = Precision.bf16 if gpu else Precision.fp32
-    data = DataConfig(seq_length=2048, overlong=Overlong.truncate_left)
     with launch():
-        ours, encode, vocabulary = _our_scorer(
-            nemo, ModelConfig(data=data), precision, initialize_layout()
-        )
+        ours = our_scorer(nemo, precision, initialize_layout())
         head = work / "head.npy"
-        np.save(head, ours.weights)
+        np.save(head, ours.head)
         job = {"hf": str(hf), "head": str(head), "batch": arguments.batch}
         peer = _Peer(peer_python, script, job, arguments.threads)
         rows = []
-        for each in _works(arguments, encode, vocabulary):
+        for each in works_of(arguments.data, arguments.pairs, ours):
             rows += _compare(each, ours.score, peer, arguments.turns)
             print(f"\n{render(rows)}", flush=True)
             if peer.failure is not None:
@@ -93,54 +76,6 @@ def main() -> None:
     about = {"machine": machine(), "model": str(arguments.model), "precision": precision.value}
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
     write_json(arguments.output, {**about, "rows": rows, "failure": peer.failure})
-
-
-@dataclass(frozen=True)
-class _Ours:
-    score: Score
-    weights: np.ndarray
-
-
-def _our_scorer(
-    nemo: Path, config: Any, precision: Any, layout: Any
-) -> tuple[_Ours, Callable[[Any], list[int]], int]:
-    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
-    from nemo_aligner.scoring.scorer import RewardScorer
-    from nemo_aligner.text.contract import build_contract
-
-    pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)
-    tokenizer = pretrained.tokenizer
-    contract = build_contract(config, tokenizer, precision)
-    scorer = RewardScorer(pretrained.model.eval(), contract, tokenizer, layout, SMALLEST_BUDGET)
-    head = pretrained.model.rm_head.weight.detach().cpu().numpy()
-
-    def score(token_lists: list[list[int]]) -> np.ndarray:
-        return scorer.score_token_lists(token_lists)[:, 0]
-
-    def encode(text: Any) -> list[int]:
-        return scorer.encode(text).token_ids
-
-    return _Ours(score, head), encode, tokenizer.vocab_size
-
-
-def _works(
-    arguments: argparse.Namespace, encode: Callable[[Any], list[int]], vocabulary: int
-) -> list[Work]:
-    from nemo_aligner.config.common import RecordKind
-    from nemo_aligner.data.reading import Reading, read_records
-
-    records = read_records(arguments.data, Reading(RecordKind.comparison)).records[
-        : arguments.pairs
-    ]
-    pairs = [encode(text) for record in records for text in record.texts]
-    rng = np.random.RandomState(0)
-    prompt = rng.randint(100, vocabulary, 1024).tolist()
-    replies = [rng.randint(100, vocabulary, rng.randint(150, 251)).tolist() for _ in range(16)]
-    return [
-        Work("pairs, theirs sorted by length", pairs, True),
-        Work("single replies as they come", pairs[::2], False),
-        Work("a group of 16 replies", [[*prompt, *reply] for reply in replies], True),
-    ]
 
 
 class _Peer:

@@ -97,13 +97,16 @@ def write_base_nemo(path: Path, **changes: object) -> Path:
     return path
 
 
-def write_reward_nemo(path: Path) -> Path:
-    """A reward model's ``.nemo`` with two attributes, norms that are not 1, and label means."""
+def write_reward_nemo(path: Path, **data: Any) -> Path:
+    """A reward model's ``.nemo`` with two attributes, norms that are not 1, and label means.
+
+    ``data`` are settings of a DataConfig.
+    """
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
     from nemo_aligner.config.common import Precision, RewardModelType
-    from nemo_aligner.config.data import RegressionConfig
+    from nemo_aligner.config.data import DataConfig, RegressionConfig
     from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
@@ -112,6 +115,7 @@ def write_reward_nemo(path: Path) -> Path:
     settings = ModelConfig(
         reward_model_type=RewardModelType.regression,
         regression=RegressionConfig(attributes=["helpfulness", "verbosity"]),
+        data=DataConfig(**data),
     )
     base = write_base_nemo(path.with_suffix(".base"))
     with launch():

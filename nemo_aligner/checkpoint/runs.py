@@ -4,8 +4,8 @@ One folder per checkpoint, ``step_00000100/``: ``state/`` is a distributed check
 optimizer that any layout can read, ``run_state.json`` everything else. A folder is written under
 another name, synced to the disk, and then renamed: it is there whole, or not at all.
 
-Writing goes on in the background: ``save`` copies the tensors and returns, ``publish`` gives the
-folder its name when all ranks are done.
+Writing goes on in the background: ``save`` has the tensors copied and returns, ``publish`` gives
+the folder its name when all ranks are done.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main
+from nemo_aligner.parallel.host_copies import Wait
 
 _VERSION = 1
 _PREFIX = "model."
@@ -55,8 +56,10 @@ class ShardedModel(Protocol):
 class ShardedOptimizer(Protocol):
     """An optimizer that saves its state beside the model's.
 
-    What it gives to be saved is a copy, which stays as it is until it is asked again. Its last
-    update may still be on its way to the model's weights; ``finish_update`` waits for it.
+    What it gives to be saved is a copy by ``copy_beside``, which may still be on its way, and then
+    stays as it is until it is asked again. Its next update leaves time to what is being copied
+    (``before_writing``). Its last one may still be on its way to the model's weights;
+    ``finish_update`` waits for it.
     """
 
     def sharded_state_dict(
@@ -126,13 +129,16 @@ class RunCheckpoints:
         """
         self._copy(model, optimizer)
 
-    def _copy(self, model: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    def _copy(
+        self, model: ShardedModel, optimizer: ShardedOptimizer
+    ) -> tuple[dict[str, Any], Wait]:
+        """What is to be written, and what waits until all of it is in host memory."""
         optimizer.finish_update()
         weights = _sharded(model)
-        # It is looked up by the model's own tensors, so these are copied after.
+        # It is looked up by the model's own tensors, so these are copied after; and arrive after.
         state = optimizer.sharded_state_dict(weights)
-        copy_tensors(weights, self._host)
-        return {"model": weights, "optimizer": state}
+        arrived = copy_tensors(weights, self._host)
+        return {"model": weights, "optimizer": state}, arrived
 
     def clean(self) -> None:
         """Delete what a killed save or removal left behind; call it before the first save."""
@@ -173,10 +179,11 @@ class RunCheckpoints:
         return newcomer in self._ranked(saved)[: self._save_top_k]
 
     def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Start a checkpoint: when it returns, all tensors are copied, and training may go on.
+        """Start a checkpoint: when it returns, training may go on.
 
-        The copies are in host memory, as much as this rank's part of the checkpoint has, and the
-        next save reuses it. A save that is still pending is published first.
+        All tensors are copied into host memory, as much as this rank's part of the checkpoint has,
+        which the next save reuses. A GPU may still be copying; then the optimizer's next update
+        waits for it. A save that is still pending is published first.
 
         Raises:
             CheckpointError: on every rank, if this one or the one before cannot be written.
@@ -185,7 +192,8 @@ class RunCheckpoints:
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
             on_main(lambda: _make_empty(_unnamed(path)))
-        pending = start_saving(self._copy(model, optimizer), _unnamed(path) / STATE_NAME)
+        tensors, arrived = self._copy(model, optimizer)
+        pending = start_saving(tensors, _unnamed(path) / STATE_NAME, arrived)
         self._pending = Saved(path, state), pending
 
     @property

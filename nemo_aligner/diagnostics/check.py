@@ -1,4 +1,4 @@
-"""The check that a checkpoint's rewards are the same everywhere, from its options to a table."""
+"""The check that a checkpoint's rewards are the same everywhere, from its options to tables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from nemo_aligner.data.demo import build_demo_pairs
 from nemo_aligner.data.reading import Reading, parse_file
 from nemo_aligner.diagnostics.everywhere import score_everywhere
 from nemo_aligner.diagnostics.invariance import (
+    SERVER,
     Row,
     Scored,
-    choose_bar,
-    compare,
+    choose_bars,
+    compare_all,
     render_rows,
     summarise,
 )
@@ -76,7 +77,8 @@ def run_check(check: Check, output: Path | None) -> bool:
 
 def _plain(row: Row) -> dict[str, Any]:
     """The row for JSON, which has no NaN."""
-    return {**asdict(row), "difference": row.difference if isfinite(row.difference) else None}
+    difference = row.difference if isfinite(row.difference) else None
+    return {**asdict(row), "compared": row.compared.name, "difference": difference}
 
 
 def _read_model(checkpoint: str) -> tuple[ModelShape, ScoringContract]:
@@ -145,7 +147,7 @@ def _in_new_worlds(check: Check, texts: list[Any], precision: str) -> Scored:
     worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= most]
     rewards = {layout: found for world in worlds for layout, found in world.rewards.items()}
     if check.serve:
-        rewards["server"] = score_over_http(check.checkpoint, precision, texts)
+        rewards[SERVER] = score_over_http(check.checkpoint, precision, texts)
     reasons = [reason for world in worlds for reason in world.reasons]
     return Scored(rewards, worlds[0].reference, reasons)
 
@@ -158,13 +160,9 @@ def _in_this_world(check: Check, texts: list[Any], precision: str) -> Scored:
 def _compare_all(
     scored: Scored, shape: ModelShape, contract: ScoringContract, precision: str
 ) -> tuple[list[Row], str]:
-    """The table's rows, and the summary; both are printed."""
-    bar = choose_bar(precision, shape.num_layers, scored.reference)
-    rows = [
-        compare(layout, variant, rewards, scored.reference, contract.attribute_weights, bar)
-        for layout, variants in scored.rewards.items()
-        for variant, rewards in variants.items()
-    ]
-    summary = summarise(rows, bar)
+    """The tables' rows, and the summary; both are printed."""
+    bars = choose_bars(precision, shape.num_layers, scored.reference)
+    rows = compare_all(scored, contract.attribute_weights, bars)
+    summary = summarise(rows, bars)
     print(f"\n{render_rows(rows)}\n\n{precision}: {summary}", flush=True)
     return rows, summary

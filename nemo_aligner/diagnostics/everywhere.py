@@ -26,9 +26,11 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 )
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.scoring import BATCH_INVARIANT_ROWS
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.diagnostics.invariance import Scored, fitting_layouts
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.batch_invariant import make_batch_invariant
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
 from nemo_aligner.models.trainable import wrap_for_training
@@ -94,6 +96,7 @@ def _scored(
     checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
 ) -> dict[str, np.ndarray]:
     model = load_reward_model(checkpoint, layout, precision)
+    make_batch_invariant(model.model, BATCH_INVARIANT_ROWS)
     small = model.contract.seq_length
 
     def score(chosen: Sequence[Any], budget: int) -> np.ndarray:

@@ -1,10 +1,11 @@
-"""Is a reward the same at every layout and in every batch? What is compared, and the bars."""
+"""Is a reward the same in any company, at every layout, in every precision? And the bars."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import LayoutSizes
 
 FP32_BAR = 1e-5
+# What the server scores is no layout, and a variant that begins so is no scoring.
+SERVER, TRAINING = "server", "training"
 _EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
@@ -48,17 +51,28 @@ class Scored:
         return cls(rewards, np.array(content["reference"]), content["reasons"])
 
 
+class Compared(Enum):
+    """What a row's rewards are compared with."""
+
+    company = "the same layout, other company"
+    layout = "other layouts, and training's forward pass"
+    precision = "fp32"
+
+
 @dataclass(frozen=True)
 class Row:
-    """One layout and variant against the reference.
+    """One layout and variant against what it is ``compared`` with.
 
-    ``difference`` is the largest |difference| of a reward; ``flips`` counts pairs whose verdict
-    turned although the reference's margin was above the bar's tolerance.
+    ``changed`` counts rewards whose bits are other ones, ``difference`` is the largest
+    |difference| of a reward; ``flips`` counts pairs whose verdict turned although the margin that
+    it is compared with was above the bar's tolerance.
     """
 
+    compared: Compared
     layout: str
     variant: str
     texts: int
+    changed: int
     difference: float
     flips: int
     ok: bool
@@ -66,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """How far rewards may be from the reference: one of them, and the margin of two."""
+    """How far rewards may be from those they are compared with: one of them, the margin of two."""
 
     reward: float
     margin: float
@@ -92,22 +106,52 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
     return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp), reasons
 
 
-def choose_bar(precision: str, num_layers: int, reference: np.ndarray) -> Bar:
-    """What ``precision`` may cost against an fp32 reference ``[N, A]``.
+def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
+    """What is allowed, for a model whose rewards in fp32 are ``reference [N, A]``.
 
-    In fp32 1e-5, times the largest |reward| where that is above 1, and no verdict may turn. Else
-    every layer rounds the residual stream twice: as rounding errors of one size add up like a
-    random walk, the bar is 4 standard deviations of it, ``4 * epsilon * sqrt(2 * num_layers)``, in
-    units of the rewards' own spread.
+    In other company, nothing. At other layouts in fp32 1e-5, times the largest |reward| where that
+    is above 1, and no verdict may turn. Else every layer rounds: as rounding errors of one size add
+    up like a random walk, the bar is 4 standard deviations of it, ``4 * epsilon *
+    sqrt(2 * num_layers)``, in units of the rewards' own spread.
     """
+    bars = {Compared.company: Bar(0.0, 0.0)}
     if precision == "fp32":
-        return Bar(FP32_BAR * max(1.0, float(np.abs(reference).max())), 0.0)
+        return bars | {Compared.layout: Bar(FP32_BAR * max(1.0, float(np.abs(reference).max())), 0)}
     spread = float(reference.std(axis=0).max())
     reward = 4 * _EPSILON[precision] * math.sqrt(2 * num_layers) * spread
-    return Bar(reward, 2 * reward)
+    rounded = Bar(reward, 2 * reward)
+    return bars | {Compared.layout: rounded, Compared.precision: rounded}
+
+
+def compare_all(
+    scored: Scored, weights: Sequence[float], bars: Mapping[Compared, Bar]
+) -> list[Row]:
+    """Every layout's variants against its texts alone, those against the first layout's and fp32's.
+
+    ``bars`` say what is compared.
+    """
+    first = next(iter(scored.rewards.values()))["alone"]
+    rows = []
+    for layout, variants in scored.rewards.items():
+        for variant, rewards in variants.items():
+            is_forward = variant.startswith(TRAINING)
+            others = [(Compared.layout, first)]
+            if layout == SERVER:
+                others = [(Compared.company, first)]
+            elif variant == "alone":
+                others.append((Compared.precision, scored.reference))
+            elif not is_forward:
+                others = [(Compared.company, variants["alone"])]
+            rows += [
+                compare(compared, layout, variant, rewards, reference, weights, bars[compared])
+                for compared, reference in others
+                if compared in bars
+            ]
+    return rows
 
 
 def compare(
+    compared: Compared,
     layout: str,
     variant: str,
     rewards: np.ndarray,
@@ -115,14 +159,21 @@ def compare(
     weights: Sequence[float],
     bar: Bar,
 ) -> Row:
-    """``[N, A]`` rewards of pairs (chosen, rejected, chosen, ...) against the reference's."""
+    """``[N, A]`` rewards of pairs (chosen, rejected, chosen, ...) against others'."""
     difference = float(np.abs(rewards - reference).max())
     margins, wanted = _margins(rewards, weights), _margins(reference, weights)
     turned = (np.sign(margins) != np.sign(wanted)) & (np.abs(wanted) > bar.margin)
     flips = int(turned.sum())
-    # A NaN is no number that is small enough.
     return Row(
-        layout, variant, len(rewards), difference, flips, difference <= bar.reward and not flips
+        compared=compared,
+        layout=layout,
+        variant=variant,
+        texts=len(rewards),
+        changed=int((rewards != reference).sum()),
+        difference=difference,
+        flips=flips,
+        # A NaN is no number that is small enough.
+        ok=difference <= bar.reward and not flips,
     )
 
 
@@ -132,27 +183,37 @@ def _margins(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """The table for people."""
+    """The tables for people, one for each thing that is compared."""
     layout = max(len("layout"), *(len(row.layout) for row in rows)) + 2
     variant = max(len("variant"), *(len(row.variant) for row in rows)) + 2
-    head = f"{'layout':<{layout}}{'variant':<{variant}}{'texts':>6}{'largest |difference|':>22}"
-    lines = [f"{head}{'flips':>7}"]
-    for row in rows:
-        lines.append(
-            f"{row.layout:<{layout}}{row.variant:<{variant}}{row.texts:>6}"
+    tables = []
+    for compared in Compared:
+        head = f"{'layout':<{layout}}{'variant':<{variant}}{'texts':>6}{'other bits':>12}"
+        lines = [f"against {compared.value}", f"{head}{'largest |difference|':>22}{'flips':>7}"]
+        lines += [
+            f"{row.layout:<{layout}}{row.variant:<{variant}}{row.texts:>6}{row.changed:>12}"
             f"{row.difference:>22.2e}{row.flips:>7}" + ("" if row.ok else "   MISSED")
-        )
-    return "\n".join(lines)
+            for row in rows
+            if row.compared is compared
+        ]
+        if len(lines) > 2:
+            tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
-def summarise(rows: Sequence[Row], bar: Bar) -> str:
-    """One line: how many rows hold the bar, and the worst of them."""
+def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
+    """A line in all, and one for each thing that is compared: its worst, and what was wanted."""
     missed = sum(not row.ok for row in rows)
-    # max() would pass over a NaN.
-    worst = max(math.inf if math.isnan(row.difference) else row.difference for row in rows)
-    flips = sum(row.flips for row in rows)
-    verdict = "the same everywhere" if not missed else f"MISSED in {missed} of {len(rows)} rows"
-    return (
-        f"{verdict}: largest |difference| {worst:.2e} (wanted {bar.reward:.2g} or less), "
-        f"{flips} verdicts turned where the margin is above {bar.margin:.2g}"
-    )
+    lines = ["the same everywhere" if not missed else f"MISSED in {missed} of {len(rows)} rows"]
+    for compared, bar in bars.items():
+        some = [row for row in rows if row.compared is compared]
+        if not some:
+            continue
+        # max() would pass over a NaN.
+        worst = max(math.inf if math.isnan(row.difference) else row.difference for row in some)
+        found = f"against {compared.value}: largest |difference| {worst:.2e}"
+        flips = f"{sum(row.flips for row in some)} verdicts turned"
+        wanted = "wanted 0: the same bits" if not bar.reward else f"wanted {bar.reward:.2g} or less"
+        beyond = f" where the margin is above {bar.margin:.2g}" if bar.margin else ""
+        lines.append(f"{found} ({wanted}), {flips}{beyond}")
+    return "\n  ".join(lines)

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
@@ -32,48 +36,54 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: i
 
 def in_pieces(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
     """``function`` of ``input [T, ..., i]``, ``rows`` of T at a time, the last ones filled up."""
-    count = input.size(0)
-    fill = (0, 0) * (input.dim() - 1) + (0, -count % rows)
-    pieces = [function(piece) for piece in F.pad(input, fill).split(rows)]
-    return torch.cat(pieces)[:count]
+    found = [function(_filled(piece, rows)) for piece in input.split(rows)]
+    return torch.cat(found)[: input.size(0)]
 
 
-class _InvariantProduct:
-    """Of a linear layer: ``invariant_rows`` rows make a product; None is as megatron-core has it.
+def _filled(rows: Tensor, multiple: int) -> Tensor:
+    """``[T, ...]`` with zeros behind, so that T is a multiple."""
+    missing = -rows.size(0) % multiple
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
-    Only in evaluation mode: training takes the products as they come.
+
+class ColumnLinear(ColumnParallelLinear):
+    """A linear layer that tensor parallelism splits by its outputs.
+
+    ``invariant_rows`` rows make a product, in evaluation mode alone; None is as megatron-core
+    has it.
     """
 
     invariant_rows: int | None = None
 
-    def _forward_impl(self: Any, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
-        rows = self.rows_now()
+    def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        rows = _rows_now(self)
         if rows is None:
-            return super()._forward_impl(input, weight, *args, **options)  # type: ignore[misc]
-        if options["sequence_parallel"]:
-            input = gather_from_sequence_parallel_region(input, group=options["tp_group"])
-        return invariant_linear(input, weight, options["bias"], rows)
-
-    def rows_now(self: Any) -> int | None:
-        """``invariant_rows`` where they count now."""
-        learns = self.training or torch.is_grad_enabled()
-        return None if learns else self.invariant_rows
+            return super().forward(input_, *args, **options)
+        if self.sequence_parallel:
+            input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        return invariant_linear(input_, self.weight, self.bias, rows), None
 
 
-class ColumnLinear(_InvariantProduct, ColumnParallelLinear):
-    """A linear layer that tensor parallelism splits by its outputs."""
+class RowLinear(RowParallelLinear):
+    """A linear layer that tensor parallelism splits by its inputs; ``invariant_rows`` as above."""
 
-
-class RowLinear(_InvariantProduct, RowParallelLinear):
-    """A linear layer that tensor parallelism splits by its inputs."""
+    invariant_rows: int | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Of two numbers both sums are the same; of more, the order is the algorithm's.
-        rows = self.rows_now()
-        if rows is None or self.tp_group.size() <= 2:
+        rows = _rows_now(self)
+        if rows is None:
             return super().forward(input_)
         partial = invariant_linear(input_, self.weight, None, rows)
-        return sum_in_rank_order(partial, self.tp_group, self.sequence_parallel), None
+        # Of two numbers both sums are the same; of more, the order is the algorithm's.
+        if self.tp_group.size() > 2:
+            return sum_in_rank_order(partial, self.tp_group, self.sequence_parallel), None
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), None
+        return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), None
+
+
+def _rows_now(layer: ColumnLinear | RowLinear) -> int | None:
+    return None if layer.training or torch.is_grad_enabled() else layer.invariant_rows
 
 
 def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor:
@@ -83,8 +93,7 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
     has a say in it: each rank sums a share of the rows.
     """
     ranks, rows = group.size(), partial.size(0)
-    fill = (0, 0) * (partial.dim() - 1) + (0, -rows % ranks)
-    sent = F.pad(partial, fill).contiguous()
+    sent = _filled(partial, ranks).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     first, *others = received.chunk(ranks)
@@ -94,5 +103,6 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
     share = total.to(partial.dtype)
     if is_scattered:
         return share
-    dist.all_gather_into_tensor(sent, share, group=group)
-    return sent[:rows]
+    # Not into ``sent``, which may be the caller's.
+    dist.all_gather_into_tensor(received, share, group=group)
+    return received[:rows]

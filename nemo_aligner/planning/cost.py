@@ -26,13 +26,15 @@ class Packs:
     """What one data parallel rank computes in a step: ``count`` packs, each of this size.
 
     ``keys`` is the mean number of keys that a token attends to; ``sequences`` are those of one
-    pack, of each of which the head reads one row.
+    pack, of each of which the head reads one row. ``kept_keys`` are those that attention keeps for
+    each token of the pack: its own, or more where they are copied for others that begin with it.
     """
 
     tokens: int
     sequences: int
     keys: float
     count: int = 1
+    kept_keys: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
     """The packs of ``pairs`` of two sequences of ``length`` tokens, the first ``prefix`` in common.
 
     As ``data/packing.py`` makes them: as few as the budget of tokens allows, each of even work.
+    Attention is a GPU's, which is given the prefix by itself, and once more with each sequence.
 
     Raises:
         ConfigError: a pair alone is larger than the budget.
@@ -120,7 +123,8 @@ def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
         )
     count = -(-pairs // (budget // size))
     fullest = -(-pairs // count)
-    return Packs(fullest * size, 2 * fullest, attended_keys(length, prefix), count)
+    kept = (2 * length + prefix) / size
+    return Packs(fullest * size, 2 * fullest, attended_keys(length, prefix), count, kept)
 
 
 def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:

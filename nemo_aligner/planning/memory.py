@@ -108,9 +108,12 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     piece, q + 2 kv; norms of what is added keep it, h each.
 
     Of the model's last layer the head's rows alone go past attention; they are too few to count. A
-    frozen layer that passes a gradient on does not keep the inputs of its linear layers. Selective
-    recomputation leaves out the log-sum-exp, but keeps grouped queries twice: as the
-    projection made them, in one piece with keys and values, and as a copy.
+    frozen layer that passes a gradient on does not keep the inputs of its linear layers. Keys and
+    values of a common beginning are kept as often as the kernel is given them.
+
+    Selective recomputation leaves out those copies, the log-sum-exp, and the output, but as the
+    input of the next linear layer; it keeps grouped queries twice: as the projection made them, in
+    one piece with keys and values, and as a copy.
 
     Ignored: a LayerNorm's second number; and where no kernel does a window or a soft-cap, another
     copy of the output, masks, a byte for each query and key of a sequence, and in ``transient`` the
@@ -120,13 +123,13 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     size = ELEMENT_BYTES[plan.precision]
     is_last, is_frozen = layer == shape.num_layers - 1, layer < plan.freeze_layers
     norms = 1 if is_last else 2
-    inner = 2 * q + 2 * kv
-    if not is_last:
-        inner += ((2 if shape.is_gated else 1) + (not is_frozen)) * f
-    heads = shape.num_attention_heads
+    heads, inner = shape.num_attention_heads, 2 * q + 2 * kv * plan.packs.kept_keys
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
-        inner, heads = inner + (q if kv < q else 0), 0
+        output = 0 if is_last or is_frozen else q
+        heads, inner = 0, q + 2 * kv + output + (q if kv < q else 0)
+    if not is_last:
+        inner += ((2 if shape.is_gated else 1) + (not is_frozen)) * f
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
         inner += q + kv if is_selective else 2 * q + 2 * kv
@@ -197,7 +200,8 @@ def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
     The gradients of a state, of the output, of queries, keys and values; what is recomputed.
     """
     _, _, q, kv = widths(shape)
-    made = (2 * q + 2 * kv) * ELEMENT_BYTES[plan.precision] / plan.tp
+    keys = 2 * kv * plan.packs.kept_keys
+    made = (2 * q + keys) * ELEMENT_BYTES[plan.precision] / plan.tp
     needed = made + _state(shape, plan)
     if is_recomputed(shape, plan, shape.num_layers - 1):
         needed += _whole_layer_bytes(shape, plan, shape.num_layers - 1) - _state(shape, plan)

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from nemo_aligner.batch import PackedBatch
 from nemo_aligner.checkpoint.nemo.config_file import read_model_config
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.runs import RunCheckpoints
@@ -15,6 +16,7 @@ from nemo_aligner.console import show_bytes
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import check_freezing
 from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
@@ -96,6 +98,7 @@ def _plan(
             sequences=sequences,
             keys=attended_keys(max(1, largest.num_tokens // sequences)),
             count=max(map(len, packs)),
+            kept_keys=_kept_keys(largest),
         ),
         tp=layout.tp,
         pp=layout.pp,
@@ -108,6 +111,14 @@ def _plan(
         cpu_offload=options.optim.cpu_offload,
         num_attributes=options.num_attributes,
     )
+
+
+def _kept_keys(pack: PackedBatch) -> float:
+    """How many keys a GPU's attention is given for each token: prefixes with each that has them."""
+    lengths = pack.cu_seqlens.diff().tolist()
+    chains = chains_of(pack.prefixes.tolist(), cached=0)
+    seen = sum(lengths[number] for own, chain in enumerate(chains) for number in (*chain, own))
+    return seen / pack.num_tokens
 
 
 def _render_memory(memory: Memory, packs: Packs) -> str:

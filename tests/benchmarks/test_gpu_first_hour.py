@@ -58,13 +58,15 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     states = {name: part["state"] for name, part in found.items()}
     assert states == {
         **dict.fromkeys(("machine", "model", "scoring", "mfu", "memory", "offload"), "done"),
-        **dict.fromkeys(("save", "overlap"), "done"),
+        **dict.fromkeys(("save", "overlap", "invariance"), "done"),
         **dict.fromkeys(("tests", "training", "vllm"), "not run"),
     }
     assert found["tests"]["why"].startswith("it needs a GPU")
     assert found["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
     rows = {name: part["rows"] for name, part in found.items()}
     assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][1::2])
+    changed = [row["other bits"] for row in rows["invariance"] if row["rows of a product"] == 256]
+    assert changed == [0] * 6
     assert [row["sequence"] for row in rows["mfu"]] == [64, 32]
     assert all(row["s/step"] > 0 and row["planned s/step"] > 0 for row in rows["mfu"])
     for row in rows["memory"]:

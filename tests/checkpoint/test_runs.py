@@ -46,7 +46,7 @@ class Written:
     is_written = True
     error: str | None = None
 
-    def __init__(self, state: dict[str, Any], folder: Path) -> None:
+    def __init__(self, state: dict[str, Any], folder: Path, arrived: Any) -> None:
         self.folder = folder
 
     def finish(self) -> None:

@@ -10,10 +10,12 @@ import pytest
 from nemo_aligner.diagnostics.invariance import (
     FP32_BAR,
     Bar,
+    Compared,
     Row,
     Scored,
-    choose_bar,
+    choose_bars,
     compare,
+    compare_all,
     fitting_layouts,
     render_rows,
     summarise,
@@ -38,12 +40,13 @@ EXACT = Bar(FP32_BAR, 0.0)
 
 
 def row(rewards: np.ndarray, bar: Bar = EXACT) -> Row:
-    return compare("TP=2", "alone", rewards, REFERENCE, (1.0, 1.0), bar)
+    return compare(Compared.layout, "TP=2", "alone", rewards, REFERENCE, (1.0, 1.0), bar)
 
 
 def test_the_same_is_the_same() -> None:
     found = row(REFERENCE)
     assert (found.difference, found.flips, found.ok, found.texts) == (0.0, 0, True, 4)
+    assert found.changed == 0
 
 
 def test_a_difference_above_the_bar_is_noticed() -> None:
@@ -65,13 +68,49 @@ def test_a_verdict_that_turns_is_noticed_however_small_its_margin() -> None:
 
 
 def test_the_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
-    assert choose_bar("fp32", 30, REFERENCE / 2) == EXACT
-    assert choose_bar("fp32", 30, REFERENCE).reward == pytest.approx(2e-5)
-    bar = choose_bar("bf16", 30, REFERENCE)
+    exact = choose_bars("fp32", 30, REFERENCE / 2)
+    assert exact == {Compared.company: Bar(0.0, 0.0), Compared.layout: EXACT}
+    assert choose_bars("fp32", 30, REFERENCE)[Compared.layout].reward == pytest.approx(2e-5)
+    bars = choose_bars("bf16", 30, REFERENCE)
     spread = REFERENCE[:, 0].std()
+    assert bars[Compared.company] == Bar(0.0, 0.0)
+    bar = bars[Compared.precision]
     assert bar.reward == pytest.approx(4 * 2**-8 * 60**0.5 * spread)
     assert bar.margin == 2 * bar.reward
-    assert choose_bar("fp16", 30, REFERENCE).reward == pytest.approx(bar.reward / 8)
+    half = choose_bars("fp16", 30, REFERENCE)[Compared.precision]
+    assert half.reward == pytest.approx(bar.reward / 8)
+
+
+def test_each_thing_is_compared_with_its_own() -> None:
+    first, second, exact = REFERENCE + 0.01, REFERENCE + 0.02, REFERENCE
+    others = second + 1e-9
+    rewards = {
+        "TP=1": {"alone": first, "all together": first, "training": first},
+        "TP=2": {"alone": second, "all together": others},
+        "server": {"alone": first},
+    }
+    bars = choose_bars("bf16", 30, exact)
+    rows = compare_all(Scored(rewards, exact, []), (1.0, 1.0), bars)
+    found = {(row.compared, row.layout, row.variant): row for row in rows}
+    company, layout, precision = Compared
+    assert found.keys() == {
+        (company, "TP=1", "all together"),
+        (company, "TP=2", "all together"),
+        (company, "server", "alone"),
+        (layout, "TP=1", "alone"),
+        (layout, "TP=1", "training"),
+        (layout, "TP=2", "alone"),
+        (precision, "TP=1", "alone"),
+        (precision, "TP=2", "alone"),
+    }
+    missed = found.pop((company, "TP=2", "all together"))
+    assert (missed.changed, missed.ok) == (8, False)
+    assert all(row.ok for row in found.values())
+    assert found[layout, "TP=2", "alone"].difference == pytest.approx(0.01)
+    assert found[precision, "TP=2", "alone"].difference == pytest.approx(0.02)
+    exact_bars = choose_bars("fp32", 30, exact)
+    rows = compare_all(Scored(rewards, first, []), (1.0, 1.0), exact_bars)
+    assert {row.compared for row in rows} == {company, layout}
 
 
 def test_layouts_that_fit_and_why_others_do_not() -> None:
@@ -91,15 +130,19 @@ def test_layouts_that_fit_and_why_others_do_not() -> None:
 
 
 def test_the_table_says_what_is_missed() -> None:
-    far = REFERENCE + 1e-3
-    table = render_rows([row(REFERENCE), row(far)])
-    assert table.splitlines()[0].startswith("layout  variant")
-    assert table.splitlines()[1].split() == ["TP=2", "alone", "4", "0.00e+00", "0"]
-    assert table.splitlines()[2].endswith("1.00e-03      0   MISSED")
-    assert summarise([row(REFERENCE), row(far)], EXACT).startswith("MISSED in 1 of 2 rows")
-    hidden = summarise([row(np.full_like(REFERENCE, np.nan)), row(REFERENCE)], EXACT)
-    assert "largest |difference| inf" in hidden
-    assert summarise([row(REFERENCE)], EXACT).startswith("the same everywhere")
+    rows, far = [row(REFERENCE)], row(REFERENCE + 1e-3)
+    lines = render_rows([*rows, far]).splitlines()
+    assert lines[0] == "against other layouts, and training's forward pass"
+    assert lines[1].startswith("layout  variant")
+    assert lines[2].split() == ["TP=2", "alone", "4", "0", "0.00e+00", "0"]
+    assert lines[3].endswith("8              1.00e-03      0   MISSED")
+    bars = {Compared.layout: EXACT, Compared.company: Bar(0.0, 0.0)}
+    assert summarise([*rows, far], bars).startswith("MISSED in 1 of 2 rows\n")
+    hidden = summarise([row(np.full_like(REFERENCE, np.nan)), *rows], bars)
+    assert "largest |difference| inf (wanted 1e-05 or less), 2 verdicts turned" in hidden
+    same = summarise(rows, bars)
+    assert same.startswith("the same everywhere\n")
+    assert "company" not in same
 
 
 def test_what_a_world_found_comes_through_a_file() -> None:

@@ -60,6 +60,7 @@ def test_every_layout_batch_and_the_server(folder: Path) -> None:
     assert max(row["difference"] for row in rows) < 1e-5
     assert sum(row["flips"] for row in rows) == 0
     assert {row["texts"] for row in rows} == {20}
+    assert {row["compared"] for row in rows} == {"company", "layout"}
     layouts = {row["layout"] for row in rows}
     assert {
         "TP=1 PP=1 DP=1",
@@ -79,12 +80,19 @@ def test_every_layout_batch_and_the_server(folder: Path) -> None:
             "training",
             "training, recompute",
         }
+    company = [row for row in rows if row["compared"] == "company"]
+    assert len(company) == 3 * len(layouts - {"server"}) + 2
+    assert all(row["changed"] == 0 for row in company)
 
 
 def test_bf16_keeps_the_verdicts_beyond_its_tolerance(folder: Path) -> None:
     shown, rows = check(folder, "--pairs=6", "--processes=1", "--precision=bf16", "--no-server")
     assert "bf16: the same everywhere" in shown
-    assert max(row["difference"] for row in rows) > 1e-5, "bf16 has to differ from fp32"
+    worst = {
+        row["compared"]: row["difference"] for row in sorted(rows, key=lambda r: r["difference"])
+    }
+    assert worst["precision"] > 1e-5, "bf16 has to differ from fp32"
+    assert worst["company"] == 0
     assert all(row["flips"] == 0 and row["ok"] for row in rows)
 
 

@@ -18,14 +18,15 @@ import torch
 from tests.gpu_rehearsal.fake_gpu import fake_gpu
 from tests.gpu_rehearsal.watch import Watch
 
+HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
+
 
 def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
     from nemo_aligner.parallel.layout import destroy_layout
     from tests.gpu_rehearsal import scenes
 
     watch.phases.clear()
-    for name, value in task.get("given", {}).items():
-        setattr(watch, name, tuple(value) if isinstance(value, list) else value)
+    vars(watch).update(HOPPER | task.get("given", {}))
     try:
         found = getattr(scenes, task["run"])(watch, **task["with"])
     except Exception:

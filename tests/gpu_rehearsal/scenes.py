@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import wraps
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.runs import RunCheckpoints
@@ -27,6 +30,8 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.parallel import host_copies
+from nemo_aligner.parallel.host_memory import host_zeros
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import (
     LayoutSizes,
@@ -34,7 +39,7 @@ from nemo_aligner.parallel.layout import (
     destroy_layout,
     initialize_layout,
 )
-from nemo_aligner.planning.cost import Packs, Plan
+from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import pack_activations
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.services.critic import TRAIN, VALUES
@@ -44,6 +49,7 @@ from nemo_aligner.training.critic import CriticLearner
 from nemo_aligner.training.critic_run import open_critic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
+from tests.gpu_rehearsal.streams import Streams, play_streams
 from tests.gpu_rehearsal.watch import CUDA, Watch
 from tests.training.critic_steps import make_rollout
 
@@ -77,6 +83,12 @@ def mark_phases(watch: Watch) -> None:
     # CUDA's kernel keeps for the backward what this function does; a CPU build takes it apart.
     F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(x, weight, eps, x.dtype)
 
+    # The count of overflows comes back as one, as all from a fake GPU.
+    overflows = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
+    MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = lambda self: (
+        overflows(self) and False
+    )
+
     def mark(owner: type, method: str, phase: str) -> None:
         function = getattr(owner, method)
 
@@ -87,6 +99,7 @@ def mark_phases(watch: Watch) -> None:
 
         setattr(owner, method, marked)
 
+    play_streams()
     for phase, (owner, method) in PHASES.items():
         mark(owner, method, phase)
     measure = Timers.measure
@@ -101,8 +114,24 @@ def mark_phases(watch: Watch) -> None:
 
 
 def command(watch: Watch, function: str, config: str, settings: list[str]) -> Found:
-    resolve_name(function)(load_config(resolve_name(config), settings))
-    return {}
+    with Streams() as streams:
+        resolve_name(function)(load_config(resolve_name(config), settings))
+    return {"races": streams.races, "copies": streams.copies}
+
+
+def save(watch: Watch, unheeded: list[str]) -> Found:
+    """Weights are written to, copied, and written to again; one of the waits is ``unheeded``."""
+    weights = torch.zeros(8, device=CUDA)
+    host = host_zeros([weights])
+    with Streams() as streams, ExitStack() as without:
+        for name in unheeded:
+            without.enter_context(mock.patch(name))
+        weights.add_(1)
+        arrived = host_copies.copy_beside(zip(host, [weights], strict=True))
+        host_copies.before_writing()
+        weights.add_(1)
+        arrived()
+    return {"races": streams.races, "copies": streams.copies}
 
 
 def start(watch: Watch) -> Found:
@@ -128,7 +157,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
     rollout = make_rollout(0)
     arrays = (rollout.tokens, rollout.returns, rollout.prev_values, rollout.mask)
     allocated = []
-    with launch():
+    with launch(), Streams() as streams:
         run = open_critic(config, initialize_layout())
         operations = CriticServable(run, config).operations
         for name, given in ((VALUES, [probes]), (TRAIN, arrays), (VALUES, [probes])):
@@ -136,7 +165,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
             allocated.append(watch.allocated())
         state = sum(each.nbytes for each in run.learner.optimizer.state_tensors())
         run.save()
-    return {"allocated": allocated, "optimizer": state}
+    return {"allocated": allocated, "optimizer": state, "races": streams.races}
 
 
 def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
@@ -184,7 +213,8 @@ def one_rank(
     }
     if layout.pp == 1:
         sizes = {"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
-        pack = Packs(batches[0].num_tokens, sequences=8, keys=1)
+        tokens = batches[0].num_tokens
+        pack = even_packs(4, (tokens // 4 + prefix) // 2, tokens, prefix)
         plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(watch, wrapped, batches[0].to(CUDA))

@@ -25,25 +25,29 @@ DECISIONS = {
     "critic step": {NORM: 1, COUNT: 1, "copy to host at training/critic.py _sum_over_ranks": 1},
     "save": {
         "broadcast_object_list at parallel/collectives.py broadcast_object": 3,
-        "synchronize at parallel/device.py wait_for_device": 2,
         "synchronize at training/optimizer/host_moments.py wait": 1,
         "all_gather_object at checkpoint/weights/save.py __init__": 1,
         "broadcast_object_list at checkpoint/weights/save.py __init__": 1,
         "gather_object at checkpoint/weights/save.py __init__": 1,
         "scatter_object_list at checkpoint/weights/save.py __init__": 1,
-        # Of each parameter, where torch's AdamW counts its steps; of fp16's loss scale.
-        "item at training/optimizer/optimizer.py sharded_state_dict": 27,
+        # The thread that writes, when the copies are there.
+        "synchronize at checkpoint/weights/save.py _write": 1,
+        # Where torch's AdamW counts its steps; fp16's loss scale.
+        "copy to host at training/optimizer/megatron_internals.py _with_counts_on_host": 1,
         "copy to host at training/optimizer/optimizer.py sharded_state_dict": 1,
     },
     "move": {"synchronize at parallel/device.py wait_for_device": 4},
 }
 # A loss scale is asked for, and whether the gradient has overflowed.
 FP16 = {
-    "item at training/optimizer/optimizer.py loss_scale": 2,
+    "item at training/optimizer/optimizer.py loss_scale": 1,
     "item at training/optimizer/optimizer.py step": 1,
 }
 NAMES = ["bf16", "resumed", "fp16", "offload", "offload resumed", "recompute", "frozen"]
+SAVING = list(NAMES)
 NAMES += ["evaluate", "score", "score with cache", "critic"]
+# Tensors that a save copies: of each parameter the weights, and where it is trained fp32 state.
+MODEL_AND_STATE = 27
 
 
 def unexpected(seen: Seen, allowed: dict[str, dict[str, int]]) -> list[str]:
@@ -138,6 +142,36 @@ def test_a_command_runs_and_waits_only_where_a_decision_needs_it(
     assert seen["settings"]["backend"] == "nccl"
     assert seen["settings"]["device_id"] == "cuda:0"
     assert seen["settings"]["fp32 products"] == "highest"
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.parametrize("name", NAMES)
+def test_streams_wait_for_each_other(commands: dict[str, Seen], name: str) -> None:
+    """Of a save: that of its copies for what computes, and the next update for them."""
+    seen = commands[name]
+    assert "error" not in seen, seen["error"]
+    assert seen.get("races", {}) == {}
+    if name in SAVING:
+        assert seen["copies"]["beside"] > MODEL_AND_STATE
+        assert seen["copies"].get("in line", 0) == 0
+
+
+@pytest.mark.slow(seconds=5)
+def test_a_wait_that_is_left_out_is_seen(rehearse: Rehearse) -> None:
+    left_out = {
+        "": [],
+        "nemo_aligner.parallel.host_copies.before_writing": ["writes what another stream reads"],
+        "tests.gpu_rehearsal.streams.Stream.wait_stream": [
+            "reads what another stream writes",
+            "writes what another stream reads",
+        ],
+    }
+    tasks = [{"run": "save", "with": {"unheeded": [name] if name else []}} for name in left_out]
+    for seen, wanted in zip(rehearse("streams", tasks), left_out.values(), strict=True):
+        assert "error" not in seen, seen["error"]
+        assert seen["copies"] == {"beside": 1}
+        found = sorted(" ".join(race.split()[-5:]) for race in seen["races"])
+        assert found == wanted
 
 
 @pytest.mark.slow(seconds=60)

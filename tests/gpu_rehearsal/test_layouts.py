@@ -21,9 +21,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # Options of one rank alone, and what is else about its shape.
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "alone": ({}, {}),
-    # Keys that sequences have in common are kept for each: with few of them that is little.
-    "prefix": ({"prefix": 64}, {"num_layers": 4, "num_query_groups": 1}),
-    "selective": ({"recompute": "selective"}, {"num_layers": 4}),
+    "prefix": ({"prefix": 64}, {}),
+    "prefix, no groups": ({"prefix": 96}, {"num_query_groups": 4}),
+    "selective": ({"recompute": "selective"}, {}),
+    "selective, prefix": ({"recompute": "selective", "prefix": 64}, {}),
     "full": ({"recompute": "full"}, {}),
     "frozen": ({"freeze_layers": 1}, {}),
     "window": ({}, {"window_size": 32}),

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.models.pointwise import gated_gelu, gated_silu, rms_norm, rotate, squared_relu
+from nemo_aligner.models.pointwise import (
+    by_whole_rows,
+    gated_gelu,
+    gated_silu,
+    rms_norm,
+    rotate,
+    squared_relu,
+)
 
 Function = Callable[..., Tensor]
 
@@ -111,3 +118,22 @@ def test_bf16_stays_bf16() -> None:
     assert out.dtype is x.grad.dtype is weight.grad.dtype is torch.bfloat16  # type: ignore[union-attr]
     wanted = F.rms_norm(x.float(), (16,), weight.float(), 1e-5)
     torch.testing.assert_close(out.float(), wanted, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize("function", [gated_silu, gated_gelu, squared_relu])
+@pytest.mark.parametrize("width", [1536, 200, 20000])
+def test_by_whole_rows_a_row_has_the_same_bits_however_many_threads_and_rows(
+    function: Callable[[Tensor], Tensor], width: int
+) -> None:
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 1, 2 * width, generator=generator) * 2
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([by_whole_rows(function, row) for row in x.split(1)])
+        for threads in (1, 3, 5, 7):
+            torch.set_num_threads(threads)
+            for rows in (slice(0, 96), slice(0, 1), slice(7, 64), slice(32, 95)):
+                assert torch.equal(by_whole_rows(function, x[rows]), alone[rows])
+    finally:
+        torch.set_num_threads(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,29 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
         # A token sees all tokens of its sequence up to itself, wherever they are in the pack.
         keys = float((batch.position_ids + 1).sum()) / batch.num_tokens
         assert attended_keys(30, prefix) == pytest.approx(keys)
+
+
+def test_keys_of_a_beginning_are_kept_once_more_for_each_that_has_it() -> None:
+    """As a GPU's attention is given them."""
+    from nemo_aligner.batch import Group, PackedBatch, Records
+    from nemo_aligner.models.attention.segments import PackedSegments
+
+    none = torch.zeros(0)
+    for prefix in (0, 20):
+        groups = [Group(2, prefix)] * 2
+        batch = PackedBatch.pack([[1] * 30] * 4, Records.of(range(2), [2, 2]), groups=groups)
+        given = PackedSegments.of(batch, none, none, none).kv_cu_seqlens[-1]
+        packs = even_packs(2, 30, 120, prefix)
+        assert packs.tokens == batch.num_tokens
+        assert packs.kept_keys == pytest.approx(int(given) / batch.num_tokens)
+    plain = replace(packs, kept_keys=1.0)
+    more = pack_activations(SHAPE, Plan(packs), 0) - pack_activations(SHAPE, Plan(plain), 0)
+    copies = 2 * 4 * 2 * 16 * 2  # keys and values, layers, groups, channels, bytes
+    assert more == pytest.approx(copies * (int(given) - packs.tokens))
+    selective = Recompute.selective
+    assert pack_activations(SHAPE, Plan(packs, recompute=selective), 0) == pack_activations(
+        SHAPE, Plan(plain, recompute=selective), 0
+    )
 
 
 def test_packs_are_those_that_are_made() -> None:
@@ -155,6 +179,7 @@ def test_gradients_and_weights_hide_behind_a_pack() -> None:
 ALONE = {
     "none": {},
     "full": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
     "two": {"recompute": "full", "recompute_layers": 2},
     "frozen": {"freeze_layers": 2},
 }

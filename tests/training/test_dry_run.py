@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import AlignerError
-from nemo_aligner.training.dry_run import check_run
+from nemo_aligner.training.dry_run import _kept_keys, check_run
 from tests import tiny
 
 
@@ -131,3 +132,9 @@ def test_what_is_not_set_is_told_before_anything_is_imported() -> None:
         "folder it unpacks to\n"
         "  model.data.data_prefix.train: it is not set, wanted files to train on\n"
     )
+
+
+def test_keys_of_a_common_beginning_are_counted_with_each_that_has_it() -> None:
+    for prefix, keys in ((0, 60), (20, 20 + 30 + 30)):
+        pack = PackedBatch.pack([[1] * 30] * 2, Records.of([0], [2]), groups=[Group(2, prefix)])
+        assert _kept_keys(pack) == keys / pack.num_tokens

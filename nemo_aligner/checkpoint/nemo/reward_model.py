@@ -182,9 +182,8 @@ def save_reward_model(
     weights = model.sharded_state_dict(prefix=PREFIX)
     if contract is None:
         weights.pop(PREFIX + HEAD, None)
-    if copied:
-        copy_tensors(weights, [])
-    save_weights(weights, staging / "weights")
+    arrived = copy_tensors(weights, []) if copied else None
+    save_weights(weights, staging / "weights", arrived)
 
     def write() -> None:
         rules = None if contract is None else contract.to_dict()

@@ -34,7 +34,7 @@ from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, witho
 from nemo_aligner.checkpoint.weights.torch_dist import FORMAT
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main
-from nemo_aligner.parallel.device import wait_for_device
+from nemo_aligner.parallel.host_copies import Wait, copy_beside
 from nemo_aligner.parallel.host_memory import host_zeros
 
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
@@ -48,7 +48,8 @@ class PendingSave:
     are made in the foreground alone, so no rank can meet another out of order: the thread writes
     and syncs this rank's file, and ``finish`` agrees on the outcome and writes the index.
 
-    The tensors must stay as they are until ``is_written``.
+    The tensors must stay as they are until ``is_written``. Nothing of them is read before
+    ``arrived`` returns, which only the thread waits for.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class PendingSave:
         sharded_state_dict: ShardedStateDict,
         folder: Path,
         planner: MCoreSavePlanner | None = None,
+        arrived: Wait | None = None,
     ) -> None:
         self._folder = folder
+        self._arrived = arrived
         self._ranks = rank_collectives()
         # Nothing is copied ahead: that is for tensors on a GPU, and would wait for its kernels.
         self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
@@ -94,6 +97,8 @@ class PendingSave:
         return self._writer.prepare_global_plan(plans)
 
     def _write(self, plan: SavePlan) -> list[WriteResult]:
+        if self._arrived is not None:
+            self._arrived()
         return self._writer.write_data(plan, self._planner).value()
 
     def _write_index(self, written: list[list[WriteResult]]) -> None:
@@ -102,29 +107,37 @@ class PendingSave:
         save_config(CheckpointingConfig(FORMAT, 1), str(self._folder))
 
 
-def start_saving(sharded_state_dict: ShardedStateDict, folder: Path) -> PendingSave:
+def start_saving(
+    sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
+) -> PendingSave:
     """Begin to write the tensors of ``sharded_state_dict`` into ``folder``; every rank calls it.
 
-    ``folder`` is created and must be seen by all ranks. Opaque objects (TransformerEngine's
+    ``folder`` is created and must be seen by all ranks. Of tensors that are still being copied
+    ``arrived`` waits until they are there. Opaque objects (TransformerEngine's
     ``_extra_state``) are left out: they are pickles, and a reader must not load them.
 
     Raises:
         CheckpointError: on every rank, if it cannot be written to.
     """
     on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
-    return PendingSave(sharded_state_dict, folder)
+    return PendingSave(sharded_state_dict, folder, arrived=arrived)
 
 
-def save_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> None:
+def save_weights(
+    sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
+) -> None:
     """``start_saving``, and wait until all is written."""
-    start_saving(sharded_state_dict, folder).finish()
+    start_saving(sharded_state_dict, folder, arrived).finish()
 
 
-def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> None:
+def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wait:
     """Replace every tensor that this rank writes by a copy in host memory.
 
     ``host`` keeps the copies, as much memory as the tensors have; the next call with it and the
     same model writes into the same memory, which is a good deal faster than to ask for more.
+
+    Returns:
+        What waits until the copies are there, as ``copy_beside`` has it.
     """
     written = [
         entry
@@ -135,9 +148,10 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> No
     ]
     if not host:
         host += host_zeros([entry.data.detach() for entry in written])
+    sources = [entry.data.detach() for entry in written]
     for entry, copy in zip(written, host, strict=True):
-        entry.data = copy.copy_(entry.data.detach(), non_blocking=True)
-    wait_for_device()
+        entry.data = copy
+    return copy_beside(zip(host, sources, strict=True))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Attention without a backward on a CPU, the same bits for a token in whatever company.
 
-Queries are taken by blocks of 64 positions of their *sequence*, however its beginning came about:
+Queries are taken by blocks of 32 positions of their *sequence*, however its beginning came about:
 with it, for a neighbour, or from a pool of keys. A block's shape follows from its position alone:
 its queries (those that the pack has not, are filled up) on all keys up to its end, by one mask. So
 a token's arithmetic is a function of its sequence, as no kernel mixes the rows of a product.
@@ -64,6 +64,10 @@ class _Run:
     keys: Tensor
     blocks: tuple[tuple[int, int], ...]
 
+    def gather(self, x: Tensor) -> Tensor:
+        """``[C + T, groups, c]`` -> ``[n, K, groups, c]``."""
+        return x.index_select(0, self.keys.flatten()).view(*self.keys.shape, *x.shape[1:])
+
 
 @dataclass(frozen=True)
 class BlockPlan:
@@ -85,26 +89,19 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
     """``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
-    tokens, heads, channels = query.shape
-    groups = key.size(1)
-    rows = heads // groups * BLOCK
-    plan = segments.remembered(
-        ("blocks", heads, groups), lambda: plan_blocks(segments, heads, groups)
-    )
-    queries = query.reshape(-1, channels).index_select(0, plan.queries).float()
-    queries = queries.view(-1, groups, rows, channels)
+    (tokens, heads, channels), groups = query.shape, key.size(1)
+    repeats, precise = heads // groups, torch.promote_types(query.dtype, torch.float32)
+    plan = segments.remembered((heads, groups), lambda: plan_blocks(segments, heads, groups))
     mask = segments.remembered(
-        ("mask", heads // groups, scores.window),
-        lambda: _mask(plan, heads // groups, scores.window),
+        (repeats, scores.window, precise), lambda: _mask(plan, repeats, scores.window).to(precise)
     )
-    out = query.new_empty(tokens * heads + 1, channels)
+    queries = query.reshape(-1, channels).index_select(0, plan.queries).to(precise)
+    queries = queries.view(-1, groups, repeats * BLOCK, channels)
     targets = plan.targets.view(len(queries), -1)
+    out = query.new_empty(tokens * heads + 1, channels)
     first = 0
     for run in plan.runs:
-        keys, values = (
-            x.index_select(0, run.keys.flatten()).float().view(*run.keys.shape, groups, channels)
-            for x in (key, value)
-        )
+        keys, values = (run.gather(x).to(precise) for x in (key, value))
         for block, count in run.blocks:
             seen = slice(_first_key(block, scores.window), (block + 1) * BLOCK)
             found = _attend_block(

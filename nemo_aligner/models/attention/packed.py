@@ -50,9 +50,11 @@ class PackedAttention(MegatronModule):
         segments, scores = packed_seq_params, self.scores
         query = rotate(query, segments.cos, segments.sin).squeeze(1)
         key = rotate(key, segments.cos, segments.sin).squeeze(1)
-        if scores.window is not None and scores.window >= segments.max_kv_length:
+        learns = self.training or torch.is_grad_enabled()
+        # Else the kernel would depend on what else is in the pack.
+        if learns and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
-        attend = _attention_for(query, scores, self.training or torch.is_grad_enabled())
+        attend = _attention_for(query, scores, learns)
         key, value = segments.with_cached(self.layer_number, key, value.squeeze(1))
         return attend(query, key, value, segments, scores).flatten(1).unsqueeze(1)
 

@@ -64,7 +64,7 @@ def _by_varlen_attn(
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(  # type: ignore[return-value]
-        *_packed(query, key, value, segments),
+        *_packed(query, key, value, segments, scores),
         scale=scores.scale,
         window_size=_window(scores),
         enable_gqa=query.size(1) != key.size(1),
@@ -80,7 +80,7 @@ def _by_operator(
         before, after = _window(scores)
         windows = {"window_size_left": before, "window_size_right": after}
     return gpu_flash_attention(
-        *_packed(query, key, value, segments),
+        *_packed(query, key, value, segments, scores),
         dropout_p=0.0,
         is_causal=scores.window is None,
         return_debug_mask=False,
@@ -101,7 +101,7 @@ def _by_flash_attn() -> Attend | None:
         query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
     ) -> Tensor:
         return flash_attn_varlen_func(
-            *_packed(query, key, value, segments),
+            *_packed(query, key, value, segments, scores),
             softmax_scale=scores.scale,
             causal=True,
             window_size=_window(scores),
@@ -112,7 +112,7 @@ def _by_flash_attn() -> Attend | None:
 
 
 def _packed(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
     """What all of them begin with: the keys of every segment, its beginning's included, and bounds.
 
@@ -124,8 +124,10 @@ def _packed(
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
-    # For one query a sequence the kernels turn to another one, which splits the keys.
-    return query, key, value, *bounds, max(2, segments.max_length), segments.max_kv_length
+    # They choose by the lengths, which may be larger than they are: for one query a sequence they
+    # split the keys, and a window that is no shorter than the keys is left out.
+    most_keys = max(segments.max_kv_length, 1 + (scores.window or 0))
+    return query, key, value, *bounds, max(2, segments.max_length), most_keys
 
 
 def _window(scores: Scores) -> tuple[int, int]:

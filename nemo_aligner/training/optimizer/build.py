@@ -20,7 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_aligner.config.model import OptimConfig
 from nemo_aligner.parallel.host_memory import host_zeros
 from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments
-from nemo_aligner.training.optimizer.megatron_internals import load_step_counts
+from nemo_aligner.training.optimizer.megatron_internals import (
+    load_step_counts,
+    read_step_counts_at_once,
+)
 from nemo_aligner.training.optimizer.optimizer import MIN_LOSS_SCALE, Optimizer
 from nemo_aligner.training.optimizer.state import gather_in_reused_memory
 
@@ -119,3 +122,4 @@ def _mend_torch_adamw(optimizer: Any) -> None:
             state = optimizer.optimizer.state[parameter]
             state["step"] = torch.tensor(0.0, device=parameter.device)
     load_step_counts(optimizer)
+    read_step_counts_at_once(optimizer)

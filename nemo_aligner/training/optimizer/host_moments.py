@@ -44,7 +44,7 @@ class HostMoments:
             self._ferry.wait()
 
     def _load_settings(self, state_dict: dict[str, Any]) -> None:
-        """Of what megatron-core loads, the groups: it then copies the moments into ours.
+        """Of what megatron-core loads, groups and counts: it then copies the moments into ours.
 
         torch's own way would first put all of them on the device.
         """
@@ -53,10 +53,11 @@ class HostMoments:
             self._optimizer.param_groups, state_dict["param_groups"], strict=True
         ):
             group.update({key: value for key, value in loaded.items() if key != "params"})
-            for parameter in group["params"]:
-                state = self._optimizer.state[parameter]
-                if _COUNT in state:
-                    state[_COUNT] = state[_COUNT].to(parameter.device, torch.float32, copy=True)
+            for parameter, index in zip(group["params"], loaded["params"], strict=True):
+                count = state_dict["state"].get(index, {}).get(_COUNT)
+                if count is not None:
+                    own = count.to(parameter.device, torch.float32, copy=True)
+                    self._optimizer.state[parameter][_COUNT] = own
 
     def _step(self) -> None:
         groups = self._optimizer.param_groups

@@ -58,3 +58,25 @@ def _copy_with_step(
         state["step"] = state["step"].clone()
         tensors = {**tensors, "step": state["step"]}
     copy(parameter, tensors)
+
+
+def read_step_counts_at_once(optimizer: Any) -> None:
+    """Have torch's AdamW give its counts of steps on the host, by one copy of all of them.
+
+    megatron-core asks for each parameter's, and each time waits for the GPU.
+    """
+    give = optimizer.optimizer.state_dict
+    optimizer.optimizer.state_dict = partial(_with_counts_on_host, give)
+
+
+def _with_counts_on_host(give: Any) -> dict[str, Any]:
+    given = give()
+    states = {key: state for key, state in given["state"].items() if "step" in state}
+    if not states:
+        return given
+    counts = torch.stack([state["step"] for state in states.values()]).cpu()
+    on_host = {
+        key: {**state, "step": count}
+        for (key, state), count in zip(states.items(), counts, strict=True)
+    }
+    return {**given, "state": {**given["state"], **on_host}}

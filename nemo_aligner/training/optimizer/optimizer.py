@@ -13,6 +13,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from nemo_aligner.parallel.host_copies import before_writing
 from nemo_aligner.training.optimizer.gradients import clip_gradients, gradient_norm
 from nemo_aligner.training.optimizer.host_moments import MOMENTS, HostMoments
 from nemo_aligner.training.optimizer.megatron_internals import recognise_groups
@@ -61,6 +62,7 @@ class Optimizer:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._offloaded = offloaded
+        self._loss_scale: float | None = None  # of the next step, where it has been asked for
         self.skipped_steps = 0
 
     @property
@@ -74,14 +76,16 @@ class Optimizer:
     @property
     def loss_scale(self) -> float | None:
         """What the next step's loss is multiplied by in fp16; None in fp32 and bf16."""
-        return float(self._optimizer.get_loss_scale()) if self._optimizer.config.fp16 else None
+        if self._loss_scale is None and self._optimizer.config.fp16:
+            self._loss_scale = float(self._optimizer.get_loss_scale())  # waits for the device
+        return self._loss_scale
 
     def step(self) -> Update:
         """Update the weights, if the gradient is finite; the same answer on every rank.
 
         As in Megatron's own loop, a skipped step does not move the learning rate.
         """
-        scale = self.loss_scale
+        scale, self._loss_scale = self.loss_scale, None
         # Megatron's step is taken apart: in fp32 and bf16 it would put a gradient that is not
         # finite into the weights, and tell of it afterwards.
         if self._optimizer.prepare_grads():
@@ -92,6 +96,7 @@ class Optimizer:
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
         self._clip(norm)
+        before_writing()  # a save may still be copying weights and moments
         self._optimizer.step_with_ready_grads()
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
@@ -127,8 +132,9 @@ class Optimizer:
         """Megatron's sharded view of the state, for the model's own such view.
 
         What is to be saved is a copy in host memory: on the first rank of a data parallel group
-        12 bytes for each trained parameter that it holds. The next call writes into the same
-        memory: by then, the last copy must have been saved.
+        12 bytes for each trained parameter that it holds. It may still be on its way: it is there
+        when what is next given to ``copy_beside`` is. The next call writes into the same memory:
+        by then, the last copy must have been saved.
         """
         self._count_steps_without_parameters()
         for moments in self._offloaded:
@@ -154,6 +160,7 @@ class Optimizer:
         settings = [{key: group[key] for key in _SETTINGS} for group in groups]
         recognise_groups(state["optimizer"]["param_groups"], groups)
         self._optimizer.load_state_dict(state)
+        self._loss_scale = None
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(values)
             if distrib_optimizer.HAVE_APEX_OR_TE:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.parallel.device import wait_for_device
+from nemo_aligner.parallel.host_copies import copy_beside
 from nemo_aligner.parallel.host_memory import host_zeros
 from nemo_aligner.training.optimizer.host_moments import MOMENTS
 from nemo_aligner.training.optimizer.megatron_internals import main_param_and_moments
@@ -28,7 +28,8 @@ def _gather_state(
 ) -> dict[Any, Any] | None:
     """Megatron's ``get_parameter_state_dp_zero``, which copies four times into new memory.
 
-    Here every tensor is copied once, into ``memory``, and only gathered where there are others.
+    Here every tensor is copied once, into ``memory``, and only gathered where there are others;
+    where there are none, it may still be on its way (``copy_beside``).
     The tensors are as long as the buffers: Megatron's leave out what pads the buckets, and are then
     read by offsets that count it (its issue 504). With ``empty_data`` they are to be loaded into.
     """
@@ -42,15 +43,18 @@ def _gather_state(
     if not memory:
         memory += _host_memory(optimizer)
     group = optimizer.data_parallel_group_gloo
+    copies: list[tuple[Tensor, Tensor]] = []
     for index, ((of_dtype, buffer), flat) in enumerate(zip(buffers, memory, strict=True)):
         ((dtype, ranges),) = of_dtype.items()
         for bucket, in_bucket in zip(buffer.buckets, ranges, strict=True):
-            _copy_bucket(optimizer, bucket, in_bucket["param_map"], flat)
+            copies += _copies_of_bucket(optimizer, bucket, in_bucket["param_map"], flat)
         state[index] = {dtype: flat}
-    wait_for_device()
-    for buffer, flat in zip(optimizer.buffers, memory, strict=True):
-        for bucket in buffer.buckets:
-            _gather_bucket(bucket, flat, group)
+    arrived = copy_beside(copies)
+    if group.size() > 1:
+        arrived()
+        for buffer, flat in zip(optimizer.buffers, memory, strict=True):
+            for bucket in buffer.buckets:
+                _gather_bucket(bucket, flat, group)
     return state if group.rank() == 0 else None
 
 
@@ -80,22 +84,21 @@ def _shards(bucket: Any, flat: dict[str, Tensor], group: Any) -> dict[str, Seque
     return {k: (t[start:][:length],) for k, t in flat.items()}
 
 
-def _copy_bucket(
+def _copies_of_bucket(
     optimizer: Any, bucket: Any, param_map: dict[Tensor, Any], flat: dict[str, Tensor]
-) -> None:
-    """Begin to copy this rank's shard of a bucket into ``flat``."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where in ``flat`` this rank's shard of a bucket is to be copied, tensor by tensor."""
     shards = _shards(bucket, flat, optimizer.data_parallel_group_gloo)
     for parameter, ranges in param_map.items():
         tensors = main_param_and_moments(optimizer, parameter)
         local = ranges["gbuf_local"]
         for key in _STATE:
             own = shards[key][0][local.start : local.end]
-            own.copy_(tensors[key].detach(), non_blocking=True)
+            yield own, tensors[key].detach()
 
 
 def _gather_bucket(bucket: Any, flat: dict[str, Tensor], group: Any) -> None:
     """Have the first rank's ``flat`` hold the shards of all."""
-    if group.size() > 1:
-        for all_of_key in _shards(bucket, flat, group).values():
-            gathered = list(all_of_key) if group.rank() == 0 else None
-            torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)
+    for all_of_key in _shards(bucket, flat, group).values():
+        gathered = list(all_of_key) if group.rank() == 0 else None
+        torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)

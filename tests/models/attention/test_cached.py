@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_aligner.batch import Group, PackedBatch
 from nemo_aligner.cache_use import CachedPrefix, CacheUse, Stored
+from nemo_aligner.models.attention import blocks
 from nemo_aligner.models.attention.packed import _attend_on_cpu, _attend_one_by_one
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
@@ -117,7 +118,12 @@ def attended(batch: PackedBatch, attend, scores: Scores) -> list[Tensor]:  # typ
     ("attend", "window", "soft_cap"),
     [
         (_attend_on_cpu, None, None),
-        *((_attend_one_by_one, window, cap) for window in WINDOWS for cap in (None, 1.5)),
+        *(
+            (attend, window, cap)
+            for attend in (_attend_one_by_one, blocks.attend)
+            for window in WINDOWS
+            for cap in (None, 1.5)
+        ),
         *((attend_as_the_kernel, window, None) for window in WINDOWS),
     ],
 )

@@ -1,7 +1,7 @@
 """Learners on two data parallel ranks: ``buckets.py PRECISION FOLDER`` prints what they did.
 
 One has a bucket for all of its parameters, the others have many; one of those goes on from a
-checkpoint.
+checkpoint, which is copied while training goes on, as late as it may be.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner
+from tests.parallel.late_copies import play_late_copies
 from tests.training import poisoned
 
 
@@ -62,11 +63,13 @@ def run(layout: ParallelLayout, precision: str, folder: Path) -> dict[str, Any]:
     gathered = [dispatched(many)]
     checkpoints.save(RunState(2, 16), many.model, many.optimizer)
     gathered.append(dispatched(many))
-    saved = checkpoints.latest()
-    checkpoints.load(saved, resumed.model, resumed.optimizer)
-    for learner in (whole, many, resumed):
+    for learner in (whole, many):
         for step in (2, 3):
             learner.train_step(step)
+    saved = checkpoints.latest()
+    checkpoints.load(saved, resumed.model, resumed.optimizer)
+    for step in (2, 3):
+        resumed.train_step(step)
     ends = [weights(learner) for learner in (whole, many, resumed)]
     return {
         "buckets": len(many._ddp.bucket_groups),
@@ -79,6 +82,7 @@ def run(layout: ParallelLayout, precision: str, folder: Path) -> dict[str, Any]:
 
 
 def main(precision: str, folder: str) -> None:
+    play_late_copies(setattr)
     with launch(60.0):
         layout = initialize_layout()
         found = run(layout, precision, Path(folder))

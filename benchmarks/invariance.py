@@ -1,0 +1,110 @@
+"""What batch invariance costs, and what it brings: rewards/s, and rewards of other bits.
+
+    python benchmarks/invariance.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
+
+The three kinds of work of scoring.py, in fp32 and bf16 (in bf16 alone on a GPU), with products as
+they come, and of fixed numbers of rows; turn by turn. ``other bits`` counts the rewards that are
+not bit for bit those of the text alone. On a CPU other numbers of rows are taken, too, where they
+give the same bits; with ``--fixed`` they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import add_device_option, choose_device, machine, prepare_model, render, write_json
+from scoring_work import Ours, Work, our_scorer, works_of
+
+ROWS: dict[str, tuple[int, ...]] = {"cpu": (64, 128, 256, 512), "cuda": (256, 1024, 4096)}
+
+
+def main() -> None:
+    arguments = _parse()
+    device = choose_device(arguments.device)
+    import torch
+
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import initialize_layout
+
+    torch.set_num_threads(arguments.threads)
+    if arguments.fixed:
+        _take_no_other_rows()
+    work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
+    _, nemo = prepare_model(arguments.model, work)
+    rows: list[dict[str, Any]] = []
+    with launch():
+        layout = initialize_layout()
+        for precision in (Precision.fp32, Precision.bf16)[device == "cuda" :]:
+            ours = our_scorer(nemo, precision, layout)
+            for each in works_of(arguments.data, arguments.pairs, ours):
+                settings = (None, *ROWS[device])
+                rows += _compare(each, ours, precision.value, settings, arguments.turns)
+                print(f"\n{render(rows)}", flush=True)
+    about = {"machine": machine(), "model": str(arguments.model), "fixed": arguments.fixed}
+    print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
+    write_json(arguments.output, {**about, "rows": rows})
+
+
+def _take_no_other_rows() -> None:
+    from nemo_aligner.parallel.cpu import products
+
+    products._has_same_bits = lambda size, weight, bias, rows: size == rows
+
+
+def _compare(
+    work: Work, ours: Ours, precision: str, settings: Sequence[int | None], turns: int
+) -> Iterator[dict[str, Any]]:
+    from nemo_aligner.models.batch_invariant import make_batch_invariant
+
+    seconds: dict[int | None, list[float]] = {rows: [] for rows in settings}
+    changed = {}
+    for turn in range(turns + 1):
+        for rows in settings:
+            make_batch_invariant(ours.model, rows)
+            start = time.perf_counter()
+            together = ours.score(work.token_lists)
+            if turn:  # the first one makes kernels, and tries them
+                seconds[rows].append(time.perf_counter() - start)
+                continue
+            alone = np.concatenate([ours.score([tokens]) for tokens in work.token_lists])
+            changed[rows] = int((alone.view(np.int32) != together.view(np.int32)).sum())
+    usual = seconds[None]
+    for rows in settings:
+        ratios = [ours / theirs for ours, theirs in zip(seconds[rows], usual, strict=True)]
+        yield {
+            "precision": precision,
+            "work": work.name.partition(",")[0],
+            "rows of a product": rows or "as they come",
+            "rewards/s": len(work.token_lists) / median(seconds[rows]),
+            "time": median(ratios),
+            "rewards": len(work.token_lists),
+            "other bits": changed[rows],
+        }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
+    parser.add_argument("--data", type=Path, required=True, help="pairs")
+    parser.add_argument("--pairs", type=int, default=24, help="how many (default 24)")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each (default 3)")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument("--fixed", action="store_true", help="no other numbers of rows on a CPU")
+    add_device_option(parser)
+    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument("--output", type=Path, metavar="JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

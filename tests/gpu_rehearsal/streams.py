@@ -1,0 +1,167 @@
+"""Which stream of a fake GPU does what, and whom it would have had to wait for.
+
+Operations are made at once, in the order in which they are asked for. Of a GPU's streams each knows
+only of what it has waited for (Lamport 1978, "Time, Clocks, and the Ordering of Events"): one that
+reads what another has written, or writes what another has touched, must know of that. What becomes
+of memory that is let go, and what the host reads, is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.gpu_rehearsal.fake_gpu import _Stream
+from tests.gpu_rehearsal.watch import _place
+
+aten = torch.ops.aten
+_COPIES = (aten.copy_.default, aten._to_copy.default)
+# By number of a stream, how many of its operations are known to be over.
+Known = dict[int, int]
+
+
+def _learn(known: Known, more: Known) -> None:
+    known.update({number: max(time, known.get(number, 0)) for number, time in more.items()})
+
+
+class Event(_Stream):
+    """What a stream knew, and had been asked for, when it was recorded."""
+
+    def __init__(self, *unused: Any, **more: Any) -> None:
+        self.known: Known = {}
+
+    def record(self, stream: Any = None) -> None:
+        self.known = dict((stream or torch.cuda.current_stream()).known)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        _learn(Stream.host, self.known)
+
+
+class Stream(_Stream):
+    every: ClassVar[list[Stream]] = []
+    current: ClassVar[list[Stream]]  # the last one
+    host: ClassVar[
+        Known
+    ] = {}  # what it has waited for is over for all that it asks for from then on
+
+    def __init__(self, *unused: Any, **more: Any) -> None:
+        self.number = len(Stream.every)
+        self.known: Known = {self.number: 0}
+        Stream.every.append(self)
+
+    def record_event(self, *unused: Any) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, other: Any) -> None:
+        _learn(self.known, other.known)
+
+    wait_stream = wait_event
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        _learn(Stream.host, self.known)
+
+
+def play_streams() -> None:
+    """For good, as ``fake_gpu`` plays all else; the first one computes."""
+    cuda, synchronize = torch.cuda, torch.cuda.synchronize
+    current = Stream.current = [Stream()]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def wait_for_all(*unused: Any) -> None:
+        synchronize()
+        for stream in Stream.every:
+            _learn(Stream.host, stream.known)
+
+    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, on  # type: ignore
+    cuda.current_stream = lambda *unused: current[-1]  # type: ignore[assignment]
+    cuda.default_stream = lambda *unused: current[0]  # type: ignore[assignment]
+    cuda.synchronize = wait_for_all  # type: ignore[assignment]
+
+
+class Streams(TorchDispatchMode):
+    """Notes ``races``, and the ``copies`` to the host, beside what computes or in line with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
+        # Of each storage, by stream, when it last read it, and when it last wrote to it.
+        self._touched: dict[int, dict[bool, Known]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default or func.is_view:
+            return out
+        touched = _on_gpu(func, args, kwargs)
+        if touched:
+            stream = Stream.current[-1]
+            stream.known[stream.number] += 1
+            _learn(stream.known, Stream.host)
+            for storage, is_written in touched.items():
+                self._touch(func, storage, is_written)
+            self._note_host(func, args, kwargs, out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and _storage(tensor) not in touched:
+                self._touched.pop(_storage(tensor), None)  # new, though it lies where another did
+                self._touch(func, _storage(tensor), True)
+        return out
+
+    def _touch(self, func: Any, storage: int, is_written: bool) -> None:
+        known, number = Stream.current[-1].known, Stream.current[-1].number
+        before = self._touched.setdefault(storage, {False: {}, True: {}})
+        for kind in (True, False)[: 2 if is_written else 1]:
+            if any(time > known.get(stream, 0) for stream, time in before[kind].items()):
+                verbs = ["writes" if is_written else "reads", "writes" if kind else "reads"]
+                self.races[f"{func} at {_place()} {verbs[0]} what another stream {verbs[1]}"] += 1
+        before[is_written][number] = known[number]
+
+    def _note_host(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        is_copy = func in _COPIES and isinstance(out, Tensor) and not isinstance(out, FakeTensor)
+        is_blocking = not (kwargs.get("non_blocking") or (*args, *(False,) * 3)[2] is True)
+        if is_copy and not is_blocking:
+            self.copies["beside" if len(Stream.current) > 1 else "in line"] += 1
+        elif is_copy or func is aten._local_scalar_dense.default:
+            _learn(Stream.host, Stream.current[-1].known)
+
+
+def _on_gpu(func: Any, args: Any, kwargs: Any) -> dict[int, bool]:
+    """The storages that an operation touches, and whether it writes to them."""
+    found: dict[int, bool] = defaultdict(bool)
+    names = _names(func)
+    for name, given in (*zip(names, args, strict=False), *kwargs.items()):
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, FakeTensor):
+                found[_storage(tensor)] |= names[name]
+    return found
+
+
+@cache
+def _names(func: Any) -> dict[str, bool]:
+    """The arguments of an operation, and whether it writes to them."""
+    return {
+        each.name: each.alias_info is not None and each.alias_info.is_write
+        for each in func._schema.arguments
+    }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,112 @@
+"""Rewards of texts alone and in any company, also under torchrun: ``company.py ARCHIVE LAYOUT...``.
+
+It prints, by layout and precision, how many rewards had other bits than those of the text alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.scoring import BATCH_INVARIANT_ROWS
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+
+LAYOUTS: dict[str, tuple[int, int, bool]] = {
+    "one": (1, 1, False),
+    "TP=2": (2, 1, False),
+    "TP=2+SP": (2, 1, True),
+    "PP=2": (1, 2, False),
+    "TP=4": (4, 1, False),
+}
+ORDERS = 20
+LONGEST, BUDGET = 160, 512
+CACHED = 1024
+
+
+def draw_texts(count: int, longest: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """Of 1 to ``longest`` tokens, in groups of 1 to 6 that share beginnings of all lengths."""
+    rng = random.Random(seed)
+
+    def draw(most: int) -> list[int]:
+        return [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, most))]
+
+    texts: list[list[int]] = [[3], draw(longest)]
+    while len(texts) < count:
+        beginning = draw(longest - 1)[rng.randrange(2) :]
+        for _ in range(rng.randint(1, 6)):
+            texts.append(beginning + draw(longest - len(beginning)))
+    return texts[:count]
+
+
+def calls(count: int, seed: int) -> Iterator[list[int]]:
+    """Every number below ``count`` once, in a random order, cut at random."""
+    rng = random.Random(seed)
+    order = rng.sample(range(count), count)
+    while order:
+        size = rng.choice((1, 3, 30, 80, count))
+        yield order[:size]
+        del order[:size]
+
+
+def count_changed(scorers: list[RewardScorer], texts: list[list[int]], orders: int) -> int:
+    """Rewards in ``orders`` random orders and packings that are not those of the text alone."""
+    alone = np.concatenate([scorers[0].score_tokens([text]) for text in texts])
+    assert np.ptp(alone) > 1e-3
+    changed = 0
+    for seed in range(orders):
+        scorer = scorers[seed % len(scorers)]
+        for chosen in calls(len(texts), seed):
+            got = scorer.score_tokens([texts[index] for index in chosen])
+            changed += int((got.view(np.int32) != alone[chosen].view(np.int32)).sum())
+    return changed
+
+
+def scorers_of(
+    archive: Path, layout: ParallelLayout, precision: Precision, rows: int | None
+) -> list[RewardScorer]:
+    """Two of one model: without a prefix cache, and with one that is too small for all."""
+    plain = load_scorer(
+        archive, layout, precision=precision, micro_batch_tokens=BUDGET, invariant_rows=rows
+    )
+    given = (plain.model, plain.contract, plain._tokenizer, layout, BUDGET)
+    return [plain, RewardScorer(*given, prefix_cache_tokens=CACHED)]
+
+
+def compare(
+    archive: Path,
+    layout: ParallelLayout,
+    texts: list[list[int]],
+    orders: int = ORDERS,
+    rows: int | None = BATCH_INVARIANT_ROWS,
+) -> dict[str, int]:
+    return {
+        precision.value: count_changed(scorers_of(archive, layout, precision, rows), texts, orders)
+        for precision in (Precision.fp32, Precision.bf16)
+    }
+
+
+def main(archive: str, *names: str) -> None:
+    with launch(120.0) as world:
+        found: dict[str, Any] = {}
+        # Three share rows out less evenly than one or two.
+        torch.set_num_threads(3 if names == ("one",) else 1)
+        for name in names:
+            layout = initialize_layout(*LAYOUTS[name])
+            found[name] = compare(Path(archive), layout, draw_texts(200, LONGEST, 90))
+            destroy_layout()
+        if world.is_main:
+            print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,52 @@
+"""A save that is still being copied while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+from nemo_aligner.config.common import Precision
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from tests.parallel.late_copies import play_late_copies
+from tests.training.optimizer.test_optimizer import build, step
+
+
+@pytest.fixture
+def layout() -> Iterator[ParallelLayout]:
+    with launch():
+        yield initialize_layout()
+        destroy_layout()
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("offload", [False, True])
+def test_updates_wait_for_a_save_and_change_nothing_of_it(
+    layout: ParallelLayout,
+    precision: Precision,
+    offload: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = play_late_copies(monkeypatch.setattr)
+    wrapped, optimizer = build(layout, precision, cpu_offload=offload, warmup_steps=0)
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.reserve(wrapped.module, optimizer)
+    for number in (1, 2):  # the second save has the memory of the first
+        step(wrapped, optimizer, 0.01 * number)
+        expected = [each.clone() for each in (*wrapped.parameters(), *optimizer.state_tensors())]
+        checkpoints.save(RunState(number, number), wrapped.module, optimizer)
+        assert stream.num_left == len(expected)
+        step(wrapped, optimizer, -0.5)
+        assert stream.num_left == 0
+    saved = checkpoints.latest()
+    assert saved is not None
+    assert saved.state.step == 2
+    resumed, other = build(layout, precision, cpu_offload=offload, warmup_steps=0)
+    checkpoints.load(saved, resumed.module, other)
+    found = [*resumed.parameters(), *other.state_tensors()]
+    assert all(map(torch.equal, found, expected))
