@@ -69,14 +69,20 @@ def test_a_verdict_that_turns_is_noticed_however_small_its_margin() -> None:
 
 def test_the_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
     exact = choose_bars("fp32", 30, REFERENCE / 2)
-    assert exact == {Compared.company: Bar(0.0, 0.0), Compared.layout: EXACT}
+    assert exact == {
+        Compared.company: Bar(0.0, 0.0),
+        Compared.layout: EXACT,
+        Compared.training: EXACT,
+    }
     assert choose_bars("fp32", 30, REFERENCE)[Compared.layout].reward == pytest.approx(2e-5)
     bars = choose_bars("bf16", 30, REFERENCE)
     spread = REFERENCE[:, 0].std()
     assert bars[Compared.company] == Bar(0.0, 0.0)
     bar = bars[Compared.precision]
-    assert bar.reward == pytest.approx(4 * 2**-8 * 60**0.5 * spread)
+    assert bar.reward == pytest.approx(6 * 2**-8 * 68**0.5 * spread)
     assert bar.margin == 2 * bar.reward
+    assert bars[Compared.layout] == bar
+    assert bars[Compared.training].reward == pytest.approx(10 / 6 * bar.reward)
     half = choose_bars("fp16", 30, REFERENCE)[Compared.precision]
     assert half.reward == pytest.approx(bar.reward / 8)
 
@@ -92,13 +98,13 @@ def test_each_thing_is_compared_with_its_own() -> None:
     bars = choose_bars("bf16", 30, exact)
     rows = compare_all(Scored(rewards, exact, []), (1.0, 1.0), bars)
     found = {(row.compared, row.layout, row.variant): row for row in rows}
-    company, layout, precision = Compared
+    company, layout, training, precision = Compared
     assert found.keys() == {
         (company, "TP=1", "all together"),
         (company, "TP=2", "all together"),
         (company, "server", "alone"),
         (layout, "TP=1", "alone"),
-        (layout, "TP=1", "training"),
+        (training, "TP=1", "training"),
         (layout, "TP=2", "alone"),
         (precision, "TP=1", "alone"),
         (precision, "TP=2", "alone"),
@@ -110,7 +116,7 @@ def test_each_thing_is_compared_with_its_own() -> None:
     assert found[precision, "TP=2", "alone"].difference == pytest.approx(0.02)
     exact_bars = choose_bars("fp32", 30, exact)
     rows = compare_all(Scored(rewards, first, []), (1.0, 1.0), exact_bars)
-    assert {row.compared for row in rows} == {company, layout}
+    assert {row.compared for row in rows} == {company, layout, training}
 
 
 def test_layouts_that_fit_and_why_others_do_not() -> None:
@@ -132,7 +138,7 @@ def test_layouts_that_fit_and_why_others_do_not() -> None:
 def test_the_table_says_what_is_missed() -> None:
     rows, far = [row(REFERENCE)], row(REFERENCE + 1e-3)
     lines = render_rows([*rows, far]).splitlines()
-    assert lines[0] == "against other layouts, and training's forward pass"
+    assert lines[0] == "against another layout"
     assert lines[1].startswith("layout  variant")
     assert lines[2].split() == ["TP=2", "alone", "4", "0", "0.00e+00", "0"]
     assert lines[3].endswith("8              1.00e-03      0   MISSED")

@@ -60,7 +60,7 @@ def test_every_layout_batch_and_the_server(folder: Path) -> None:
     assert max(row["difference"] for row in rows) < 1e-5
     assert sum(row["flips"] for row in rows) == 0
     assert {row["texts"] for row in rows} == {20}
-    assert {row["compared"] for row in rows} == {"company", "layout"}
+    assert {row["compared"] for row in rows} == {"company", "layout", "training"}
     layouts = {row["layout"] for row in rows}
     assert {
         "TP=1 PP=1 DP=1",
