@@ -103,7 +103,7 @@ def test_it_brings_rewards_nearer_to_those_in_fp32(
     assert (found - wanted).abs().mean() < 0.8 * (before - wanted).abs().mean()
 
 
-@pytest.mark.slow(seconds=15)
+@pytest.mark.slow(seconds=6)
 def test_it_is_the_same_at_all_layouts(archive: Any, layout: ParallelLayout) -> None:
     """Bit for bit between pipeline stages; tensor parallel products are summed otherwise."""
     paths = [archive(case) for case in LAYOUT_CASES]
