@@ -99,9 +99,12 @@ def _scored(
     make_batch_invariant(model.model, BATCH_INVARIANT_ROWS)
     small = model.contract.seq_length
 
+    def scorer(budget: int, cached: int = 0) -> RewardScorer:
+        given = (model.model, model.contract, model.tokenizer, layout, budget)
+        return RewardScorer(*given, prefix_cache_tokens=cached)
+
     def score(chosen: Sequence[Any], budget: int) -> np.ndarray:
-        scorer = RewardScorer(model.model, model.contract, model.tokenizer, layout, budget)
-        return scorer.score(chosen)
+        return scorer(budget).score(chosen)
 
     found = {
         "alone": np.concatenate([score([text], small) for text in texts]),
@@ -111,6 +114,9 @@ def _scored(
         order = np.random.RandomState(seed).permutation(len(texts))
         shuffled = score([texts[index] for index in order], small)
         found[f"small packs, order {seed}"] = shuffled[np.argsort(order)]
+    cached = scorer(small, cached=4 * small)
+    cached.score(texts[::-1])
+    found["from a prefix cache"] = cached.score(texts)
     return found
 
 

@@ -77,11 +77,12 @@ def test_every_layout_batch_and_the_server(folder: Path) -> None:
             "all together",
             "small packs, order 1",
             "small packs, order 2",
+            "from a prefix cache",
             "training",
             "training, recompute",
         }
     company = [row for row in rows if row["compared"] == "company"]
-    assert len(company) == 3 * len(layouts - {"server"}) + 2
+    assert len(company) == 4 * len(layouts - {"server"}) + 2
     assert all(row["changed"] == 0 for row in company)
 
 

@@ -103,10 +103,28 @@ def test_hh_pairs(smollm2: Path, tmp_path: Path) -> None:
     assert report["counts"]["kept"] == len((data / "heldout.jsonl").read_text().splitlines())
     for name in ("loss", "accuracy", "reward_margin"):
         assert report["metrics"][name] == pytest.approx(
-            float(logged[f"validation-heldout/{name}"]), abs=1e-5
+            float(logged[f"validation-heldout/{name}"]), rel=1e-9
         )
     assert report["metrics"]["reward_margin"] != 0
     assert 0 < report["metrics"]["longer_reply_accuracy"] < 1
+    for precision in ("fp32", "bf16"):
+        assert_same_bits(tmp_path / "run/checkpoints/megatron_gpt.nemo", data, precision)
+
+
+def assert_same_bits(model: Path, data: Path, precision: str) -> None:
+    """Of 24 texts, in every company that ``nemo-aligner check`` puts them in."""
+    table = data / f"{precision}.json"
+    tiny.run_verb(
+        "check",
+        f"--checkpoint={model}",
+        f"--data={data / 'heldout.jsonl'}",
+        f"--precision={precision}",
+        f"--output={table}",
+        *("--pairs=12", "--processes=1", "--no-server"),
+        timeout=600,
+    )
+    rows = [row for row in json.loads(table.read_text())["rows"] if row["compared"] == "company"]
+    assert [(row["texts"], row["changed"]) for row in rows] == [(24, 0)] * 4
 
 
 def test_just_eval_ratings(smollm2: Path, tmp_path: Path) -> None:
