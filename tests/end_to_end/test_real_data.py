@@ -16,7 +16,8 @@ import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.reading import Reading, read_records
-from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
 from tests import tiny
 from tests.scoring import company
 
@@ -99,7 +100,7 @@ def prompts(path: Path, key: str) -> set[str]:
     return {row[key].split("\n\nAssistant:")[0] for row in rows}
 
 
-def test_hh_pairs(smollm2: Path, tmp_path: Path, layout: ParallelLayout) -> None:
+def test_hh_pairs(smollm2: Path, tmp_path: Path) -> None:
     data = split(sample(PAIRS, tmp_path, 60), tmp_path, "--heldout", "0.3")
     heldout = prompts(data / "heldout.jsonl", "chosen")
     assert heldout.isdisjoint(prompts(data / "train.jsonl", "chosen"))
@@ -115,7 +116,10 @@ def test_hh_pairs(smollm2: Path, tmp_path: Path, layout: ParallelLayout) -> None
     texts = token_lists(data / "heldout.jsonl", model)[:24]
     assert len(texts) == 24
     # Alone, and in two orders and packings, the second time from a prefix cache.
-    assert company.compare(model, layout, texts, orders=2) == {"fp32": 0, "bf16": 0}
+    with launch():
+        changed = company.compare(model, initialize_layout(), texts, orders=2)
+        destroy_layout()
+    assert changed == {"fp32": 0, "bf16": 0}
 
 
 def token_lists(pairs: Path, model: Path) -> list[list[int]]:
