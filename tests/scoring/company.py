@@ -102,7 +102,8 @@ def main(archive: str, *names: str) -> None:
         torch.set_num_threads(3 if names == ("one",) else 1)
         for name in names:
             layout = initialize_layout(*LAYOUTS[name])
-            found[name] = compare(Path(archive), layout, draw_texts(200, LONGEST, 90))
+            texts, orders = (40, 4) if layout.sequence_parallel else (200, ORDERS)
+            found[name] = compare(Path(archive), layout, draw_texts(texts, LONGEST, 90), orders)
             destroy_layout()
         if world.is_main:
             print(json.dumps(found))

@@ -56,7 +56,7 @@ def test_two_hundred_texts_with_tensor_and_pipeline_parallelism(archive: Path) -
     assert at_layouts(archive, 2, *names) == dict.fromkeys(names, NOTHING)
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.slow(seconds=15)
 def test_forty_texts_under_sequence_parallelism(archive: Path) -> None:
     assert at_layouts(archive, 2, "TP=2+SP") == {"TP=2+SP": NOTHING}
 
