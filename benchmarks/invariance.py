@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import add_device_option, choose_device, machine, prepare_model, render, write_json
-from scoring_work import Ours, Work, our_scorer, works_of
+from common import choose_device, machine, prepare_model, render, write_json
+from scoring_work import Ours, Work, add_work_options, our_scorer, works_of
 
 ROWS: dict[str, tuple[int, ...]] = {"cpu": (64, 128, 256, 512), "cuda": (256, 1024, 4096)}
 
@@ -94,15 +94,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--pairs", type=int, default=24, help="how many (default 24)")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each (default 3)")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    add_work_options(parser)
     parser.add_argument("--fixed", action="store_true", help="no other numbers of rows on a CPU")
-    add_device_option(parser)
-    parser.add_argument("--work", help="a folder to keep the converted model in")
-    parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 
 

@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 from common import choose_device, machine, median_of_ratios, render, write_json
+from scoring_work import encode_pairs
 
 Part = Callable[[Any], AbstractContextManager[Any]]
 _ADDED = ("word_embeddings.weight", "linear_proj.weight", "linear_fc2.weight")
@@ -51,7 +52,9 @@ def main() -> None:
         )
         if arguments.draws > 1 and any("post_" in name for name in _weights(exact)):
             sys.exit("--draws: got more than 1, wanted 1: this model norms what its layers add")
-        token_lists = _token_lists(exact, arguments.data, arguments.pairs)
+        token_lists = encode_pairs(
+            arguments.data, arguments.pairs, lambda text: exact.encode(text).token_ids
+        )
         wanted = exact.score_token_lists(token_lists)[:, 0]
         rows = _measure(exact, rounded, token_lists, wanted, arguments.draws)
     about = {
@@ -62,14 +65,6 @@ def main() -> None:
     }
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
     write_json(arguments.output, {**about, "rows": rows})
-
-
-def _token_lists(scorer: Any, data: Path, pairs: int) -> list[list[int]]:
-    from nemo_aligner.config.common import RecordKind
-    from nemo_aligner.data.reading import Reading, read_records
-
-    records = read_records(data, Reading(RecordKind.comparison)).records[:pairs]
-    return [scorer.encode(text).token_ids for record in records for text in record.texts]
 
 
 def _measure(

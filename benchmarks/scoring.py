@@ -29,7 +29,6 @@ import numpy as np
 from common import (
     Worker,
     WorkerFailed,
-    add_device_option,
     choose_device,
     machine,
     median_of_ratios,
@@ -38,7 +37,7 @@ from common import (
     require,
     write_json,
 )
-from scoring_work import Score, Work, our_scorer, works_of
+from scoring_work import Score, Work, add_work_options, our_scorer, works_of
 
 
 def main() -> None:
@@ -139,19 +138,12 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--data", type=Path, required=True, help="pairs")
-    parser.add_argument("--pairs", type=int, default=24, help="how many (default 24)")
+    add_work_options(parser)
     parser.add_argument("--batch", type=int, default=8, help="of transformers (default 8)")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each (default 3)")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
     parser.add_argument(
         "--transformers-python", default=sys.executable, help="with transformers; default: this one"
     )
     parser.add_argument("--vllm-python", help="with vLLM: compare with it instead")
-    add_device_option(parser)
-    parser.add_argument("--work", help="a folder to keep the converted model in")
-    parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from common import add_device_option
 
 if TYPE_CHECKING:
     from nemo_aligner.models.reward_model import GPTRewardModel
@@ -66,13 +68,30 @@ def our_scorer(nemo: Path, precision: Any, layout: Any) -> Ours:
     return Ours(model, score, encode, tokenizer.vocab_size)
 
 
-def works_of(data: Path, pairs: int, ours: Ours) -> list[Work]:
-    """Three kinds of work, as scoring.py describes them."""
+def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> list[list[int]]:
+    """Both replies of the first ``pairs`` of a file."""
     from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.reading import Reading, read_records
 
     records = read_records(data, Reading(RecordKind.comparison)).records[:pairs]
-    texts = [ours.encode(text) for record in records for text in record.texts]
+    return [encode(text) for record in records for text in record.texts]
+
+
+def add_work_options(parser: argparse.ArgumentParser) -> None:
+    """The model, what it scores, and how often."""
+    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
+    parser.add_argument("--data", type=Path, required=True, help="pairs")
+    parser.add_argument("--pairs", type=int, default=24, help="how many (default 24)")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each (default 3)")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    add_device_option(parser)
+    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument("--output", type=Path, metavar="JSON")
+
+
+def works_of(data: Path, pairs: int, ours: Ours) -> list[Work]:
+    """Three kinds of work, as scoring.py describes them."""
+    texts = encode_pairs(data, pairs, ours.encode)
     rng = np.random.RandomState(0)
     prompt = rng.randint(100, ours.vocabulary, 1024).tolist()
     replies = [rng.randint(100, ours.vocabulary, rng.randint(150, 251)).tolist() for _ in range(16)]

@@ -11,11 +11,10 @@ import logging
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nemo_aligner.models.heads import RewardHead
-from nemo_aligner.models.linear import ColumnLinear, RowLinear, in_pieces
+from nemo_aligner.models.linear import ColumnLinear, RowLinear, in_pieces, rows_now
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.parallel.collectives import is_main
 
@@ -52,9 +51,10 @@ def _by_pieces(layer: Any) -> Any:
 
     @wraps(forward)
     def by_pieces(x: Tensor) -> tuple[Tensor, None]:
-        if layer.invariant_rows is None or layer.training or torch.is_grad_enabled():
+        rows = rows_now(layer)
+        if rows is None:
             return forward(x)
         # What comes beside the output is a bias to be added later: these layers add their own.
-        return in_pieces(lambda piece: forward(piece)[0], x, layer.invariant_rows), None
+        return in_pieces(lambda piece: forward(piece)[0], x, rows), None
 
     return by_pieces

@@ -56,7 +56,7 @@ class ColumnLinear(ColumnParallelLinear):
     invariant_rows: int | None = None
 
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        rows = _rows_now(self)
+        rows = rows_now(self)
         if rows is None:
             return super().forward(input_, *args, **options)
         if self.sequence_parallel:
@@ -70,7 +70,7 @@ class RowLinear(RowParallelLinear):
     invariant_rows: int | None = None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        rows = _rows_now(self)
+        rows = rows_now(self)
         if rows is None:
             return super().forward(input_)
         partial = invariant_linear(input_, self.weight, None, rows)
@@ -82,7 +82,8 @@ class RowLinear(RowParallelLinear):
         return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), None
 
 
-def _rows_now(layer: ColumnLinear | RowLinear) -> int | None:
+def rows_now(layer: Any) -> int | None:
+    """A layer's ``invariant_rows``, None where something is learnt."""
     return None if layer.training or torch.is_grad_enabled() else layer.invariant_rows
 
 

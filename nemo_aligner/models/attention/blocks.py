@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention.segments import PackedSegments, Scores, attend_by_scores
 from nemo_aligner.models.internals import cpu_flash_attention
 
 BLOCK = 32
@@ -122,14 +122,9 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores)
     if scores.soft_cap is None:
         return cpu_flash_attention(q, k, v, 0.0, False, attn_mask=mask, scale=scores.scale)[0]
     # How many matrices there are must not matter: one by one.
-    return torch.stack([_attend_capped(*each, mask, scores) for each in zip(q, k, v, strict=True)])
-
-
-def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    assert scores.soft_cap is not None
-    scale = q.size(-1) ** -0.5 if scores.scale is None else scores.scale
-    capped = torch.tanh(q @ k.transpose(-1, -2) * (scale / scores.soft_cap)) * scores.soft_cap
-    return (capped + mask).softmax(-1) @ v
+    seen = mask == 0
+    each = zip(q.split(1), k.split(1), v.split(1), strict=True)
+    return torch.cat([attend_by_scores(*one, seen, scores) for one in each])
 
 
 def _first_key(block: int, window: int | None) -> int:
@@ -160,13 +155,11 @@ def plan_blocks(segments: PackedSegments, heads: int, groups: int) -> BlockPlan:
 
 
 def _own_segments(segments: PackedSegments) -> Iterator[_Segment]:
-    bounds = [0, *accumulate(segments.all_lengths)]
-    cached = len(segments.all_lengths) - len(segments.lengths)
-    for own, (length, chain) in enumerate(zip(segments.lengths, segments.chains, strict=True)):
-        number = cached + own
-        keys = [np.arange(bounds[each], bounds[each + 1]) for each in (*chain, number)]
-        every = np.concatenate(keys)
-        yield _Segment(bounds[number] - bounds[cached], len(every) - length, len(every), every)
+    rows, bounds = (each.tolist() for each in (segments.cu_seqlens, segments.kv_cu_seqlens))
+    index = segments.kv_index
+    every = np.arange(rows[-1]) if index is None else index.numpy()
+    for row, length, (first, end) in zip(rows, segments.lengths, pairwise(bounds), strict=False):
+        yield _Segment(row, end - first - length, end - first, every[first:end])
 
 
 def _runs(segments: Iterator[_Segment]) -> Iterator[list[_Segment]]:

@@ -14,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_aligner.models.attention import blocks
 from nemo_aligner.models.attention import cpu as cpu_attention
-from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores
+from nemo_aligner.models.attention.segments import (
+    Attend,
+    PackedSegments,
+    Scores,
+    attend_by_scores,
+)
 from nemo_aligner.models.attention.varlen import varlen_kernel, why_no_kernel
 from nemo_aligner.models.pointwise import rotate
 from nemo_aligner.models.shape import ModelShape
@@ -118,7 +123,7 @@ def _attend_one_by_one(
             )
         else:
             piece = checkpoint(
-                _attend_by_scores,
+                attend_by_scores,
                 *(q, k, v, mask, scores),
                 use_reentrant=False,
                 preserve_rng_state=False,
@@ -132,21 +137,3 @@ def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> 
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return mask if window is None else mask.triu(behind - window + 1)
-
-
-def _attend_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores
-) -> Tensor:
-    """``query [1, heads, n, c]`` on ``key`` and ``value [1, groups, m, c]``, by the definition.
-
-    All ``heads * n * m`` scores are there at once, in fp32 or wider.
-    """
-    assert scores.soft_cap is not None
-    scale = query.size(-1) ** -0.5 if scores.scale is None else scores.scale
-    # The heads of one group stand beside each other, so that keys need no copy for each of them.
-    grouped = query.unflatten(1, (key.size(1), -1))
-    products = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
-    products = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
-    capped = scores.soft_cap * torch.tanh(products / scores.soft_cap)
-    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)

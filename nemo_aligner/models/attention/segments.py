@@ -154,5 +154,23 @@ class Scores:
     soft_cap: float | None = None
 
 
+def attend_by_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores
+) -> Tensor:
+    """``query [1, heads, n, c]`` on ``key`` and ``value [1, groups, m, c]``, by the definition.
+
+    All ``heads * n * m`` scores are there at once, in fp32 or wider.
+    """
+    assert scores.soft_cap is not None
+    scale = query.size(-1) ** -0.5 if scores.scale is None else scores.scale
+    # The heads of one group stand beside each other, so that keys need no copy for each of them.
+    grouped = query.unflatten(1, (key.size(1), -1))
+    products = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
+    products = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
+    capped = scores.soft_cap * torch.tanh(products / scores.soft_cap)
+    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)
+
+
 Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
 """``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""

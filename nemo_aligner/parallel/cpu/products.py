@@ -84,7 +84,7 @@ def invariant_linear_on_cpu(
     found = []
     for piece in given.split(_PIECE):
         size = piece.size(0) + -piece.size(0) % _STEP
-        if not _has_same_bits(size, weight, bias, rows):
+        if size != rows and not _has_same_bits(size, weight, bias, rows):
             size = rows
         found += [
             _any_product(filled, weight, bias)[:count]
