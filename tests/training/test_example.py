@@ -269,3 +269,21 @@ def test_fp16_trains_resumes_and_scores(base: Path, tmp_path: Path) -> None:
     assert metrics["metrics"]["accuracy"] == pytest.approx(
         column(tmp_path / "2", "validation-pairs/accuracy")[-1]
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_evaluation_gives_the_bits_of_the_last_validation(
+    precision: str, base: Path, tmp_path: Path
+) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
+    heldout = tiny.write_pairs(tmp_path / "heldout.jsonl", 40, seed=1)
+    done = tiny.run_script(
+        "tests/training/same_bits.py",
+        *common(base, tmp_path / "run", pairs, heldout),
+        f"trainer.precision={precision}",
+        "trainer.rm.max_steps=2",
+    )
+    rewards = json.loads(done.stdout.splitlines()[-1])
+    assert len(rewards) == 80
+    assert len({validated for validated, _ in rewards}) > 60
+    assert all(validated == evaluated for validated, evaluated in rewards)
