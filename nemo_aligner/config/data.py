@@ -28,6 +28,13 @@ class DataConfig:
     prompt_key: str | None = setting(None, "pairs by named fields: the prompt's (null: prompt)")
     chosen_key: str | None = setting(None, "the field of the chosen reply (null: chosen)")
     rejected_key: str | None = setting(None, "the field of the rejected reply (null: rejected)")
+    system_prompt_file: str | None = setting(
+        None, "what conversations without a system prompt begin with"
+    )
+    prompt_file: str | None = setting(None, "words around the last user turn; {} is where it goes")
+    input_template: str | None = setting(
+        None, "makes prompt and reply a raw text; {} is where the prompt goes"
+    )
     seq_length: int = setting(1024, "the most tokens of a text")
     overlong: Overlong = setting(Overlong.drop, "what becomes of a longer text")
     template: str | None = setting(

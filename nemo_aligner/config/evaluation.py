@@ -18,6 +18,9 @@ class EvaluateDataConfig:
     prompt_key: str | None = setting(None, "as training's model.data.prompt_key")
     chosen_key: str | None = setting(None, "as training's model.data.chosen_key")
     rejected_key: str | None = setting(None, "as training's model.data.rejected_key")
+    system_prompt_file: str | None = setting(None, "as training's model.data.system_prompt_file")
+    prompt_file: str | None = setting(None, "as training's model.data.prompt_file")
+    input_template: str | None = setting(None, "as training's model.data.input_template")
     loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")
     malformed: Malformed = setting(DataConfig.malformed, "as training's model.data.malformed")
     max_malformed: float = setting(

@@ -18,7 +18,6 @@ import torch
 
 from nemo_aligner.config.common import Overlong, RecordKind
 from nemo_aligner.data.dataset import are_same_tokens, as_records, label_columns
-from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
@@ -38,7 +37,7 @@ from nemo_aligner.text.one_reward import one_reward
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
 # N texts -> the lengths of their N replies.
 Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
-_RULE = MalformedRule(section="data.")
+_HOW = Reading(rule=MalformedRule(section="data."))
 
 
 class EvaluableScorer(Protocol):
@@ -161,32 +160,26 @@ def _measure(
 def evaluate_file(
     scorer: EvaluableScorer,
     path: str | Path,
-    fmt: str = "auto",
-    loss_mask_val: float | None = None,
-    rule: MalformedRule = _RULE,
-    pair_keys: PairKeys | None = None,
+    how: Reading = _HOW,
 ) -> EvaluationReport:
     """Evaluate a reward model on a file, by the rules of its contract.
 
     A ranking model takes comparisons; a regression model takes ratings, and comparisons by its
-    weighted sum. With several ranks every rank calls it. ``loss_mask_val`` is the number that, like
-    null, stands for a missing label, and ``pair_keys`` are what the fields of pairs are called.
+    weighted sum. With several ranks every rank calls it. ``how`` the file is read is told but for
+    the kind of its records and the names of its labels, which the contract has.
 
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
-            malformed than ``rule`` allows, or nothing of it can be used.
+            malformed than ``how.rule`` allows, or nothing of it can be used.
     """
     contract = scorer.contract
     is_regression = contract.record_kind is RecordKind.rating
-    how = Reading(
+    how = replace(
+        how,
         kind=None if is_regression else RecordKind.comparison,
-        format=fmt,
         attributes=contract.attributes if is_regression else (),
-        loss_mask_val=loss_mask_val,
-        pair_keys=pair_keys,
-        rule=rule,
     )
-    file = keep_scorable(read_records(path, how), scorer, rule)
+    file = keep_scorable(read_records(path, how), scorer, how.rule)
     if file.kind is RecordKind.rating:
         report = evaluate_ratings(
             scorer.score, file.records, contract.attributes, measure=scorer.count_reply_tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.evaluation import EvaluateConfig, EvaluateDataConfig
 from nemo_aligner.console import Counter, say
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
+from nemo_aligner.data.prompts import Prompts
+from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.evaluate import evaluate_file
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
@@ -44,9 +46,7 @@ def evaluate(config: EvaluateConfig) -> None:
         check_expected(scorer.contract, config.expect_contract, "expect_contract")
         say(f"reading, tokenizing and scoring {data_file} ...")
         data = config.data
-        rule = MalformedRule(data.malformed, data.max_malformed, section="data.")
-        keys = PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key)
-        report = evaluate_file(scorer, data_file, data.format, data.loss_mask_val, rule, keys)
+        report = evaluate_file(scorer, data_file, _reading(data))
         about = {
             "checkpoint": model_file,
             "contract": scorer.contract.hash,
@@ -57,3 +57,13 @@ def evaluate(config: EvaluateConfig) -> None:
             on_main(lambda: write_report(str(config.output), report, about))
         if config.output_rewards is not None:
             on_main(lambda: write_rewards(str(config.output_rewards), report))
+
+
+def _reading(data: EvaluateDataConfig) -> Reading:
+    return Reading(
+        format=data.format,
+        loss_mask_val=data.loss_mask_val,
+        pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
+        prompts=Prompts.of(data, "data"),
+        rule=MalformedRule(data.malformed, data.max_malformed, section="data."),
+    )
