@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from nemo_aligner.config.common import Checks, Malformed, Overlong, setting
 
@@ -12,7 +13,15 @@ class DataPrefixConfig:
     """Files of every part."""
 
     train: list[str] = setting([], "files to train on")
+    train_weights: list[float] = setting(
+        [], "of each training file in the mixture; none: by their records"
+    )
     validation: list[str] = setting([], "files to validate on, each a set of its own")
+
+    def __post_init__(self) -> None:
+        with Checks("model.data.data_prefix", self) as checks:
+            are_weights = all(0 < weight < inf for weight in self.train_weights)
+            checks.require(are_weights, "train_weights", "numbers above 0")
 
 
 @dataclass

@@ -287,3 +287,23 @@ def test_the_evaluation_gives_the_bits_of_the_last_validation(
     assert len(rewards) == 80
     assert len({validated for validated, _ in rewards}) > 60
     assert all(validated == evaluated for validated, evaluated in rewards)
+
+
+def test_files_are_mixed_by_weights_also_after_a_resume(base: Path, tmp_path: Path) -> None:
+    files = [tiny.write_pairs(tmp_path / f"{n}.jsonl", count) for n, count in enumerate((8, 40))]
+    listed = f"model.data.data_prefix.train=[{files[0]},{files[1]}]"
+    weights = "model.data.data_prefix.train_weights=[3,1]"
+    common_ = [*common(base, tmp_path / "run", files[0], files[0]), listed, weights]
+    done = tiny.run_script(EXAMPLE, *common_, "trainer.rm.max_steps=2")
+    said = done.stdout.replace("\n", " ")
+    assert f"36 of 48 records of an epoch are of {files[0]}, which has 8 (4.50 passes)" in said
+    other = [*common_[:-1], "model.data.data_prefix.train_weights=[1,1]"]
+    refused = tiny.run_script(EXAMPLE, *other, "trainer.rm.max_steps=4", check=False)
+    assert refused.returncode != 0
+    assert "model.data.data_prefix.train_weights" in refused.stderr
+    whole = tmp_path / "whole"
+    tiny.run_script(
+        EXAMPLE, *common_, f"exp_manager.explicit_log_dir={whole}", "trainer.rm.max_steps=4"
+    )
+    tiny.run_script(EXAMPLE, *common_, "trainer.rm.max_steps=4")
+    assert column(tmp_path / "run", "train/loss") == column(whole, "train/loss")
