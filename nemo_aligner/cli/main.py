@@ -25,6 +25,7 @@ VERBS = {
     "import": "a checkpoint of NeMo, NeMo-Aligner or Megatron -> .nemo",
     "export": "a reward model's .nemo -> a Hugging Face folder",
     "merge": "several reward models as one: an average, or past the last (ExPO)",
+    "data fetch": "a data set of the Hugging Face hub -> JSON lines",
     "data inspect": "look at data as training will see it",
     "data split": "split a file by prompt",
     "data demo": "make a demo set of pairs",
