@@ -1,7 +1,7 @@
 """Write a data set of the Hugging Face hub to a file of JSON lines.
 
   nemo-aligner data fetch nvidia/HelpSteer2 --output helpsteer2.jsonl
-  nemo-aligner data fetch nvidia/HelpSteer2 --split validation --output val.jsonl
+  nemo-aligner data fetch Anthropic/hh-rlhf --split test --output heldout.jsonl
 
 It needs pip install "nemo_aligner[hub]", and a network; training then needs neither.
 """
