@@ -64,6 +64,8 @@ class EvaluationReport:
         rewards: ``[N, columns]`` float32, of comparisons a row for every pair of completions.
         labels: ``[N, columns]`` float32 of ratings, NaN where missing; no column of comparisons.
         origins: file and line of every row.
+        sources: where the record of every row says it is from; "" if it does not.
+        texts: of every row, chosen and rejected of a pair, or the one that was rated.
         malformed: what stood in the file where a record should.
     """
 
@@ -74,6 +76,8 @@ class EvaluationReport:
     rewards: np.ndarray
     labels: np.ndarray
     origins: list[Origin] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    texts: list[tuple[Text, ...]] = field(default_factory=list)
     malformed: list[MalformedRecord] = field(default_factory=list)
 
 
@@ -100,6 +104,7 @@ def evaluate_comparisons(
     pairs = as_records(comparisons, ()).pairs()
     chosen, rejected = pairs.of(torch.from_numpy(rewards[:, 0]))
     owners = pairs.of_records(torch.arange(len(comparisons))).tolist()
+    sides = [side.tolist() for side in pairs.of(torch.arange(len(texts)))]
     return EvaluationReport(
         kind=RecordKind.comparison,
         metrics=_measure(RecordKind.comparison, ("reward",), rewards, comparisons, measure),
@@ -108,6 +113,8 @@ def evaluate_comparisons(
         rewards=torch.stack([chosen, rejected], dim=1).numpy(),
         labels=np.zeros((len(owners), 0), dtype=np.float32),
         origins=[comparisons[owner].origin for owner in owners],
+        sources=[comparisons[owner].source for owner in owners],
+        texts=[(texts[better], texts[worse]) for better, worse in zip(*sides, strict=True)],
     )
 
 
@@ -137,6 +144,8 @@ def evaluate_ratings(
         rewards=rewards,
         labels=label_columns(ratings, attributes).values.numpy(),
         origins=[record.origin for record in ratings],
+        sources=[record.source for record in ratings],
+        texts=[record.texts for record in ratings],
     )
 
 

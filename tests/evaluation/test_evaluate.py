@@ -248,6 +248,7 @@ def test_the_report_is_a_table_and_two_files(tmp_path: Path) -> None:
     assert rows[1] == {
         "record": "pairs.jsonl:1",
         "rewards": {"reward": 2.0},
+        "texts": {"response": "aa"},
         "labels": {"reward": 1.0},
     }
 
