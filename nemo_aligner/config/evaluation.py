@@ -40,6 +40,7 @@ class EvaluateConfig:
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
     precision: Precision | None = setting(None, "null: the one that the scoring contract names")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
+    task: str | None = setting(None, "a benchmark, whose file data.path is (docs/evaluation.md)")
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     output: str | None = setting(None, "JSON file to write: metrics and counts")
     output_rewards: str | None = setting(None, "JSONL file to write: a line for each record")
