@@ -16,6 +16,7 @@ from torch import Tensor
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
+from nemo_aligner.models.adapters import attach_adapters
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments
@@ -80,6 +81,8 @@ class GPTRewardModel(GPTModel):
         if self.post_process:
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed)
+        if shape.lora is not None:
+            attach_adapters(self, shape.lora)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Score a pack (on this model's device).
