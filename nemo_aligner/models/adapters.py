@@ -60,11 +60,6 @@ class LoraAdapter(torch.nn.Module):
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _product(low, self.linear_out, rows)
 
-    def product(self) -> Tensor:
-        """What it adds to this rank's piece of the weight, in fp32."""
-        low, high = self.linear_in.weight.float(), self.linear_out.weight.float()
-        return self.scale * (high @ low)
-
 
 def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
     # Called as a module, as Megatron waits there for weights that are still on their way.
@@ -126,5 +121,16 @@ def train_adapters_alone(model: Any) -> None:
 def fold_adapters(model: torch.nn.Module) -> None:
     """Add what the adapters add to the weights, rounded once, and leave them out from now on."""
     for _, linear in _adapted(model):
-        linear.weight.copy_(linear.weight.float() + linear.adapter.product())
+        adapter = linear.adapter
+        low, high = adapter.linear_in.weight, adapter.linear_out.weight
+        linear.weight.copy_(folded(linear.weight, low, high, adapter.scale))
         linear.adapter = None
+
+
+def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
+    """``W + scale * B A`` in the dtype of ``weight [out, in]``, added in fp32.
+
+    ``low [rank, in]`` is A, ``high [out, rank]`` is B.
+    """
+    added = scale * (high.float() @ low.float())
+    return (weight.float() + added).to(weight.dtype)

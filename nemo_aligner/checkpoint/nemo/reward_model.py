@@ -131,11 +131,15 @@ def reward_model_of(
 
 
 def reward_model_without_weights(
-    folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
+    folder: NemoFolder,
+    layout: ParallelLayout,
+    precision: Precision | None = None,
+    *,
+    with_adapters: bool = True,
 ) -> LoadedRewardModel:
     """``reward_model_of``, whose weights are still to be filled in; they were found to fit.
 
-    On a CPU they take no memory until then.
+    On a CPU they take no memory until then. Without adapters LoRA is to be folded into them.
     """
     tokenizer = folder.load_tokenizer()
     contract = _contract(folder, tokenizer)
@@ -151,7 +155,7 @@ def reward_model_without_weights(
     shape = model_shape(folder)
     tokenizer.check_fits(shape.vocab_size)
     model = build_reward_model(
-        shape,
+        shape if with_adapters else replace(shape, lora=None),
         layout,
         num_attributes=num_attributes,
         precision=precision or Precision(contract.dtype),
