@@ -74,7 +74,8 @@ def test_it_learns_and_keeps_what_is_trained_alone(base: Path, archive: Path) ->
         assert len(trained) == 8  # of all layers at once
         for name in before.tensors:
             wanted = before.store.read(before.prefix + name)
-            assert (after.store.read(after.prefix + name) == wanted).all(), name
+            found = after.store.read(after.prefix + name)  # the embedding has rows of padding
+            assert (found[: len(wanted)] == wanted).all(), name
         sizes = [np.prod(after.tensors[name][0]) for name in (*trained, "rm_head.weight")]
     # Weights, and three fp32 numbers of the optimizer.
     assert 16 * sum(sizes) < stored < 1.5 * 16 * sum(sizes) + 50_000

@@ -141,7 +141,7 @@ def test_the_gradient_is_that_of_the_folded_weight(layout: Any) -> None:
         of_low = LORA.scale * high.detach().t() @ weight.main_grad
         of_high = LORA.scale * weight.main_grad @ low.detach().t()
         for got, wanted in ((low.main_grad, of_low), (high.main_grad, of_high)):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
 def test_training_learns_and_leaves_the_weights_their_bits(layout: Any) -> None:
