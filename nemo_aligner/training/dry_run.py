@@ -21,7 +21,7 @@ from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import check_freezing
 from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
-from nemo_aligner.planning.cost import Packs, Plan, attended_keys
+from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.planning.request import GIB
 from nemo_aligner.training.build import build_data, build_loader
@@ -152,7 +152,10 @@ def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: Model
             f"is {'not writable' if existing.is_dir() else 'no folder'}"
         )
     size = 4 if config.trainer.precision is Precision.fp32 else 2
-    one = shape.num_parameters() * (size + _OPTIMIZER_BYTES)
+    saved = shape.num_parameters()
+    if shape.lora is not None:  # the weights beside it are not saved
+        saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)
+    one = saved * (size + _OPTIMIZER_BYTES)
     # The best, the newest, and one that is being written.
     most = config.exp_manager.checkpoint_callback_params.save_top_k + 2
     free = shutil.disk_usage(existing).free
