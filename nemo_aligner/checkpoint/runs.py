@@ -27,8 +27,8 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.write import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
-from nemo_aligner.checkpoint.run_weights import ShardedModel, put_weights, sharded_weights
 from nemo_aligner.checkpoint.weights.background import in_background
+from nemo_aligner.checkpoint.weights.run_weights import ShardedModel, put_weights, sharded_weights
 from nemo_aligner.checkpoint.weights.save import PendingSave, copy_tensors, start_saving
 from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.training import MonitorMode

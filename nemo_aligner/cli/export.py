@@ -1,8 +1,6 @@
 """Export a reward model's .nemo as a Hugging Face folder, and check that it scores the same.
 
 nemo-aligner export --input megatron_gpt.nemo --output hf_folder
-
-LoRA is folded into the weights; with --adapter-of it is written as an adapter of peft.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ def new_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--adapter-of", metavar="MODEL",
-        help="write LoRA and head alone, for peft, which loads them onto this base model: a folder "
-        "(then it is checked), or a name",
+        help="write LoRA by itself, and not folded into the weights: for peft, which loads it onto "
+        "this base model, a folder (then it is checked) or a name",
     )  # fmt: skip
     parser.add_argument(
         "--max-shard-size", type=_bytes, default="5GB", metavar="SIZE",

@@ -18,7 +18,7 @@ class LoraConfig:
     rank: int = setting(0, "of the trained matrices; 0: no LoRA, the weights themselves train")
     alpha: float = setting(32.0, "what they add is multiplied by alpha / rank")
     targets: list[str] = setting(
-        list(LORA_TARGETS), f"linear layers that have them, of {', '.join(LORA_TARGETS)}"
+        list(LORA_TARGETS), "linear layers that they stand beside; default: all four of a layer"
     )
 
     def __post_init__(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from nemo_aligner.checkpoint.run_weights import frozen_digest
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.checkpoint.weights.run_weights import frozen_digest
 from nemo_aligner.config.load import config_to_dict, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.console import say

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.run_weights import frozen_digest, put_weights, sharded_weights
+from nemo_aligner.checkpoint.weights.run_weights import frozen_digest, put_weights, sharded_weights
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.lora import is_of_adapter
 from tests.models.test_adapters import LORA, build, perturb
