@@ -17,6 +17,7 @@ class LoraConfig:
 
     rank: int = setting(0, "of the trained matrices; 0: no LoRA, the weights themselves train")
     alpha: float = setting(32.0, "what they add is multiplied by alpha / rank")
+    dropout: float = setting(0.0, "share of what A reads that a step leaves out")
     targets: list[str] = setting(
         list(LORA_TARGETS), "linear layers that they stand beside; default: all four of a layer"
     )
@@ -25,6 +26,7 @@ class LoraConfig:
         with Checks("model.lora", self) as checks:
             checks.not_negative("rank")
             checks.positive("alpha")
+            checks.require(0 <= self.dropout < 1, "dropout", "0 or more, and less than 1")
             known = bool(self.targets) and set(self.targets) <= set(LORA_TARGETS)
             fits = known and len(set(self.targets)) == len(self.targets)
             checks.require(fits, "targets", f"at least one of {', '.join(LORA_TARGETS)}, each once")

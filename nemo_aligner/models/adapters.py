@@ -8,6 +8,7 @@ the ranks send each other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 from torch.nn.utils import skip_init
 
+from nemo_aligner.models.dropout import LoraDropout
+from nemo_aligner.models.last_layer import LastLayer
 from nemo_aligner.models.linear import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.lora import LINEARS, LoraShape
 
@@ -42,6 +45,7 @@ class LoraAdapter(torch.nn.Module):
         self.scale = lora.scale
         self._group, self._is_split = layer.tp_group, layer.sequence_parallel
         self._is_by_outputs = isinstance(layer, ColumnLinear)
+        self._dropout: LoraDropout | None = None
         split, whole = self.linear_in.weight, self.linear_out.weight
         if self._is_by_outputs:
             split, whole = whole, split
@@ -51,7 +55,11 @@ class LoraAdapter(torch.nn.Module):
 
     def forward(self, x: Tensor, rows: int | None) -> Tensor:
         """``rows`` as the layer has them now (``rows_now``)."""
-        low = _product(x, self.linear_in, rows) * self.scale
+        scale = self.scale
+        if self._dropout is not None and self.training:
+            scale /= 1 - self._dropout.rate
+            x = self._dropped(x, self._dropout)
+        low = _product(x, self.linear_in, rows) * scale
         if not self._is_by_outputs:
             low = sum_partial(low, self._group, self._is_split, rows)
         elif self._is_split:
@@ -59,6 +67,18 @@ class LoraAdapter(torch.nn.Module):
         else:
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _product(low, self.linear_out, rows)
+
+    def drop_out(self, dropout: LoraDropout, number: int, reads_rows: bool) -> None:
+        """Have ``dropout`` in training, as the linear layer ``number``; see ``LoraDropout``."""
+        self._dropout, self._number, self._reads_rows = dropout, number, reads_rows
+
+    def _dropped(self, x: Tensor, dropout: LoraDropout) -> Tensor:
+        tokens = channels = 0
+        if not self._is_by_outputs:
+            channels = self._group.rank() * x.size(-1)
+        elif self._is_split:
+            tokens = self._group.rank() * x.size(0)
+        return dropout.apply(x, self._number, self._reads_rows, tokens, channels)
 
 
 def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
@@ -108,13 +128,36 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
         linear.adapter.linear_out.weight.zero_()
 
 
-def train_adapters_alone(model: Any) -> None:
-    """Freeze all of ``model`` but the adapters and the reward head."""
+def train_adapters_alone(model: Any, dropout: LoraDropout | None = None) -> None:
+    """Freeze all of ``model`` but the adapters and the reward head; these have ``dropout``."""
     model.requires_grad_(False)
     for _, linear in _adapted(model):
         linear.adapter.requires_grad_(True)
     if model.post_process:
         model.rm_head.requires_grad_(True)
+    if dropout is not None:
+        _drop_out(model, dropout)
+
+
+def _drop_out(model: Any, dropout: LoraDropout) -> None:
+    model.lora_dropout = dropout
+    # Past attention the last layer has the rows that the head reads, and no others.
+    past = [
+        layer.get_submodule(name)
+        for layer in model.decoder.layers
+        if isinstance(layer, LastLayer)
+        for name in list(LINEARS.values())[1:]
+    ]
+    for number, linear in _adapted(model):
+        linear.adapter.drop_out(dropout, number, reads_rows=linear in past)
+    for layer in model.decoder.layers:
+        # Again where a layer is computed again: then another pack's may have been the last.
+        layer.register_forward_pre_hook(partial(_enter, dropout), with_kwargs=True)
+
+
+def _enter(dropout: LoraDropout, layer: Any, inputs: Any, options: dict[str, Any]) -> None:
+    if layer.training:
+        dropout.enter(options["packed_seq_params"])
 
 
 @torch.no_grad()

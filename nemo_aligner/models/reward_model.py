@@ -25,6 +25,7 @@ from nemo_aligner.models.backbone import (
     transformer_config,
     use_transformer_engine,
 )
+from nemo_aligner.models.dropout import LoraDropout
 from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
 from nemo_aligner.models.shape import ModelShape
@@ -45,6 +46,7 @@ class GPTRewardModel(GPTModel):
 
     reads_every_token = False
     key_value_pool: KeyValuePool | None = None
+    lora_dropout: LoraDropout | None = None
 
     def __init__(
         self,
@@ -105,17 +107,20 @@ class GPTRewardModel(GPTModel):
         rows = batch.scored_tokens
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
+        segments = PackedSegments.of(
+            batch,
+            *self._rotation(batch.position_ids),
+            self._rows_of_head(rows),
+            self.key_value_pool,
+        )
+        if self.lora_dropout is not None and self.training:
+            self.lora_dropout.begin(batch, segments)
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             # The attention rotates; megatron-core's way takes many more passes over memory.
             rotary_pos_emb=None,
-            packed_seq_params=PackedSegments.of(
-                batch,
-                *self._rotation(batch.position_ids),
-                self._rows_of_head(rows),
-                self.key_value_pool,
-            ),
+            packed_seq_params=segments,
         )
         if not self.post_process:
             return hidden

@@ -15,6 +15,7 @@ from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.models.adapters import train_adapters_alone
 from nemo_aligner.models.batch_invariant import make_batch_invariant
+from nemo_aligner.models.dropout import LoraDropout
 from nemo_aligner.models.lora import LoraShape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
@@ -73,7 +74,9 @@ def build_learner(
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     make_batch_invariant(pretrained.model, options.invariant_rows)
     if options.lora.rank > 0:
-        train_adapters_alone(pretrained.model)
+        rate = options.lora.dropout
+        dropout = LoraDropout(rate, options.seed) if rate > 0 else None
+        train_adapters_alone(pretrained.model, dropout)
     freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
     model = wrap_for_training(pretrained.model)
     optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)

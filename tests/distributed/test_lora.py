@@ -21,7 +21,12 @@ from tests.environments import kept_environment, make_environment
 from tests.once import Once
 from tests.training import test_interruptions as interruptions
 
-LORA = ["model.lora.rank=4", "model.lora.alpha=8", "model.optim.lr=1e-2"]
+LORA = [
+    "model.lora.rank=4",
+    "model.lora.alpha=8",
+    "model.lora.dropout=0.1",
+    "model.optim.lr=1e-2",
+]
 
 
 @pytest.fixture(scope="module")

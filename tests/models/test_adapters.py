@@ -33,6 +33,7 @@ from tests.planning.test_cost import CONFIG
 
 LORA = LoraShape(4, 8.0, LORA_TARGETS)
 SHAPE = ModelShape.from_config(CONFIG)
+WITH_LORA = replace(SHAPE, lora=LORA)
 PACK = PackedBatch.pack([list(range(20, 50)), list(range(100, 115)), [7] * 9])
 
 

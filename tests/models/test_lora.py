@@ -46,6 +46,7 @@ def test_matrices_stand_beside_the_weights_that_they_fit() -> None:
     [
         ({"rank": -1}, "model.lora.rank: got -1, wanted 0 or more"),
         ({"alpha": 0.0}, "model.lora.alpha: got 0.0, wanted a number above 0"),
+        ({"dropout": 1.0}, "model.lora.dropout: got 1.0, wanted 0 or more, and less than 1"),
         ({"targets": ["q_proj"]}, r"model.lora.targets: got \['q_proj'\], wanted at least one of"),
         ({"targets": []}, "model.lora.targets: got .*, wanted at least one of linear_qkv"),
         ({"targets": ["linear_qkv"] * 2}, "model.lora.targets: got .* each once"),
