@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.models.adapters import train_adapters_alone
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
@@ -92,6 +93,8 @@ def build_synthetic_learner(
             else:
                 parameter.normal_(std=0.02)
     freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
+    if shape.lora is not None:
+        train_adapters_alone(model)
     wrapped = wrap_for_training(model)
     optim = OptimConfig(cpu_offload=job.get("cpu_offload", False))
     optimizer = build_optimizer(wrapped, optim, 1.0, 1000)

@@ -44,6 +44,8 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
+    if shape.lora is not None:
+        tensors |= shape.lora.tensors(tensors)
     return tensors
 
 

@@ -36,6 +36,7 @@ from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor, dtype_of_matrices, save_unread
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
+from nemo_aligner.models.lora import with_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.launch import single_process
 from nemo_aligner.precision import NumberFormat, format_of
@@ -125,7 +126,9 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
         save_unread(tensors, layers, scratch / "weights")
         tokenizer.save(scratch / "tokenizer")
         rules = None if contract is None else contract.to_dict()
-        write_nemo(output, config, scratch / "weights", scratch / "tokenizer", rules)
+        write_nemo(
+            output, with_lora(config, None), scratch / "weights", scratch / "tokenizer", rules
+        )
         return _summary(output, folder, ignored, contract)
 
 

@@ -26,6 +26,7 @@ from nemo_aligner.checkpoint.nemo.unread import unread_decoder
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor, save_unread
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.models.lora import with_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.launch import single_process
 from nemo_aligner.text.contract import ScoringContract
@@ -54,7 +55,7 @@ def merge_checkpoints(
     """Write ``sum(weight * source)`` as the archive ``output``, and say what it is.
 
     No model is built: tensors are read one after the other, summed in float64 and rounded once, to
-    the dtype of the last source. One process calls it.
+    the dtype of the last source. LoRA is folded into the weights. One process calls it.
 
     Args:
         sources: reward models of this package, of one shape and one scoring contract.
@@ -98,7 +99,7 @@ def _write(
         contract = _merged_contract(inputs)
         write_nemo(
             output,
-            last.folder.config,
+            with_lora(last.folder.config, None),
             scratch / "weights",
             scratch / "tokenizer",
             contract.to_dict(),
@@ -136,8 +137,11 @@ def _opened(folder: NemoFolder, weight: float) -> _Input:
 
 def _check_alike(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
     where = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
-    if last.shape != other.shape:
-        mine, theirs = dataclasses.asdict(last.shape), dataclasses.asdict(other.shape)
+    # LoRA is folded into the weights, so that it may differ.
+    mine, theirs = (
+        dataclasses.asdict(dataclasses.replace(each.shape, lora=None)) for each in (last, other)
+    )
+    if mine != theirs:
         differing = [
             f"{name}: {mine[name]} -> {theirs[name]}" for name in mine if mine[name] != theirs[name]
         ]

@@ -28,6 +28,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.nemo.write import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
 from nemo_aligner.checkpoint.weights.background import in_background
+from nemo_aligner.checkpoint.weights.run_weights import ShardedModel, put_weights, sharded_weights
 from nemo_aligner.checkpoint.weights.save import PendingSave, copy_tensors, start_saving
 from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.training import MonitorMode
@@ -36,21 +37,7 @@ from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.host_copies import Wait
 
 _VERSION = 1
-_PREFIX = "model."
-# Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state,
-# and a stack with holes cannot be saved.
-_PER_LAYER = {"non_homogeneous_layers": True}
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-
-
-class ShardedModel(Protocol):
-    """A Megatron module."""
-
-    def sharded_state_dict(
-        self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
-    ) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any: ...
 
 
 class ShardedOptimizer(Protocol):
@@ -141,7 +128,7 @@ class RunCheckpoints:
     ) -> tuple[dict[str, Any], Wait]:
         """What is to be written, and what waits until all of it is in host memory."""
         optimizer.finish_update()
-        weights = _sharded(model)
+        weights = sharded_weights(model)
         # It is looked up by the model's own tensors, so these are copied after; and arrive after.
         state = optimizer.sharded_state_dict(weights)
         arrived = copy_tensors(weights, self._host)
@@ -244,13 +231,13 @@ class RunCheckpoints:
         Raises:
             CheckpointError: the state does not fit the model, or is not safe to read.
         """
-        weights = _sharded(model)
+        weights = sharded_weights(model)
         request = {
             "model": weights,
             "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
         }
         state = load_weights(request, saved.path / STATE_NAME)
-        _load_model(model, state["model"], saved.path)
+        put_weights(model, state["model"], saved.path)
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
     def load_model(self, saved: Saved, model: ShardedModel) -> None:
@@ -259,8 +246,8 @@ class RunCheckpoints:
         Raises:
             CheckpointError: the weights do not fit the model, or are not safe to read.
         """
-        request = {"model": _sharded(model)}
-        _load_model(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
+        request = {"model": sharded_weights(model)}
+        put_weights(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
         scored = [(self._sort_key(item.state.metrics), item) for item in saved]
@@ -294,19 +281,6 @@ def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
             f"{saved.path}: it is of another run, and cannot be resumed: {'; '.join(differences)}. "
             "Set exp_manager.explicit_log_dir to a new folder to start a new run"
         )
-
-
-def _sharded(model: ShardedModel) -> dict[str, Any]:
-    return model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
-
-
-def _load_model(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
-    plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
-    missing, unexpected = model.load_state_dict(plain, strict=False)
-    # TransformerEngine's opaque state is never saved.
-    lost = [key for key in missing if "_extra_state" not in key]
-    if lost or unexpected:
-        raise CheckpointError(f"{path}: not loaded: {', '.join([*lost, *unexpected])}")
 
 
 @contextmanager

@@ -29,6 +29,11 @@ def new_parser() -> Parser:
         help="one output: the attributes, by the weights of the scoring contract",
     )  # fmt: skip
     parser.add_argument(
+        "--adapter-of", metavar="MODEL",
+        help="write LoRA by itself, and not folded into the weights: for peft, which loads it onto "
+        "this base model, a folder (then it is checked) or a name",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-shard-size", type=_bytes, default="5GB", metavar="SIZE",
         help="of a safetensors file (default: 5GB)",
     )  # fmt: skip
@@ -41,12 +46,21 @@ def new_parser() -> Parser:
 
 def run(options: argparse.Namespace) -> int:
     """Write the folder, and say how it was checked."""
+    from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
     from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
     from nemo_aligner.config.common import Precision
+    from nemo_aligner.errors import ConfigError
     from nemo_aligner.parallel.launch import single_process
     from nemo_aligner.parallel.layout import initialize_layout
     from nemo_aligner.precision import torch_dtype
 
+    if options.adapter_of is not None:
+        if options.dtype is not None:
+            raise ConfigError("--dtype: an adapter is written as it is stored, wanted none")
+        wanted = AdapterOptions(options.adapter_of, options.merge, options.base_license)
+        with single_process():
+            print(export_adapter(options.input, options.output, initialize_layout(), wanted))
+        return 0
     how = ExportOptions(
         dtype=None if options.dtype is None else torch_dtype(Precision(options.dtype)),
         merge=options.merge,

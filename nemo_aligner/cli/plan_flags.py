@@ -48,6 +48,7 @@ def _add_batch(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: bf16")
     group.add_argument("--freeze-layers", type=int, metavar="N", help="as model.freeze_layers")
+    group.add_argument("--lora-rank", type=int, metavar="N", help="as model.lora.rank")
     group.add_argument("--cpu-offload", action="store_true", help="as model.optim.cpu_offload=true")
     group.add_argument(
         "--recompute", choices=["auto", "none", "selective", "full"],

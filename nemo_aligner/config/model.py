@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_aligner.config.common import Checks, RewardModelType, setting
 from nemo_aligner.config.data import DataConfig, RegressionConfig
+from nemo_aligner.config.lora import LoraConfig
 from nemo_aligner.config.scoring import InvarianceConfig
 
 
@@ -78,6 +79,7 @@ class ModelConfig(InvarianceConfig):
         None, "with full: how many layers, the first ones of a stage; null: all"
     )
     freeze_layers: int = setting(0, "lowest layers that stay as they are, and the embeddings")
+    lora: LoraConfig = field(default_factory=LoraConfig)
     global_batch_size: int = setting(64, "records (pairs or rated replies) of a step")
     micro_batch_tokens: int = setting(4096, "tokens in one forward and backward pass")
     seed: int = setting(1234, "of the head, and of the order of the data")
@@ -96,6 +98,11 @@ class ModelConfig(InvarianceConfig):
                 "batch_invariant_rows",
             )
             checks.not_negative("freeze_layers")
+            checks.require(
+                self.lora.rank == 0 or self.freeze_layers == 0,
+                "freeze_layers",
+                f"0, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
+            )
             self._check_layout(checks)
             if self.reward_model_type is RewardModelType.regression:
                 names = self.regression.attributes

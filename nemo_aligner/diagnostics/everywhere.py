@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.distributed import get_world_size
 
+from nemo_aligner.checkpoint.nemo.config_file import read_model_config
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
@@ -31,6 +32,7 @@ from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.diagnostics.invariance import Scored, fitting_layouts
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.batch_invariant import make_batch_invariant
+from nemo_aligner.models.lora import read_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
 from nemo_aligner.models.trainable import wrap_for_training
@@ -142,6 +144,7 @@ def _trained_on(
         num_attributes=len(contract.attributes),
         precision=precision,
         recompute=recompute,
+        lora=read_lora(read_model_config(checkpoint)),
     )
     ddp = wrap_for_training(pretrained.model)
     ddp.train()

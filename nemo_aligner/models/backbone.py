@@ -210,11 +210,13 @@ def _transformer_engine_parts() -> _Parts:
 def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Whether layers are built from TransformerEngine: on a GPU, where it can be imported.
 
-    It has kinds of norm and biases, as the config says; but no linear layer with a norm behind it.
+    It has kinds of norm and biases, as the config says; but no linear layer with a norm behind it,
+    nor one with LoRA beside it.
     Its products of fp32 are rounded to TF32, whatever torch is told.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-    return has_parts and not shape.post_layernorms and dtype is not torch.float32
+    is_made_of_them = not shape.post_layernorms and shape.lora is None
+    return has_parts and is_made_of_them and dtype is not torch.float32
 
 
 def layer_spec(

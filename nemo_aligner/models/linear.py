@@ -19,8 +19,11 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from nemo_aligner.models.lora import LORA_A, LORA_B
 from nemo_aligner.parallel.cpu.products import invariant_linear_on_cpu
 
 
@@ -50,36 +53,108 @@ class ColumnLinear(ColumnParallelLinear):
     """A linear layer that tensor parallelism splits by its outputs.
 
     ``invariant_rows`` rows make a product, in evaluation mode alone; None is as megatron-core
-    has it.
+    has it. What ``adapter`` makes of the input is added to the output.
     """
 
     invariant_rows: int | None = None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_module("adapter", None)
+
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         rows = rows_now(self)
+        output, bias = self._plain(input_, rows, *args, **options)
+        if self.adapter is not None:
+            output = output + self.adapter(input_, rows)
+        return output, bias
+
+    def _plain(
+        self, input_: Tensor, rows: int | None, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if rows is None:
             return super().forward(input_, *args, **options)
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         return invariant_linear(input_, self.weight, self.bias, rows), None
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.adapter is not None:
+            entries |= _sharded(self, LORA_B, 0, prefix, sharded_offsets, metadata)
+        return entries
+
 
 class RowLinear(RowParallelLinear):
-    """A linear layer that tensor parallelism splits by its inputs; ``invariant_rows`` as above."""
+    """A linear layer that tensor parallelism splits by its inputs; its attributes as above."""
 
     invariant_rows: int | None = None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_module("adapter", None)
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         rows = rows_now(self)
+        output, bias = self._plain(input_, rows)
+        if self.adapter is not None:
+            output = output + self.adapter(input_, rows)
+        return output, bias
+
+    def _plain(self, input_: Tensor, rows: int | None) -> tuple[Tensor, Tensor | None]:
         if rows is None:
             return super().forward(input_)
         partial = invariant_linear(input_, self.weight, None, rows)
-        # Of two numbers both sums are the same; of more, the order is the algorithm's.
-        if self.tp_group.size() > 2:
-            return sum_in_rank_order(partial, self.tp_group, self.sequence_parallel), None
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), None
-        return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), None
+        return sum_partial(partial, self.tp_group, self.sequence_parallel, rows), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.adapter is not None:
+            entries |= _sharded(self, LORA_A, 1, prefix, sharded_offsets, metadata)
+        return entries
+
+
+def _sharded(
+    layer: Any,
+    name: str,
+    axis: int,
+    prefix: str,
+    offsets: tuple,
+    metadata: dict | None,
+) -> dict[str, Any]:
+    """The entry of an adapter's tensor that is split along ``axis``.
+
+    megatron-core's layers know the axes of their own tensors alone, and the MLP that its first
+    weight is two in one.
+    """
+    entries = make_sharded_tensors_for_checkpoint(
+        {name: layer.get_parameter(name)},
+        prefix,
+        {name: axis},
+        offsets,
+        tp_group=layer.tp_group,
+        dp_cp_group=(metadata or {})["dp_cp_group"],
+    )
+    if prefix.endswith("linear_fc1.") and layer.config.gated_linear_unit:
+        return {key: apply_swiglu_sharded_factory(entry, offsets) for key, entry in entries.items()}
+    return entries
+
+
+def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | None) -> Tensor:
+    """The sum of all ranks' ``partial``, of which each keeps its tokens where it ``is_scattered``.
+
+    Where products are of a fixed number of ``rows``, in the order of the ranks.
+    """
+    # Of two numbers both sums are the same; of more, the order is the algorithm's.
+    if rows is not None and group.size() > 2:
+        return sum_in_rank_order(partial, group, is_scattered)
+    if is_scattered:
+        return reduce_scatter_to_sequence_parallel_region(partial, group=group)
+    return reduce_from_tensor_model_parallel_region(partial, group=group)
 
 
 def rows_now(layer: Any) -> int | None:

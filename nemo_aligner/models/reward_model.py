@@ -16,6 +16,7 @@ from torch import Tensor
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
+from nemo_aligner.models.adapters import attach_adapters
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments
@@ -24,6 +25,7 @@ from nemo_aligner.models.backbone import (
     transformer_config,
     use_transformer_engine,
 )
+from nemo_aligner.models.dropout import LoraDropout
 from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
 from nemo_aligner.models.shape import ModelShape
@@ -44,6 +46,7 @@ class GPTRewardModel(GPTModel):
 
     reads_every_token = False
     key_value_pool: KeyValuePool | None = None
+    lora_dropout: LoraDropout | None = None
 
     def __init__(
         self,
@@ -80,6 +83,8 @@ class GPTRewardModel(GPTModel):
         if self.post_process:
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed)
+        if shape.lora is not None:
+            attach_adapters(self, shape.lora)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Score a pack (on this model's device).
@@ -102,17 +107,20 @@ class GPTRewardModel(GPTModel):
         rows = batch.scored_tokens
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
+        segments = PackedSegments.of(
+            batch,
+            *self._rotation(batch.position_ids),
+            self._rows_of_head(rows),
+            self.key_value_pool,
+        )
+        if self.lora_dropout is not None and self.training:
+            self.lora_dropout.begin(batch, segments)
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             # The attention rotates; megatron-core's way takes many more passes over memory.
             rotary_pos_emb=None,
-            packed_seq_params=PackedSegments.of(
-                batch,
-                *self._rotation(batch.position_ids),
-                self._rows_of_head(rows),
-                self.key_value_pool,
-            ),
+            packed_seq_params=segments,
         )
         if not self.post_process:
             return hidden

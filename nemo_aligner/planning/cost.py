@@ -175,16 +175,59 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
     """Parameters of one rank of a stage.
 
     Linear layers and the embedding's rows are split over t, norms are on every rank; the first
-    stage has the embedding, the last one the final norm and the head.
+    stage has the embedding, the last one the final norm and the head. With LoRA its matrices and
+    the head alone are trained.
     """
+    layers = stage_layers(shape, plan, stage)
+    adapters = len(layers) * _adapter_size(shape, plan)
+    if trainable and shape.lora is not None:
+        return adapters + (head_size(shape, plan) if stage == plan.pp - 1 else 0)
     frozen = plan.freeze_layers if trainable else 0
     split, whole = shape.layer_parameters()
     layer = split // plan.tp + whole
-    count = layer * sum(index >= frozen for index in stage_layers(shape, plan, stage))
+    count = layer * sum(index >= frozen for index in layers) + adapters
     if stage == 0 and not frozen:
         count += embedding_size(shape, plan)
     if stage == plan.pp - 1:
         count += shape.norm_parameters(shape.hidden_size) + head_size(shape, plan)
+    return count
+
+
+def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the linear layers that LoRA is beside, by its names for them.
+
+    Of the model's last layer it is the one that reads every token; the others see the head's rows.
+    """
+    if shape.lora is None:
+        return {}
+    h, f, q, kv = widths(shape)
+    first = (2 if shape.is_gated else 1) * f
+    of_all = {
+        "linear_qkv": (h, q + 2 * kv),
+        "linear_proj": (q, h),
+        "linear_fc1": (h, first),
+        "linear_fc2": (f, h),
+    }
+    names = ("linear_qkv",) if layer == shape.num_layers - 1 else tuple(of_all)
+    return {name: of_all[name] for name in names if name in shape.lora.targets}
+
+
+def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
+    """Whether a linear layer's input is kept, for the gradient of its weight or of LoRA's A."""
+    if shape.lora is not None:
+        return linear in shape.lora.targets
+    return layer >= plan.freeze_layers
+
+
+def _adapter_size(shape: ModelShape, plan: Plan) -> int:
+    """Parameters of a layer's adapters on a rank: of each the matrix at the split side is split."""
+    rank = 0 if shape.lora is None else shape.lora.rank
+    count = 0
+    for name, (inputs, outputs) in adapter_widths(shape, layer=-1).items():
+        split, whole = outputs, inputs
+        if name in ("linear_proj", "linear_fc2"):
+            split, whole = inputs, outputs
+        count += rank * (split // plan.tp + whole)
     return count
 
 
@@ -208,26 +251,40 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
     return linear, 4.0 * packs.tokens * packs.keys * q
 
 
+def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Of one pack's forward pass through a layer's adapters."""
+    rank = 0 if shape.lora is None else shape.lora.rank
+    of_all, read_by_all = adapter_widths(shape, -1), adapter_widths(shape, layer)
+    packs = plan.packs
+    return sum(
+        2.0 * (packs.tokens if name in read_by_all else packs.sequences) * rank * sum(sides)
+        for name, sides in of_all.items()
+    )
+
+
 def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
     """A stage's floating point operations for one pack, over its tensor parallel ranks.
 
     A multiplication and an addition are two. A linear layer has ``2 in out`` per token; attention
     ``4 q`` per query and key that it attends to (Narayanan et al. 2021, appendix, where all keys
     are counted; here a causal pass has its own). The backward pass has twice as many; where all
-    weights are frozen below, none. Full recomputation repeats the forward pass, selective that of
-    attention. Norms, biases, rotation and softmax are left out, and so are windows: a layer that
+    weights are frozen below, none. LoRA has ``2 rank (in + out)`` more, and the weights beside it
+    have no gradient. Full recomputation repeats the forward pass, selective that of attention.
+    Norms, biases, rotation and softmax are left out, and so are windows: a layer that
     has one is counted as if it saw all tokens.
     """
     forward = backward = recomputed = 0.0
     for layer in stage_layers(shape, plan, stage):
         linear, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
-        forward += linear + attention
+        adapters = _adapter_flops(shape, plan, layer)
+        forward += linear + attention + adapters
         if not has_backward(plan, stage, layer):
             continue
         # A frozen layer passes the gradient on, and makes none for its weights.
-        backward += linear * (2 if layer >= plan.freeze_layers else 1) + 2 * attention
+        is_trained = layer >= plan.freeze_layers and shape.lora is None
+        backward += linear * (2 if is_trained else 1) + 2 * (attention + adapters)
         if is_recomputed(shape, plan, layer):
-            recomputed += linear + attention
+            recomputed += linear + attention + adapters
         elif plan.recompute is Recompute.selective:
             recomputed += attention
     return Flops(forward, backward, recomputed)
@@ -258,7 +315,8 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         if has_backward(plan, stage, layer):
-            again = 0.5 * 2 if plan.sequence_parallel else 0
+            has_weights = layer >= plan.freeze_layers and shape.lora is None
+            again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
             reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + again
     trained = parameters(shape, plan, stage, trainable=True)
     adjacent_stages = (stage > 0) + (stage < plan.pp - 1)

@@ -9,16 +9,19 @@ T is the tokens of a pack. ``tests/planning/test_cost.py`` holds it against real
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
+    adapter_widths,
     embedding_size,
     has_backward,
     head_size,
     is_recomputed,
+    keeps_input,
     parameters,
     stage_layers,
     widths,
@@ -115,30 +118,36 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     input of the next linear layer; it keeps grouped queries twice: as the projection made them, in
     one piece with keys and values, and as a copy.
 
+    LoRA keeps the input of each linear layer that it is beside, and r of what its A made of it.
+
     Ignored: a LayerNorm's second number; and where no kernel does a window or a soft-cap, another
     copy of the output, masks, a byte for each query and key of a sequence, and in ``transient`` the
     scores of one sequence.
     """
     h, f, q, kv = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
-    is_last, is_frozen = layer == shape.num_layers - 1, layer < plan.freeze_layers
+    is_last = layer == shape.num_layers - 1
+    keeps = partial(keeps_input, shape, plan, layer)
     norms = 1 if is_last else 2
+    inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1"))
     heads, inner = shape.num_attention_heads, 2 * q + 2 * kv * plan.packs.kept_keys
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
-        output = 0 if is_last or is_frozen else q
+        output = q if keeps("linear_proj") and not is_last else 0
         heads, inner = 0, q + 2 * kv + output + (q if kv < q else 0)
     if not is_last:
-        inner += ((2 if shape.is_gated else 1) + (not is_frozen)) * f
+        inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
         inner += q + kv if is_selective else 2 * q + 2 * kv
         heads += shape.num_attention_heads + shape.num_query_groups
     split = plan.tp if plan.sequence_parallel else 1
-    states = norms * ((1 if is_frozen else 2) * h * size + FP32_BYTES) / split
+    states = ((norms + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
         states += norms * (h * size + FP32_BYTES) / split
-    return states + (inner * size + heads * FP32_BYTES) / plan.tp
+    rank = 0 if shape.lora is None else shape.lora.rank
+    low = rank * size * len(adapter_widths(shape, layer))
+    return states + low + (inner * size + heads * FP32_BYTES) / plan.tp
 
 
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
@@ -163,7 +172,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
         in_layer = _in_last_attention(shape, plan) if is_last else _in_mlp(shape, plan, layer)
         moments.append(in_layer - over)
         over += tokens * _layer_bytes(shape, plan, layer)
-    if stage == 0 and plan.freeze_layers == 0:
+    if stage == 0 and plan.freeze_layers == 0 and shape.lora is None:
         gradient = embedding_size(shape, plan) * size + tokens * shape.hidden_size * size
         moments.append(gradient - kept)
     buffer = tokens * shape.hidden_size * size if plan.sequence_parallel else 0.0
@@ -182,11 +191,12 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     h, f = shape.hidden_size, shape.ffn_hidden_size / plan.tp
     tokens, state = plan.packs.tokens, _state(shape, plan)
     size = ELEMENT_BYTES[plan.precision]
-    if layer < plan.freeze_layers:
+    if not keeps_input(shape, plan, layer, "linear_fc2"):
         needed = tokens * (wide + 2) * f
     else:
-        weights = tokens * (h - f) + wide * f * h
-        needed = max(tokens * (f + h) + f * h, tokens * (wide + 1) * f, weights)
+        gradient = 0 if shape.lora is not None else f * h
+        weights = tokens * (h - f) + wide * gradient
+        needed = max(tokens * (f + h) + gradient, tokens * (wide + 1) * f, weights)
     if is_recomputed(shape, plan, layer):
         # The layer anew, but for its input; and its output.
         tokens_bytes = _whole_layer_bytes(shape, plan, layer)

@@ -14,6 +14,7 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
     """The model, the step and the machine that is assumed."""
     shape = planner.shape
     frozen = f", {planner.freeze_layers} layers frozen" if planner.freeze_layers else ""
+    frozen += "" if shape.lora is None else f", LoRA of {shape.lora}"
     return (
         f"{name}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
         f"{shape.num_parameters() / 1e9:.2f} billion parameters, "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.data import DataConfig
+from nemo_aligner.config.lora import LoraConfig
 from nemo_aligner.config.model import ModelConfig, Recompute
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.lora import LoraShape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import Machine
 from nemo_aligner.planning.planner import Planner
@@ -32,6 +34,7 @@ class PlanRequest:
     micro_batch_tokens: int | None = None
     precision: str = "bf16"
     freeze_layers: int = 0
+    lora_rank: int = 0
     cpu_offload: bool = False
     recompute: str = "auto"
     tflops: float = 989
@@ -52,8 +55,9 @@ class PlanRequest:
         if self.global_batch_tokens is not None:
             batch = max(1, self.global_batch_tokens // (2 * length))
         self._check(shape, 2 * length)
+        lora = LoraShape.from_settings(LoraConfig(rank=self.lora_rank)) if self.lora_rank else None
         return Planner(
-            shape,
+            replace(shape, lora=lora or shape.lora),
             self._machine(),
             usable=(self.gpu_memory - self.reserve) * GIB,
             batch=batch,
@@ -88,6 +92,8 @@ class PlanRequest:
             ("reserve", reserve >= 0, "0 or more"),
             ("gpu_memory", self.gpu_memory > reserve, f"more than the {reserve:g} of reserve"),
             ("micro_batch_tokens", budget >= pair, f"{pair} (a pair) or more"),
+            ("lora_rank", self.lora_rank >= 0, "0 (no LoRA) or more"),
+            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 beside LoRA"),
             ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
         ]
         for name, is_good, wanted in checks:

@@ -13,7 +13,10 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.console import say, show_bytes
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData, build_training_data
+from nemo_aligner.models.adapters import train_adapters_alone
 from nemo_aligner.models.batch_invariant import make_batch_invariant
+from nemo_aligner.models.dropout import LoraDropout
+from nemo_aligner.models.lora import LoraShape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -64,11 +67,16 @@ def build_learner(
         recompute_layers=options.activations_checkpoint_num_layers,
         seed=options.seed,
         new_head=config.pretrained_checkpoint.new_head,
+        lora=LoraShape.from_settings(options.lora),
     )
     query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     make_batch_invariant(pretrained.model, options.invariant_rows)
+    if options.lora.rank > 0:
+        rate = options.lora.dropout
+        dropout = LoraDropout(rate, options.seed) if rate > 0 else None
+        train_adapters_alone(pretrained.model, dropout)
     freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
     model = wrap_for_training(pretrained.model)
     optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)

@@ -30,6 +30,8 @@ def describe_model(
     ]
     if config.trainer.precision is not Precision.fp32 and lacks_bf16():
         lines.append("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")
+    if shape.lora is not None:
+        lines.append(f"trained: LoRA of {shape.lora}, and the head")
     if frozen:
         lines.append(f"frozen: the embeddings and {frozen} of {shape.num_layers} layers")
     return "\n".join(lines)

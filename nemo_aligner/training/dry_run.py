@@ -17,10 +17,11 @@ from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import check_freezing
 from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
-from nemo_aligner.planning.cost import Packs, Plan, attended_keys
+from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.planning.request import GIB
 from nemo_aligner.training.build import build_data, build_loader
@@ -46,7 +47,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     layout = _layout(config, processes)
     tokenizer, start = read_text_rules(path)
-    model_config = read_model_config(path)
+    model_config = _model_config(config, path)
     shape = ModelShape.from_config(model_config)
     shape.check_fits(layout.tp, layout.pp)
     check_freezing(config.model.freeze_layers, shape.num_layers)
@@ -67,11 +68,18 @@ def check_run(config: TrainConfig, processes: int) -> str:
             f"scoring contract: {data.contract.hash}",
             _render_memory(fullest_stage(shape, plan), plan.packs),
             _check_output(config, checkpoints, shape),
-            *_resuming(config, data, checkpoints, dict(model_config), total_steps),
+            *_resuming(config, data, checkpoints, model_config, total_steps),
             f"The run can begin, on {processes} process{'es' * (processes > 1)}; nothing was "
             "written, and no weight was read.",
         ]
     )
+
+
+def _model_config(config: TrainConfig, path: Path) -> dict[str, object]:
+    """That of the model that is trained."""
+    stored, wanted = read_model_config(path), LoraShape.from_settings(config.model.lora)
+    check_lora(read_lora(stored), wanted, path)
+    return with_lora(stored, wanted)
 
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
@@ -144,7 +152,10 @@ def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: Model
             f"is {'not writable' if existing.is_dir() else 'no folder'}"
         )
     size = 4 if config.trainer.precision is Precision.fp32 else 2
-    one = shape.num_parameters() * (size + _OPTIMIZER_BYTES)
+    saved = shape.num_parameters()
+    if shape.lora is not None:  # the weights beside it are not saved
+        saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)
+    one = saved * (size + _OPTIMIZER_BYTES)
     # The best, the newest, and one that is being written.
     most = config.exp_manager.checkpoint_callback_params.save_top_k + 2
     free = shutil.disk_usage(existing).free

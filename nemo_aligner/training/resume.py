@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.checkpoint.weights.run_weights import frozen_digest
 from nemo_aligner.config.load import config_to_dict, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.console import say
@@ -30,6 +31,8 @@ from nemo_aligner.text.contract_changes import describe_differences
 from nemo_aligner.training.learner import RewardLearner
 
 _CONTRACT = "scoring contract"
+# With LoRA they are not in the checkpoint.
+_FROZEN = "frozen weights"
 _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
@@ -49,6 +52,8 @@ def resume(
         CheckpointError: it is of another run.
     """
     fresh = new_state(config, model_config, learner.data)
+    if config.model.lora.rank > 0:
+        fresh.fingerprint[_FROZEN] = frozen_digest(learner.model)
     checkpoints.clean()
     latest = find_latest(checkpoints, config, fresh)
     if latest is not None:
@@ -94,7 +99,10 @@ def find_latest(checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunStat
     before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     differences = describe_differences(before.differences(now))
     latest = replace(latest, state=_with_objective(latest.state))
-    check_same_run(latest, {**fresh.fingerprint, _CONTRACT: differences or before.hash})
+    # Who looks at a run without its model does not know its weights.
+    frozen = fresh.fingerprint.get(_FROZEN, latest.state.fingerprint.get(_FROZEN))
+    same = {_FROZEN: frozen, _CONTRACT: differences or before.hash}
+    check_same_run(latest, {**fresh.fingerprint, **same})
     return latest
 
 

@@ -43,7 +43,7 @@ FP16 = {
     "item at training/optimizer/optimizer.py loss_scale": 1,
     "item at training/optimizer/optimizer.py step": 1,
 }
-NAMES = ["bf16", "resumed", "fp16", "offload", "offload resumed", "recompute", "frozen"]
+NAMES = ["bf16", "resumed", "fp16", "offload", "offload resumed", "recompute", "frozen", "lora"]
 SAVING = list(NAMES)
 NAMES += ["evaluate", "score", "score with cache", "critic"]
 # Tensors that a save copies: of each parameter the weights, and where it is trained fp32 state.
@@ -91,6 +91,7 @@ def all_commands(base: Path, pairs: Path, folder: Path) -> dict[str, Task]:
         return training(base, pairs, folder / name, *more)
 
     few = "trainer.rm.max_steps=2"
+    lora = ["model.lora.rank=4", "model.lora.dropout=0.1", "trainer.precision=bf16"]
     offload = ["model.optim.cpu_offload=true", "trainer.precision=bf16"]
     archive = folder / "bf16" / "checkpoints" / "megatron_gpt.nemo"
     scoring = {"archive": str(archive), "precision": "bf16"}
@@ -111,6 +112,7 @@ def all_commands(base: Path, pairs: Path, folder: Path) -> dict[str, Task]:
         "offload resumed": train("offload", *offload, "trainer.rm.max_steps=4"),
         "recompute": train("recompute", "model.activations_checkpoint_granularity=full", few),
         "frozen": train("frozen", "model.freeze_layers=2", "trainer.precision=bf16", few),
+        "lora": train("lora", *lora, few),
         "evaluate": command("evaluation.run:evaluate", "evaluation:EvaluateConfig", data),
         "score": {"run": "score", "with": {**scoring, "cached_tokens": 0}},
         "score with cache": {"run": "score", "with": {**scoring, "cached_tokens": 512}},

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.lora import LORA_TARGETS
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
@@ -86,19 +87,24 @@ def test_packs_are_those_that_are_made() -> None:
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "squared-relu"])
-@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("frozen", [0, 2, "lora"])
 def test_flops_of_linear_layers_are_those_that_torch_counts(
-    layout: ParallelLayout, frozen: int, activation: str
+    layout: ParallelLayout, frozen: int | str, activation: str
 ) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     from nemo_aligner.batch import PackedBatch
+    from nemo_aligner.models.adapters import train_adapters_alone
     from nemo_aligner.models.reward_model import build_reward_model
     from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 
-    shape = ModelShape.from_config({**CONFIG, "activation": activation})
+    has_lora, frozen = frozen == "lora", int(frozen if frozen != "lora" else 0)
+    more = FAMILIES["lora"] if has_lora else {}
+    shape = ModelShape.from_config({**CONFIG, **more, "activation": activation})
     model = build_reward_model(shape, layout, num_attributes=1, precision=FP32)
     freeze_lower_layers(model, frozen, 4)
+    if has_lora:
+        train_adapters_alone(model)
     wrapped = wrap_for_training(model)
     batch = PackedBatch.pack([[1] * 40, [2] * 40, [3] * 20])
     # torch's counter does not know the CPU's attention.
@@ -114,7 +120,9 @@ def test_flops_of_linear_layers_are_those_that_torch_counts(
     found = [counter.get_total_flops() for counter in counters]
     # Beside the layers: the head.
     assert found[0] == pytest.approx(expected.forward, rel=1e-3)
-    assert found[1] == pytest.approx(expected.backward, rel=1e-3)
+    # Behind frozen embeddings nobody asks for the gradient of what the first layer reads.
+    unasked = 2 * 100 * 64 * (128 + 8) if has_lora else 0
+    assert found[1] + unasked == pytest.approx(expected.backward, rel=1e-3)
 
 
 def test_parameters_of_all_ranks_are_the_model_s() -> None:
@@ -132,6 +140,19 @@ def test_frozen_layers_have_no_gradients_and_keep_nothing() -> None:
     assert memory(SHAPE, frozen, 0).gradients < memory(SHAPE, whole, 0).gradients / 3
     assert pack_activations(SHAPE, frozen, 0) < pack_activations(SHAPE, whole, 0) / 3
     assert pack_flops(SHAPE, frozen, 0).backward < pack_flops(SHAPE, whole, 0).backward / 3
+
+
+def test_lora_trains_its_matrices_and_the_head_alone(layout: ParallelLayout) -> None:
+    from nemo_aligner.models.adapters import train_adapters_alone
+    from nemo_aligner.models.reward_model import build_reward_model
+
+    plan = Plan(Packs(tokens=1000, sequences=10, keys=50), precision=FP32)
+    model = build_reward_model(WITH_LORA, layout, num_attributes=1, precision=FP32)
+    train_adapters_alone(model)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert parameters(WITH_LORA, plan, 0, trainable=True) == trained
+    assert parameters(WITH_LORA, plan, 0) - parameters(SHAPE, plan, 0) == trained - 64
+    assert memory(WITH_LORA, plan, 0).gradients == 4 * trained
 
 
 def test_moments_in_host_memory_are_not_the_gpu_s_but_cross_the_bus() -> None:
@@ -183,12 +204,15 @@ ALONE = {
     "two": {"recompute": "full", "recompute_layers": 2},
     "frozen": {"freeze_layers": 2},
 }
-# What other families than Llama have in their layers.
+# What other families than Llama have in their layers, and LoRA.
 FAMILIES = {
+    "lora": {"lora": {"rank": 8, "alpha": 8.0, "targets": list(LORA_TARGETS)}},
+    "lora_in_part": {"lora": {"rank": 8, "alpha": 8.0, "targets": ["linear_qkv", "linear_proj"]}},
     "ungated": {"activation": "squared-relu", "normalization": "layernorm1p"},
     "qk_norms": {"qk_layernorm": True, "qkv_bias": True},
     "post_norms": {"activation": "geglu", "post_layernorms": True},
 }
+WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {
     "DP": {"dp": 2},
     "TP": {"tp": 2},

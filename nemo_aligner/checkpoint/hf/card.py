@@ -10,7 +10,7 @@ from nemo_aligner.text.contract import ScoringContract
 
 _CARD = """---
 license: {license}
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-classification
 tags:
 - reward-model
@@ -50,12 +50,26 @@ they are rounded here. Loaded in bf16 the head is rounded too: rewards come in s
 {training}
 """
 
-_SNIPPET = """import torch
+_LOADED = """import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForSequenceClassification.from_pretrained("{name}", dtype=torch.float32).eval()
-{texts}
+"""
+
+_ADAPTED = """import torch
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForSequenceClassification.from_pretrained(
+    "{base}", num_labels={count}, dtype=torch.float32
+)
+model.config.pad_token_id = tokenizer.pad_token_id
+model = PeftModel.from_pretrained(model, "{name}").eval()
+"""
+
+_SCORED = """{texts}
 batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
 with torch.no_grad():
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -75,18 +89,21 @@ def model_card(
     archive: Path,
     base_license: str,
     trained_in: str,
+    base: str | None = None,
 ) -> str:
     """``README.md`` of the folder ``name``; the run is looked for where ``archive`` lies.
 
-    ``trained_in`` is the dtype before the export, by the contract's names.
+    ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
+    folder is an adapter of that model.
     """
     return _CARD.format(
         name=name,
+        library="transformers" if base is None else "peft",
         license=base_license,
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
         source=archive.name,
-        snippet=_snippet(name, contract),
+        snippet=_snippet(name, contract, base),
         offsets=_offsets(contract),
         pad_token=f"`{pad_token}`",
         hash=contract.hash,
@@ -97,10 +114,11 @@ def model_card(
     )
 
 
-def _snippet(name: str, contract: ScoringContract) -> str:
+def _snippet(name: str, contract: ScoringContract, base: str | None) -> str:
     means = list(contract.label_means)
-    return _SNIPPET.format(
+    return ((_LOADED if base is None else _ADAPTED) + _SCORED).format(
         name=name,
+        base=base,
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
         plus_means=f" + torch.tensor({means})" if any(means) else "",
         count=len(contract.attributes),
@@ -122,8 +140,8 @@ def _offsets(contract: ScoringContract) -> str:
     return (
         "**The logits alone are not the rewards.** The rule adds a constant to each, the mean of "
         "its labels, and the head of a `ForSequenceClassification` has no bias to keep it. Add "
-        "them, as above; they are `label_means` in `config.json`. Differences of two replies are "
-        "right without."
+        "them, as above; they are `label_means` in `scoring_contract.json`. Differences of two "
+        "replies are right without."
     )
 
 

@@ -108,6 +108,17 @@ def check_folder(
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
         raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
+    return compare(tokenizer, model, contract, texts, logits)
+
+
+def compare(
+    tokenizer: Any,
+    model: Any,
+    contract: ScoringContract,
+    texts: Sequence[tuple[Text, list[int]]],
+    logits: Tensor,
+) -> float:
+    """``check_folder`` of what was loaded from it."""
     _check_ids(tokenizer, contract, texts)
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     alone = torch.cat([_their_logits(model, tokenizer, [ids]) for ids in token_lists])

@@ -1,24 +1,22 @@
 """A reward model's ``.nemo`` as a Hugging Face folder, which is checked before it gets its name.
 
-Tensors are read from the archive one after the other. What was written is loaded by transformers,
-and must give the same token ids, and rewards within 1e-4 in fp32, as the archive does.
+Tensors are read from the archive one after the other; LoRA is folded into them. What was written is
+loaded by transformers, and must give the same token ids, and rewards within 1e-4 in fp32, as the
+archive does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD, PREFIX
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
     architecture_of,
@@ -27,10 +25,6 @@ from nemo_aligner.checkpoint.hf.check import (
     encode_texts,
     our_logits,
 )
-from nemo_aligner.checkpoint.hf.families import family_of
-from nemo_aligner.checkpoint.hf.families.family import ModelFamily
-from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups, remove_zero_groups
-from nemo_aligner.checkpoint.hf.families.rules import Rule
 from nemo_aligner.checkpoint.hf.folder import (
     ShardWriter,
     choose_pad,
@@ -39,22 +33,18 @@ from nemo_aligner.checkpoint.hf.folder import (
     write_tokenizer,
 )
 from nemo_aligner.checkpoint.hf.layerwise import read_as_it_runs
-from nemo_aligner.checkpoint.hf.tensors import HEAD_KEY, HF_HEAD, megatron_key, model_rules
+from nemo_aligner.checkpoint.hf.reward_archive import RewardArchive
+from nemo_aligner.checkpoint.hf.tensors import HEAD_KEY, HF_HEAD
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, sync_to_disk
-from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.common import Precision
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
-
-# What a config may leave out.
-_WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
 
 
 @dataclass(frozen=True)
@@ -132,87 +122,14 @@ def export_to_hf(
     return summary
 
 
-@dataclass(frozen=True)
-class _Archive:
-    """A reward model's archive; ``config`` is without added query groups."""
-
-    store: TensorStore
-    embedding_dtype: torch.dtype
-    family: ModelFamily
-    config: dict[str, Any]
-    num_query_groups: int
-    rules: list[tuple[Rule, int | None]]
-
-    @classmethod
-    def of(cls, folder: NemoFolder) -> _Archive:
-        """Raises CheckpointError where a tensor has no place in the family's model."""
-        shape = ModelShape.from_config(folder.config)
-        groups = shape.num_query_groups
-        kept = groups - int(folder.config.get("zero_query_groups") or 0)
-        config = {
-            "share_embeddings_and_output_weights": True,  # NeMo's default
-            **folder.config,
-            **{name: getattr(shape, name) for name in _WITH_DEFAULTS},
-            "num_attention_heads": shape.num_attention_heads // groups * kept,
-            "num_query_groups": kept,
-        }
-        family = family_of(config)
-        rules = model_rules(family, config, is_reward_model=True)
-        known = {HEAD_KEY, *(megatron_key(rule, layer) for rule, layer in rules)}
-        stored = folder.store.tensors
-        unknown = sorted(stored.keys() - known)
-        if unknown:
-            raise CheckpointError(
-                f"{folder.source}: {unknown[0]}: a {family.name} reward model of Hugging Face has "
-                "no place for it"
-            )
-        dtype = stored[PREFIX + EMBEDDING][1]
-        return cls(folder.store, dtype, family, config, groups, rules)
-
-    def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
-        """A whole Megatron tensor in Hugging Face's parts, without what was added to it."""
-        if rule.megatron == EMBEDDING:
-            data = data[: self.config["vocab_size"]]
-        kept = self.config["num_query_groups"]
-        data = remove_zero_groups(rule.megatron, data, self.num_query_groups, kept)
-        return rule.split(data, self.config)
-
-    def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of ``split``, but for vocabulary padding."""
-        data = rule.join(parts, self.config)
-        kept = self.config["num_query_groups"]
-        return add_zero_groups(rule.megatron, data, kept, self.num_query_groups)
-
-    def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
-        """A Megatron tensor with the numbers that the folder has: its parts are rounded there."""
-        if name == HEAD:
-            return self.store.read(HEAD_KEY)
-        (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
-        parts = self.split(rule, self.store.read(megatron_key(rule, layer), layer))
-        return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
-
-    def tensors(self, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored.
-
-        The embeddings get rows of zeros up to ``vocab_size``: a pad token may be new.
-        """
-        for rule, layer in self.rules:
-            data = self.store.read(megatron_key(rule, layer), layer)
-            for name, part in zip(rule.hf, self.split(rule, data), strict=True):
-                part = part.to(dtype or part.dtype)
-                if rule.megatron == EMBEDDING:
-                    part = F.pad(part, (0, 0, 0, vocab_size - part.size(0)))
-                yield name, part
-
-
 def _export(
     folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: ExportOptions
 ) -> ExportSummary:
     say(f"scoring texts with {folder.source} ...")
-    loaded = reward_model_without_weights(folder, layout, Precision.fp32)
-    archive = _Archive.of(folder)
+    loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
+    archive = RewardArchive.of(folder)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
-    exported = _exported_contract(contract, options)
+    exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
     stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
@@ -251,10 +168,13 @@ def _export(
     )
 
 
-def _exported_contract(contract: ScoringContract, options: ExportOptions) -> ScoringContract:
-    if options.dtype is not None:
-        contract = contract.with_dtype(format_of(options.dtype).precision)
-    if not options.merge:
+def exported_contract(
+    contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
+) -> ScoringContract:
+    """The contract of what is written: of other numbers, or with all attributes in one."""
+    if dtype is not None:
+        contract = contract.with_dtype(format_of(dtype).precision)
+    if not merge:
         return contract
 
     def merged(values: Sequence[float]) -> tuple[float]:
@@ -274,7 +194,7 @@ def _exported_contract(contract: ScoringContract, options: ExportOptions) -> Sco
 
 
 def _write_weights(
-    archive: _Archive,
+    archive: RewardArchive,
     staging: Path,
     contract: ScoringContract,
     vocab_size: int,
@@ -283,8 +203,11 @@ def _write_weights(
     writer = ShardWriter(staging, options.max_shard_bytes)
     for name, tensor in archive.tensors(vocab_size, options.dtype):
         writer.add(name, tensor)
-    head = archive.store.read(HEAD_KEY).float()
-    if options.merge:
-        head = torch.tensor(contract.attribute_weights)[None] @ head
-    writer.add(HF_HEAD, head)
+    writer.add(HF_HEAD, exported_head(archive, contract, merge=options.merge))
     return writer.finish()
+
+
+def exported_head(archive: RewardArchive, contract: ScoringContract, *, merge: bool) -> Tensor:
+    """The head ``[A, hidden]`` in fp32, or ``[1, hidden]`` with its rows summed by weight."""
+    head = archive.store.read(HEAD_KEY).float()
+    return torch.tensor(contract.attribute_weights)[None] @ head if merge else head

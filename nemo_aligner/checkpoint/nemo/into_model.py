@@ -21,6 +21,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
 from nemo_aligner.errors import AlignerError, CheckpointError
+from nemo_aligner.models.lora import is_of_adapter, read_lora
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
 
@@ -106,7 +107,7 @@ def is_per_layer(stored: StoredTensors) -> bool:
 def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     """Fill all of ``model``, which has the ``model_shape`` of ``folder``, but its head.
 
-    Every rank calls it.
+    Adapters that the checkpoint does not have stay as they are. Every rank calls it.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -114,12 +115,15 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     request = model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
     )
-    request.pop(folder.prefix + HEAD, None)
-    state = folder.store.load(request)
+    has_lora = read_lora(folder.config) is not None
+    unread = {key for key in request if is_of_adapter(key) and not has_lora}
+    unread.add(folder.prefix + HEAD)
+    state = folder.store.load({key: request[key] for key in request if key not in unread})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)
     # TransformerEngine's opaque state is never loaded.
-    lost = [key for key in missing if "_extra_state" not in key and key != HEAD]
+    asked = [key for key in missing if folder.prefix + key not in unread]
+    lost = [key for key in asked if "_extra_state" not in key]
     if lost or unexpected:
         raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import CheckpointError, DataError
+from nemo_aligner.models.adapters import draw_adapters, fold_adapters
+from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.parallel.collectives import barrier, on_main
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -66,18 +68,22 @@ def load_pretrained(
     recompute_layers: int | None = None,
     seed: int = 1234,
     new_head: bool = False,
+    lora: LoraShape | None = None,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to go on from, for training; every rank calls it.
 
-    With ``new_head`` the head that it has is not read.
+    With ``new_head`` the head that it has is not read. With ``lora`` the model has adapters: those
+    of the archive, or new ones; without, an archive's are folded into the weights.
 
     Raises:
-        CheckpointError: the archive is unsafe, incomplete, of another family, or its reward head
-            has another number of attributes or a bias.
+        CheckpointError: the archive is unsafe, incomplete, of another family, its reward head has
+            another number of attributes or a bias, or it has another LoRA.
     """
     with open_nemo(path) as folder:
         shape, tokenizer = model_shape(folder), folder.load_tokenizer()
         tokenizer.check_fits(shape.vocab_size)
+        check_lora(shape.lora, lora, path)
+        shape = replace(shape, lora=lora or shape.lora)
         model = build_reward_model(
             shape,
             layout,
@@ -89,9 +95,13 @@ def load_pretrained(
         )
         has_head = not new_head and _check_head(folder, num_attributes, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
+        if lora is None:
+            fold_adapters(model)
+        elif read_lora(folder.config) is None:
+            draw_adapters(model, seed)
         return PretrainedModel(
             model=model,
-            config=folder.config,
+            config=with_lora(folder.config, lora),
             tokenizer=tokenizer,
             head_is_new=not has_head,
         )
@@ -121,11 +131,15 @@ def reward_model_of(
 
 
 def reward_model_without_weights(
-    folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
+    folder: NemoFolder,
+    layout: ParallelLayout,
+    precision: Precision | None = None,
+    *,
+    with_adapters: bool = True,
 ) -> LoadedRewardModel:
     """``reward_model_of``, whose weights are still to be filled in; they were found to fit.
 
-    On a CPU they take no memory until then.
+    On a CPU they take no memory until then. Without adapters LoRA is to be folded into them.
     """
     tokenizer = folder.load_tokenizer()
     contract = _contract(folder, tokenizer)
@@ -141,7 +155,7 @@ def reward_model_without_weights(
     shape = model_shape(folder)
     tokenizer.check_fits(shape.vocab_size)
     model = build_reward_model(
-        shape,
+        shape if with_adapters else replace(shape, lora=None),
         layout,
         num_attributes=num_attributes,
         precision=precision or Precision(contract.dtype),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import (
@@ -15,14 +17,20 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import is_per_layer
 from nemo_aligner.checkpoint.weights.stream import UnreadTensor
+from nemo_aligner.models.adapters import folded
+from nemo_aligner.models.lora import LORA_A, LORA_B
 from nemo_aligner.models.shape import ModelShape
 
 
 def unread_decoder(
     folder: NemoFolder, shape: ModelShape
 ) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
-    """The decoder's tensors by key, outside the layers and inside, without vocabulary padding."""
+    """The decoder's tensors by key, outside the layers and inside, without vocabulary padding.
+
+    LoRA is folded into the weights that it is beside.
+    """
     stored, store = folder.tensors, folder.store
+    lora = shape.lora
     is_numbered = is_per_layer(stored)
 
     def outside(name: str) -> UnreadTensor:
@@ -39,10 +47,18 @@ def unread_decoder(
         size = size if is_numbered else size[1:]
         return UnreadTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
 
+    def whole(name: str, layer: int) -> UnreadTensor:
+        weight, linear = inside(name, layer), name.removesuffix(".weight")
+        if lora is None or linear not in lora.linears:
+            return weight
+        low, high = (inside(f"{linear}.{matrix}", layer) for matrix in (LORA_A, LORA_B))
+        scale = lora.scale
+        return replace(weight, read=lambda: folded(weight.read(), low.read(), high.read(), scale))
+
     names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
     return {PREFIX + name: outside(name) for name in names}, {
-        PREFIX + LAYERS + name: [inside(name, layer) for layer in range(shape.num_layers)]
-        for name in layer_tensors(shape)
+        PREFIX + LAYERS + name: [whole(name, layer) for layer in range(shape.num_layers)]
+        for name in layer_tensors(replace(shape, lora=None))
     }
 
 

@@ -157,7 +157,9 @@ class LinearByPieces(Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, group: Any
     ) -> Tensor:
-        ctx.save_for_backward(input, weight)
+        # A frozen weight has no use for the input.
+        kept = input if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, weight)
         ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         ctx.group = group
         return linear_by_pieces(input, weight, bias)

@@ -13,6 +13,11 @@ _GROUP_AXES = {
 }
 
 
+def group_axis(name: str) -> int | None:
+    """The axis of query groups in a Megatron tensor, None where it has none."""
+    return _GROUP_AXES.get(name)
+
+
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
     """q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
 
@@ -38,7 +43,7 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
     Their values are zeros and so are their columns of the projection: they add nothing to the
     output, their gradients are exactly zero, and so they stay.
     """
-    axis = _GROUP_AXES.get(name)
+    axis = group_axis(name)
     if axis is None:
         return tensor
     shape = list(tensor.shape)
@@ -48,7 +53,7 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
 
 def remove_zero_groups(name: str, tensor: Tensor, groups: int, kept: int) -> Tensor:
     """The inverse of ``add_zero_groups``: of ``groups`` query groups the first ``kept``."""
-    axis = _GROUP_AXES.get(name)
+    axis = group_axis(name)
     if axis is None:
         return tensor
     return tensor.narrow(axis, 0, tensor.size(axis) // groups * kept)

@@ -1,0 +1,119 @@
+"""LoRA as a folder for peft: its names and numbers, checked on the base model, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
+from nemo_aligner.config.common import Precision
+from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.lora import LoraShape, is_of_adapter
+from nemo_aligner.text.contract import build_contract
+from tests import tiny
+from tests.checkpoint.hf.exporting import export, tensors_of
+from tests.contracts import Contracts
+
+QKV = LoraShape(3, 6.0, ("linear_qkv", "linear_proj"))
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    tiny.write_hf_checkpoint(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
+    """Writes a reward model with LoRA of drawn numbers, and two attributes."""
+
+    def make(lora: LoraShape | None, tensor_parallel: int = 1) -> Path:
+        base = tmp_path / "base.nemo"
+        convert_hf_to_nemo(hf, base, tensor_parallel=tensor_parallel)
+        how = {"num_attributes": 2, "precision": Precision.fp32, "lora": lora}
+        loaded = load_pretrained(base, layout, **how)
+        groups = 2 + (tensor_parallel == 3)
+        with torch.no_grad():
+            for name, each in loaded.model.named_parameters():
+                if is_of_adapter(name) and "linear_out" in name:
+                    each.normal_(std=0.2)
+                    if groups == 3 and "qkv" in name:
+                        each[2 * len(each) // 3 :] = 0.0  # as training leaves them
+        contract = build_contract(contracts.config(["a", "b"]), loaded.tokenizer, Precision.fp32)
+        path = tmp_path / "rm.nemo"
+        save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 3])
+def test_on_the_base_model_it_is_the_whole_export(
+    make: Any, hf: Path, layout: Any, tmp_path: Path, tensor_parallel: int
+) -> None:
+    archive = make(QKV, tensor_parallel)
+    said = export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(hf)))
+    assert "LoRA of rank 3, alpha 6, on linear_qkv, linear_proj" in said
+    assert "checked: 7 texts" in said
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"]) == (3, 6.0)
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    export(archive, tmp_path / "whole", layout)
+    whole, base = tensors_of(tmp_path / "whole"), tensors_of(hf)
+    assert torch.equal(adapter.pop("base_model.model.score.weight"), whole["score.weight"])
+    assert len(adapter) == 2 * 4 * 4  # A and B, layers, modules
+    for name, weight in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        added = torch.zeros_like(weight)
+        if f"{stem}.lora_A.weight" in adapter:
+            low, high = (adapter[f"{stem}.lora_{matrix}.weight"] for matrix in "AB")
+            added = 2.0 * high @ low
+            assert added.abs().max() > 0.01
+        torch.testing.assert_close(whole[name], weight + added, rtol=0, atol=1e-6)
+
+
+def test_attributes_can_be_one(make: Any, hf: Path, layout: Any, tmp_path: Path) -> None:
+    options = AdapterOptions(str(hf), merge=True)
+    assert "the head of reward" in export_adapter(make(QKV), tmp_path / "out", layout, options)
+    head = load_file(tmp_path / "out" / "adapter_model.safetensors")[
+        "base_model.model.score.weight"
+    ]
+    assert len(head) == 1
+
+
+def test_a_name_is_written_and_said_to_be_unchecked(make: Any, layout: Any, tmp_path: Path) -> None:
+    said = export_adapter(make(QKV), tmp_path / "out", layout, AdapterOptions("org/base"))
+    assert "NOT CHECKED: org/base is no folder on this machine" in said
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert '"org/base", num_labels=2' in card
+    assert 'PeftModel.from_pretrained(model, "out")' in card
+
+
+def test_another_base_model_is_found_out_and_nothing_is_left(
+    make: Any, hf: Path, layout: Any, tmp_path: Path
+) -> None:
+    archive = make(QKV)
+    path = hf / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="transformers scores"):
+        export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(hf)))
+    assert not (tmp_path / "out").exists()
+    tiny.write_hf_checkpoint(tmp_path / "wide", num_key_value_heads=4)
+    with pytest.raises(CheckpointError, match="it is no base of this reward model"):
+        export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(tmp_path / "wide")))
+
+
+def test_without_lora_there_is_no_adapter(make: Any, layout: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="it has no LoRA, so there is no adapter to write"):
+        export_adapter(make(None), tmp_path / "out", layout, AdapterOptions("org/base"))
