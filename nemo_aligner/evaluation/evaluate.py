@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
 from nemo_aligner.errors import DataError
+from nemo_aligner.metrics.regression import RatedRewards
+from nemo_aligner.metrics.table import measure_spreads
 from nemo_aligner.objectives import default_objective
 from nemo_aligner.objectives.measure import measure_set
 from nemo_aligner.text.contract import (
@@ -53,6 +55,13 @@ class EvaluableScorer(Protocol):
     def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
 
 
+@runtime_checkable
+class SpreadScorer(Protocol):
+    """A scorer that may know how uncertain its rewards are."""
+
+    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]: ...
+
+
 @dataclass(frozen=True)
 class EvaluationReport:
     """What was measured on N records of one kind.
@@ -66,6 +75,7 @@ class EvaluationReport:
         labels: ``[N, columns]`` float32 of ratings, NaN where missing; no column of comparisons.
         origins: file and line of every row.
         malformed: what stood in the file where a record should.
+        spreads: ``[N, columns]`` float32 of ratings, how uncertain rewards are; None if unknown.
     """
 
     kind: RecordKind
@@ -76,6 +86,7 @@ class EvaluationReport:
     labels: np.ndarray
     origins: list[Origin] = field(default_factory=list)
     malformed: list[MalformedRecord] = field(default_factory=list)
+    spreads: np.ndarray | None = None
 
 
 def evaluate_comparisons(
@@ -188,9 +199,7 @@ def evaluate_file(
     )
     file = keep_scorable(read_records(path, how), scorer, rule)
     if file.kind is RecordKind.rating:
-        report = evaluate_ratings(
-            scorer.score, file.records, contract.attributes, measure=scorer.count_reply_tokens
-        )
+        report = _evaluate_rated(scorer, file.records)
     else:
         report = evaluate_comparisons(
             scorer.score,
@@ -199,6 +208,19 @@ def evaluate_file(
             measure=scorer.count_reply_tokens,
         )
     return replace(report, counts=file.counts, malformed=file.malformed)
+
+
+def _evaluate_rated(scorer: EvaluableScorer, ratings: Sequence[Rating]) -> EvaluationReport:
+    """``evaluate_ratings``, with the spread of the rewards where it costs nothing more."""
+    attributes, measure = scorer.contract.attributes, scorer.count_reply_tokens
+    if scorer.contract.readout is None or not isinstance(scorer, SpreadScorer):
+        return evaluate_ratings(scorer.score, ratings, attributes, measure=measure)
+    rewards, spreads = scorer.score_and_spread([record.response for record in ratings])
+    report = evaluate_ratings(lambda _: rewards, ratings, attributes, measure=measure)
+    known = None if spreads is None else torch.from_numpy(spreads)
+    found, labels = torch.from_numpy(report.rewards), torch.from_numpy(report.labels)
+    metrics = measure_spreads(RatedRewards.of(found, labels, attributes, spreads=known))
+    return replace(report, metrics={**report.metrics, **metrics}, spreads=spreads)
 
 
 def keep_scorable(file: RecordFile, scorer: EvaluableScorer, rule: MalformedRule) -> RecordFile:

@@ -60,7 +60,7 @@ def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str,
 
 
 def write_rewards(path: str | Path, report: EvaluationReport) -> None:
-    """One line per record: where it came from, its rewards and, for ratings, its labels."""
+    """One line per record: where it came from, its rewards and, for ratings, labels and spread."""
     lines = []
     for index, origin in enumerate(report.origins):
         row: dict[str, Any] = {
@@ -69,6 +69,8 @@ def write_rewards(path: str | Path, report: EvaluationReport) -> None:
         }
         if report.labels.shape[1]:
             row["labels"] = _named(report, report.labels[index])
+        if report.spreads is not None:
+            row["spread"] = _named(report, report.spreads[index])
         lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     _write(Path(path), "".join(lines))
 

@@ -15,13 +15,15 @@ from typing import Any
 
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.objectives.base import Objective
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.davidson import Davidson
 from nemo_aligner.objectives.huber import Huber
 from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.objectives.ordinal_bins import OrdinalBins
 from nemo_aligner.objectives.plackett_luce import PlackettLuce
+from nemo_aligner.objectives.quantiles import Quantiles
 from nemo_aligner.objectives.rao_kupper import RaoKupper
 
 OBJECTIVES: dict[str, type[Any]] = {
@@ -31,6 +33,8 @@ OBJECTIVES: dict[str, type[Any]] = {
     "davidson": Davidson,
     "masked_mse": MaskedMse,
     "huber": Huber,
+    "ordinal_bins": OrdinalBins,
+    "quantiles": Quantiles,
 }
 _DEFAULTS = {
     RewardModelType.binary_ranking: "bradley_terry",
@@ -59,7 +63,7 @@ def build_objective(config: ModelConfig, attributes: Sequence[str]) -> Objective
     _check_settings(name, kind, config.objective_kwargs)
     try:
         return kind(tuple(attributes), **config.objective_kwargs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, DataError) as error:
         raise ConfigError(f"{_SETTINGS_KEY}: {name}: {error}") from error
 
 

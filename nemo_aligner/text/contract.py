@@ -26,9 +26,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, short, shown
+from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract_fields import check_fields
 from nemo_aligner.text.messages import Conversation, Text, check_text, reply_of
 from nemo_aligner.text.template_trial import check_it_ends
@@ -38,6 +41,8 @@ from nemo_aligner.text.tokenizer import Tokenizer
 VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
+# Where they are None, a contract has no such field: those of before there was any had none.
+_LATER = ("shaping", "readout")
 
 
 class OverlongError(DataError):
@@ -63,6 +68,7 @@ class ScoringContract:
     ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
     the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
     ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
+    ``readout`` says as JSON how a head with several outputs for each attribute is read.
     """
 
     template: str
@@ -83,6 +89,7 @@ class ScoringContract:
     reward_std: tuple[float, ...] | None = None
     measured_on: str | None = None
     shaping: str | None = None
+    readout: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -95,6 +102,28 @@ class ScoringContract:
                 f"scoring contract: got {wanted} attributes, {len(self.attribute_weights)} weights "
                 f"and {len(self.label_means)} label means; wanted the same number, at least 1"
             )
+        readout = self.output_readout
+        if readout is not None and len(readout.numbers) != wanted:
+            raise DataError(
+                f"scoring contract: readout: got {len(readout.numbers)} attributes, wanted {wanted}"
+            )
+
+    @property
+    def output_readout(self) -> Readout | None:
+        """How outputs become rewards; None where the head has one for each attribute."""
+        return None if self.readout is None else Readout.from_json(self.readout)
+
+    def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
+        """``[N, A]`` float32 of the head's ``outputs [N, A * K]`` float32."""
+        readout = self.output_readout
+        read = outputs if readout is None else readout.rewards(outputs)
+        return read + np.array(self.label_means, dtype=np.float32)
+
+    @property
+    def outputs_per_attribute(self) -> int:
+        """How many outputs the head has for each attribute."""
+        readout = self.output_readout
+        return 1 if readout is None else readout.width
 
     @property
     def record_kind(self) -> RecordKind:
@@ -127,8 +156,7 @@ class ScoringContract:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
-            # Contracts of before there was any have no such field.
-            if (name, value) != ("shaping", None)
+            if name not in _LATER or value is not None
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,7 +176,8 @@ class ScoringContract:
             raise CheckpointError(
                 f"scoring contract: got version {shown(version)}, wanted {VERSION}"
             )
-        content.setdefault("shaping", None)
+        for name in _LATER:
+            content.setdefault(name, None)
         known = {field.name for field in dataclasses.fields(cls)}
         if set(content) != known:
             raise CheckpointError(
@@ -184,6 +213,11 @@ class ScoringContract:
     def with_label_means(self, means: Sequence[float]) -> ScoringContract:
         """The same contract with the offsets of a regression head."""
         return dataclasses.replace(self, label_means=tuple(float(mean) for mean in means))
+
+    def with_readout(self, readout: Readout | None) -> ScoringContract:
+        """The same contract with a head that is read so."""
+        text = None if readout is None else readout.to_json()
+        return dataclasses.replace(self, readout=text)
 
     def with_statistics(
         self, mean: Sequence[float], std: Sequence[float], measured_on: str

@@ -22,7 +22,7 @@ _SETTINGS = {
 _SHOWN_CHARACTERS = 40
 # Of a head, by the settings; and all that begins anew with a new one.
 _OF_HEAD = ("reward_model_type", "attributes")
-_OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means")
+_OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means", "readout")
 _KEEPS_HEAD = (
     " on its body; pretrained_checkpoint.allow_contract_change=true keeps the head for them instead"
 )
@@ -43,6 +43,8 @@ def continue_contract(
     Raises:
         ConfigError: the settings ask for another contract, and nobody allowed that.
     """
+    if not new_head:
+        contract = dataclasses.replace(contract, readout=start.readout)
     if start.attributes == contract.attributes and not new_head:
         contract = dataclasses.replace(
             contract,

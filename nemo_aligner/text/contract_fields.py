@@ -95,4 +95,5 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reward_std": (_are_numbers_or_none, "numbers or null"),
     "measured_on": _TEXT_OR_NONE,
     "shaping": _TEXT_OR_NONE,
+    "readout": _TEXT_OR_NONE,
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.text.contract import ScoringContract
 
 
@@ -38,3 +38,17 @@ def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     if known.any():
         merged[known] = rewards[known].astype(np.float64) @ np.asarray(weights, dtype=np.float64)
     return merged
+
+
+def check_outputs_are_rewards(contract: ScoringContract, where: str, who: str) -> None:
+    """Refuse a model whose head has several outputs for each attribute.
+
+    Raises:
+        CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
+    """
+    readout = contract.output_readout
+    if readout is not None:
+        raise CheckpointError(
+            f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
+            f"wanted one: {who} has no place for how they become a reward"
+        )

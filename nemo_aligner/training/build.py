@@ -58,7 +58,8 @@ def build_learner(
     pretrained = load_pretrained(
         path,
         layout,
-        num_attributes=options.num_attributes,
+        num_attributes=len(data.contract.attributes),
+        outputs_per_attribute=data.contract.outputs_per_attribute,
         precision=config.trainer.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,

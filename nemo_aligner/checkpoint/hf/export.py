@@ -52,6 +52,7 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.one_reward import check_outputs_are_rewards
 
 # What a config may leave out.
 _WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
@@ -210,9 +211,10 @@ def _export(
 ) -> ExportSummary:
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32)
+    contract = ScoringContract.from_dict(folder.contract or {})
+    check_outputs_are_rewards(contract, str(folder.source), "a reward model of Hugging Face")
     archive = _Archive.of(folder)
-    contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
-    exported = _exported_contract(contract, options)
+    tokenizer, exported = loaded.tokenizer, _exported_contract(contract, options)
     stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))

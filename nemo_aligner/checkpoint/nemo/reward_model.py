@@ -24,6 +24,7 @@ from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.parallel.collectives import barrier, on_main
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.one_reward import check_outputs_are_rewards
 from nemo_aligner.text.tokenizer import Tokenizer
 
 _OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on its body"
@@ -61,6 +62,7 @@ def load_pretrained(
     layout: ParallelLayout,
     *,
     num_attributes: int,
+    outputs_per_attribute: int = 1,
     precision: Precision,
     recompute: Recompute = Recompute.none,
     recompute_layers: int | None = None,
@@ -78,16 +80,17 @@ def load_pretrained(
     with open_nemo(path) as folder:
         shape, tokenizer = model_shape(folder), folder.load_tokenizer()
         tokenizer.check_fits(shape.vocab_size)
+        num_outputs = num_attributes * outputs_per_attribute
         model = build_reward_model(
             shape,
             layout,
-            num_attributes=num_attributes,
+            num_attributes=num_outputs,
             precision=precision,
             recompute=recompute,
             recompute_layers=recompute_layers,
             seed=seed,
         )
-        has_head = not new_head and _check_head(folder, num_attributes, _OR_NEW_HEAD)
+        has_head = not new_head and _check_head(folder, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         return PretrainedModel(
             model=model,
@@ -135,15 +138,15 @@ def reward_model_without_weights(
             "score; wanted a reward model written by training"
         )
     _check_tokenizer(tokenizer, contract, folder.source)
-    num_attributes = len(contract.attributes)
-    if not _check_head(folder, num_attributes):
+    num_outputs = len(contract.attributes) * contract.outputs_per_attribute
+    if not _check_head(folder, num_outputs):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     shape = model_shape(folder)
     tokenizer.check_fits(shape.vocab_size)
     model = build_reward_model(
         shape,
         layout,
-        num_attributes=num_attributes,
+        num_attributes=num_outputs,
         precision=precision or Precision(contract.dtype),
     )
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
@@ -158,6 +161,7 @@ def load_critic(
     token's is that of the text that ends with it, without the contract's ``label_means``.
     """
     loaded = load_reward_model(path, layout, precision)
+    check_outputs_are_rewards(loaded.contract, str(path), "a critic")
     loaded.model.reads_every_token = True
     return loaded
 
@@ -211,7 +215,7 @@ def _contract(folder: NemoFolder, tokenizer: Tokenizer) -> ScoringContract | Non
     return contract
 
 
-def _check_head(folder: NemoFolder, num_attributes: int, advice: str = "") -> bool:
+def _check_head(folder: NemoFolder, num_outputs: int, advice: str = "") -> bool:
     """Whether the archive has a reward head that fits; errors end with ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
@@ -223,9 +227,9 @@ def _check_head(folder: NemoFolder, num_attributes: int, advice: str = "") -> bo
             + advice
         )
     got = stored[HEAD][0][0]
-    if got != num_attributes:
+    if got != num_outputs:
         raise CheckpointError(
-            f"{folder.source}: {HEAD}: got {got} attributes, wanted {num_attributes}{advice}"
+            f"{folder.source}: {HEAD}: got {got} outputs, wanted {num_outputs}{advice}"
         )
     return True
 
