@@ -97,12 +97,19 @@ class ModelConfig(InvarianceConfig):
             )
             checks.not_negative("freeze_layers")
             self._check_layout(checks)
+            self._check_weights(checks)
             if self.reward_model_type is RewardModelType.regression:
                 names = self.regression.attributes
                 fits = bool(names) and len(set(names)) == len(names)
                 checks.require(
                     fits, "regression.attributes", "at least one attribute name, each once"
                 )
+
+    def _check_weights(self, checks: Checks) -> None:
+        given, known = self.regression.attribute_weights, self.regression.attributes
+        fits = not given or (set(given) <= set(known) and any(given.values()))
+        wanted = f"weights of {', '.join(known) or 'no attribute'}, one of them not 0"
+        checks.require(fits, "regression.attribute_weights", wanted)
 
     def _check_layout(self, checks: Checks) -> None:
         checks.require(

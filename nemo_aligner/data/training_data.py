@@ -62,7 +62,7 @@ def build_training_data(
     prefix = config.data.data_prefix
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
-    objective = build_objective(config, contract.attributes)
+    objective = build_objective(config, contract.attributes, contract.attribute_weights)
     how = _reading(config, objective)
     files = read_files([*prefix.train, *prefix.validation], how)
     split = len(prefix.train)
@@ -93,7 +93,7 @@ def build_training_data(
 def _reading(config: ModelConfig, objective: Objective) -> Reading:
     is_rating = objective.record_kind is RecordKind.rating
     return Reading(
-        kind=objective.record_kind,
+        kind=None if getattr(objective, "takes_comparisons", False) else objective.record_kind,
         format=config.data.format,
         attributes=objective.columns if is_rating else (),
         loss_mask_val=config.regression.loss_mask_val,

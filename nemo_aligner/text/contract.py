@@ -347,6 +347,7 @@ def build_contract(
     data = config.data
     ranking = config.reward_model_type is RewardModelType.binary_ranking
     attributes = ("reward",) if ranking else tuple(config.regression.attributes)
+    weights = {} if ranking else config.regression.attribute_weights
     bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
@@ -359,7 +360,7 @@ def build_contract(
         overlong=data.overlong.value,
         seq_length=data.seq_length,
         attributes=attributes,
-        attribute_weights=(1.0,) * len(attributes),
+        attribute_weights=tuple(weights.get(name, 0.0 if weights else 1.0) for name in attributes),
         label_means=(0.0,) * len(attributes),
         dtype=precision.value,
         tokenizer_fingerprint=tokenizer.fingerprint,

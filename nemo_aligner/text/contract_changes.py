@@ -34,11 +34,12 @@ def continue_contract(
     *,
     allow_change: bool = False,
     new_head: bool = False,
+    new_weights: bool = False,
 ) -> ScoringContract:
     """The contract for training on from a reward model, with that model's label means.
 
     With ``new_head`` all that belongs to a head is that of the settings; a head that is kept has
-    as many attributes as it had.
+    as many attributes as it had. With ``new_weights`` their weights are those of the settings.
 
     Raises:
         ConfigError: the settings ask for another contract, and nobody allowed that.
@@ -46,10 +47,9 @@ def continue_contract(
     if not new_head:
         contract = dataclasses.replace(contract, readout=start.readout)
     if start.attributes == contract.attributes and not new_head:
+        weights = contract.attribute_weights if new_weights else start.attribute_weights
         contract = dataclasses.replace(
-            contract,
-            label_means=start.label_means,
-            attribute_weights=start.attribute_weights,
+            contract, label_means=start.label_means, attribute_weights=weights
         )
     differences = start.differences(contract)
     of_head = {name: values for name, values in differences.items() if name in _OF_HEAD}

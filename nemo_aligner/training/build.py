@@ -41,6 +41,7 @@ def build_data(config: TrainConfig) -> TrainingData:
             start,
             allow_change=start_from.allow_contract_change,
             new_head=start_from.new_head,
+            new_weights=bool(config.model.regression.attribute_weights),
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
     data = build_training_data(config.model, contract, tokenizer, measure_label_means=means_are_new)

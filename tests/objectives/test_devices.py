@@ -16,6 +16,7 @@ from nemo_aligner.objectives.masked_mse import MaskedMse
 from nemo_aligner.objectives.ordinal_bins import OrdinalBins
 from nemo_aligner.objectives.plackett_luce import PlackettLuce
 from nemo_aligner.objectives.quantiles import Quantiles
+from nemo_aligner.objectives.ranking_and_regression import RankingAndRegression
 from nemo_aligner.objectives.rao_kupper import RaoKupper
 from tests.objectives.hand_made import ranked
 
@@ -37,6 +38,7 @@ RATED = Records.of([0, 1], [1, 1], LabelColumns.of(["help"], torch.tensor([[1.0]
         Huber(("help",)),
         OrdinalBins(("help",), values=[0, 1, 2]),
         Quantiles(("help",)),
+        RankingAndRegression(("help",)),
     ],
     ids=lambda objective: type(objective).__name__,
 )
