@@ -8,6 +8,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 # A reward model has its head instead of this one.
 OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
+# What all tensors of a reward head begin with.
+HEAD_PREFIX = "rm_head."
 LAYERS = "decoder.layers."
 # What they begin with in an archive of this package, and in NeMo 1's.
 PREFIX = "model."

@@ -55,6 +55,26 @@ class OptimConfig:
             checks.require(self.sched.min_lr <= self.lr, "sched.min_lr", wanted)
 
 
+class ScoredPosition(Enum):
+    last_token = "last_token"
+    reply_mean = "reply_mean"
+
+
+@dataclass
+class HeadConfig:
+    """What makes rewards of the hidden states, in fp32."""
+
+    reads: ScoredPosition = setting(
+        ScoredPosition.last_token, "the last token, or the mean over the reply"
+    )
+    bias: bool = setting(False, "each layer of the head has a bias")
+    mlp_size: int | None = setting(None, "width of a layer with ReLU before the last; null: none")
+
+    def __post_init__(self) -> None:
+        with Checks("model.head", self) as checks:
+            checks.positive("mlp_size")
+
+
 @dataclass
 class ModelConfig(InvarianceConfig):
     """What is trained, how it is laid out over ranks, and on which data."""
@@ -67,6 +87,7 @@ class ModelConfig(InvarianceConfig):
     )
     objective_kwargs: dict[str, Any] = setting({}, "the objective's own settings, key by key")
     regression: RegressionConfig = field(default_factory=RegressionConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "processes that share every layer")
     pipeline_model_parallel_size: int = setting(1, "stages that the layers are dealt out to")
     context_parallel_size: int = setting(1, "not supported: 1")

@@ -144,6 +144,7 @@ def _trained_on(
         precision=precision,
         recompute=recompute,
     )
+    pretrained.model.reply_marker = contract.reply_marker
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)

@@ -15,6 +15,7 @@ from nemo_aligner.config.numbers import (
     read_number,
 )
 from nemo_aligner.errors import CheckpointError, ConfigError, shown
+from nemo_aligner.models.head_shape import HeadShape, read_head_shape
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 # The first of each is what a config means that lacks the key.
@@ -69,6 +70,7 @@ class ModelShape:
             third, and so on.
         attn_logit_softcapping: c of ``c * tanh(score / c)``.
         query_pre_attn_scalar: scores are divided by its root; None is ``kv_channels``.
+        head: what the reward head is made of; None is one matrix.
     """
 
     num_layers: int
@@ -96,6 +98,7 @@ class ModelShape:
     window_pattern: str
     attn_logit_softcapping: float | None
     query_pre_attn_scalar: float | None
+    head: HeadShape | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -139,6 +142,7 @@ class ModelShape:
             seq_len_interpolation_factor=_number_or_none(config, "seq_len_interpolation_factor"),
             rope_scaling=_read_rope_scaling(config),
             **_read_layer(config),
+            head=read_head_shape(config),
         )
 
     @property

@@ -84,7 +84,8 @@ class RewardScorer:
         self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
         self.counts = TokenCounts()
-        self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens)
+        marker = contract.reply_marker
+        self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens, marker)
         self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
 
     @property

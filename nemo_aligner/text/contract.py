@@ -29,11 +29,12 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardModelType
-from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.config.model import ModelConfig, ScoredPosition
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, short, shown
 from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract_fields import check_fields
 from nemo_aligner.text.messages import Conversation, Text, check_text, reply_of
+from nemo_aligner.text.reply_marker import make_reply_marker
 from nemo_aligner.text.template_trial import check_it_ends
 from nemo_aligner.text.templates import check_template, end_of_turn, render, resolve_template
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
 # Where they are None, a contract has no such field: those of before there was any had none.
-_LATER = ("shaping", "readout")
+_LATER = ("shaping", "readout", "reply_marker")
 
 
 class OverlongError(DataError):
@@ -68,7 +69,8 @@ class ScoringContract:
     ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
     the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
     ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
-    ``readout`` says as JSON how a head with several outputs for each attribute is read.
+    ``readout`` says as JSON how a head with several outputs for each attribute is read;
+    ``reply_marker`` are the ids that come before a reply, where its mean is scored.
     """
 
     template: str
@@ -90,6 +92,7 @@ class ScoringContract:
     measured_on: str | None = None
     shaping: str | None = None
     readout: str | None = None
+    reply_marker: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -351,8 +354,10 @@ def build_contract(
     bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
+    template, reads = _template(data.template, tokenizer, start), config.head.reads
+    is_mean = reads is ScoredPosition.reply_mean
     contract = ScoringContract(
-        template=_template(data.template, tokenizer, start),
+        template=template,
         add_bos=_resolve(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
         add_eos=_resolve(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
         bos_id=tokenizer.bos_id,
@@ -365,23 +370,12 @@ def build_contract(
         dtype=precision.value,
         tokenizer_fingerprint=tokenizer.fingerprint,
         reward_model_type=config.reward_model_type.value,
+        scored_position=reads.value,
+        reply_marker=make_reply_marker(template, tokenizer) if is_mean else None,
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer)
     return contract
-
-
-def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
-    """Refuse a contract that does not have the hash ``expected``; None takes any.
-
-    Raises:
-        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
-    """
-    if expected is not None and expected != contract.hash:
-        raise ConfigError(
-            f"{key}: got a reward model with the scoring contract {contract.hash}, "
-            f"wanted {expected}"
-        )
 
 
 def _template(setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None) -> str:

@@ -17,6 +17,7 @@ _SETTINGS = {
     "seq_length": "model.data.seq_length",
     "attributes": "model.regression.attributes",
     "dtype": "trainer.precision",
+    "scored_position": "model.head.reads",
     "reward_model_type": "model.reward_model_type",
 }
 _SHOWN_CHARACTERS = 40
@@ -71,6 +72,19 @@ def continue_contract(
             f". Set them alike, or set {' and '.join(wanted)} to train another model{keeps}"
         )
     return contract
+
+
+def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
+    """Refuse a contract that does not have the hash ``expected``; None takes any.
+
+    Raises:
+        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
+    """
+    if expected is not None and expected != contract.hash:
+        raise ConfigError(
+            f"{key}: got a reward model with the scoring contract {contract.hash}, "
+            f"wanted {expected}"
+        )
 
 
 def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:

@@ -40,12 +40,17 @@ def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     return merged
 
 
-def check_outputs_are_rewards(contract: ScoringContract, where: str, who: str) -> None:
-    """Refuse a model whose head has several outputs for each attribute.
+def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:
+    """Refuse a model that reads more than the last token, or has several outputs an attribute.
 
     Raises:
         CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
     """
+    if contract.reply_marker is not None:
+        raise CheckpointError(
+            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
+            f"reads the last token: {who} has no place for the other"
+        )
     readout = contract.output_readout
     if readout is not None:
         raise CheckpointError(

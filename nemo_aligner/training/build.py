@@ -66,7 +66,9 @@ def build_learner(
         recompute_layers=options.activations_checkpoint_num_layers,
         seed=options.seed,
         new_head=config.pretrained_checkpoint.new_head,
+        head=options.head,
     )
+    pretrained.model.reply_marker = data.contract.reply_marker
     query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)

@@ -17,6 +17,7 @@ from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.head_shape import HeadShape, with_head_shape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import check_freezing
 from nemo_aligner.objectives.base import count_outputs
@@ -47,7 +48,8 @@ def check_run(config: TrainConfig, processes: int) -> str:
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     layout = _layout(config, processes)
     tokenizer, start = read_text_rules(path)
-    model_config = read_model_config(path)
+    head = HeadShape.from_settings(config.model.head)
+    model_config = with_head_shape(read_model_config(path), head)
     shape = ModelShape.from_config(model_config)
     shape.check_fits(layout.tp, layout.pp)
     check_freezing(config.model.freeze_layers, shape.num_layers)

@@ -19,9 +19,8 @@ from nemo_aligner.text.contract import (
     OverlongError,
     ScoringContract,
     build_contract,
-    check_expected,
 )
-from nemo_aligner.text.contract_changes import describe_differences
+from nemo_aligner.text.contract_changes import check_expected, describe_differences
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests.contracts import Contracts
 
@@ -71,8 +70,10 @@ def test_every_field_that_changes_a_score_changes_the_hash() -> None:
         "readout": READ,
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
-    fields = {field.name for field in dataclasses.fields(FIXED)} - {"scored_position"}
-    assert set(changes) | set(told) == fields  # that one has only one value
+    together = {"scored_position": "reply_mean", "reply_marker": (1, 2)}
+    fields = {field.name for field in dataclasses.fields(FIXED)}
+    assert set(changes) | set(told) | set(together) == fields
+    assert dataclasses.replace(FIXED, **together).hash != FIXED.hash
     for name, value in changes.items():
         assert dataclasses.replace(FIXED, **{name: value}).hash != FIXED.hash, name
     assert dataclasses.replace(FIXED, **told).hash == FIXED.hash

@@ -53,6 +53,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "measured_on": ("a text or null", (1, HALF_A_PAIR, ["x"])),
     "shaping": ("a text or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
     "readout": ("a text or null", (1, HALF_A_PAIR, {"kind": "bins"})),
+    "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 
 

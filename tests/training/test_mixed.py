@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ SETTINGS = [
     "model.objective=ranking_and_regression",
     "model.regression.attributes=[helpful,clear]",
     "model.regression.attribute_weights={clear: -0.5, helpful: 0.8}",
+    "model.head.bias=true",
+    "model.head.mlp_size=24",
+    "model.head.reads=reply_mean",
 ]
 
 
@@ -25,8 +29,8 @@ def test_mixed_files_train_like_one_process(tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 18)
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 19, ("helpful", "clear"), seed=1)
     both = Path(f"{pairs},{ratings}")
-    processes, overrides = LAYOUTS["tp2"]
-    parallel = train(tmp_path / "tp2", base, both, processes, [*overrides, *SETTINGS])
+    processes, overrides = LAYOUTS["pp2"]
+    parallel = train(tmp_path / "two", base, both, processes, [*overrides, *SETTINGS])
     single = train(tmp_path / "one", base, both, 1, SETTINGS)
     got, wanted = curves(parallel), curves(single)
     np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-5)
@@ -39,8 +43,15 @@ def test_mixed_files_train_like_one_process(tmp_path: Path) -> None:
     _, contract = read_text_rules(archive)
     assert contract is not None
     assert (contract.attributes, contract.attribute_weights) == (("helpful", "clear"), (0.8, -0.5))
-    evaluated = tiny.run_script(
-        "examples/evaluate_reward_model.py", f"rm_model_file={archive}", f"data.path={pairs}"
+    tiny.run_script(
+        "examples/evaluate_reward_model.py",
+        f"rm_model_file={archive}",
+        f"data.path={pairs}",
+        f"output={tmp_path / 'report.json'}",
+        "model.tensor_model_parallel_size=2",
+        "model.sequence_parallel=true",
+        processes=2,
     )
-    (line,) = [line for line in evaluated.stdout.splitlines() if line.startswith("accuracy ")]
-    assert float(line.split()[1]) == pytest.approx(metrics["validation-pairs/accuracy"], abs=1e-4)
+    found = json.loads((tmp_path / "report.json").read_text())["metrics"]
+    for name in ("accuracy", "reward_margin", "reward_chosen_mean", "reward_margin_p95"):
+        assert found[name] == pytest.approx(metrics[f"validation-pairs/{name}"], abs=1e-5), name

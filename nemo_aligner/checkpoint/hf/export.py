@@ -48,11 +48,12 @@ from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.common import Precision
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.head_shape import check_is_linear
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.precision import format_of
 from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.one_reward import check_outputs_are_rewards
+from nemo_aligner.text.one_reward import check_plain_reading
 
 # What a config may leave out.
 _WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
@@ -212,7 +213,9 @@ def _export(
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
-    check_outputs_are_rewards(contract, str(folder.source), "a reward model of Hugging Face")
+    where, who = str(folder.source), "a reward model of Hugging Face"
+    check_plain_reading(contract, where, who)
+    check_is_linear(ModelShape.from_config(folder.config).head, where, who)
     archive = _Archive.of(folder)
     tokenizer, exported = loaded.tokenizer, _exported_contract(contract, options)
     stored = format_of(options.dtype or archive.embedding_dtype)

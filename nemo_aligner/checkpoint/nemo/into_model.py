@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import (
     EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
+    HEAD_PREFIX,
     LAYERS,
     OUTPUT_LAYER,
     layer_tensors,
@@ -21,6 +20,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
 from nemo_aligner.errors import AlignerError, CheckpointError
+from nemo_aligner.models.head_shape import HeadShape
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
 
@@ -77,7 +77,8 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     known = {LAYERS + number + name for number in numbers for name in of_layer}
-    unknown = sorted(stored.keys() - known - of_model.keys() - {HEAD, HEAD_BIAS})
+    of_head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
+    unknown = sorted(stored.keys() - known - of_model.keys() - of_head)
     if unknown:
         raise CheckpointError(
             f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
@@ -114,12 +115,14 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     request = model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
     )
-    request.pop(folder.prefix + HEAD, None)
+    of_head = folder.prefix + HEAD_PREFIX
+    request = {key: each for key, each in request.items() if not key.startswith(of_head)}
     state = folder.store.load(request)
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)
     # TransformerEngine's opaque state is never loaded.
-    lost = [key for key in missing if "_extra_state" not in key and key != HEAD]
+    asked = [key for key in missing if not key.startswith(HEAD_PREFIX)]
+    lost = [key for key in asked if "_extra_state" not in key]
     if lost or unexpected:
         raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
 
