@@ -55,7 +55,7 @@ def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None
     """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
     with open_nemo(path, with_weights=False) as folder:
         tokenizer = folder.load_tokenizer()
-        return tokenizer, _contract(folder, tokenizer)
+        return tokenizer, contract_of(folder, tokenizer)
 
 
 def load_pretrained(
@@ -136,7 +136,7 @@ def reward_model_without_weights(
     On a CPU they take no memory until then.
     """
     tokenizer = folder.load_tokenizer()
-    contract = _contract(folder, tokenizer)
+    contract = contract_of(folder, tokenizer)
     if contract is None:
         raise CheckpointError(
             f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
@@ -211,12 +211,18 @@ def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(staging / "tokenizer")
 
 
-def _contract(folder: NemoFolder, tokenizer: Tokenizer) -> ScoringContract | None:
+def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> ScoringContract | None:
+    """The contract of an opened archive, None of a base model's; with ``tokenizer`` it is tried.
+
+    Raises:
+        CheckpointError: it is no contract, or its template does not end.
+    """
     if folder.contract is None:
         return None
     try:
         contract = ScoringContract.from_dict(folder.contract)
-        contract.check_template_ends(tokenizer)
+        if tokenizer is not None:
+            contract.check_template_ends(tokenizer)
     except (CheckpointError, DataError) as error:
         raise CheckpointError(f"{folder.source}: {error}") from error
     return contract
