@@ -158,6 +158,7 @@ RUN: list[Metric] = [
     Metric("lr", "learning rate", None, shown=Shown.step),
     Metric("loss_scale", "of fp16", None, shown=Shown.step),
     Metric("skipped_steps", "steps that overflowed fp16", None, True, Shown.step),
+    Metric("tie_parameter", "where it is learned", None, shown=_EVERYWHERE),
     Metric("tokens_per_second", "of all ranks together", None, shown=Shown.step),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,12 +41,25 @@ class RewardHead(_Layer):
         generator = torch.Generator().manual_seed(seed)
         drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
         super().__init__(drawn["weight"], drawn.get("bias"))
+        self.learned: torch.nn.Parameter | None = None
         self.hidden = None
         if "hidden.weight" in drawn:
             self.hidden = _Layer(drawn["hidden.weight"], drawn.get("hidden.bias"))
 
+    def learn_beside(self, start: Sequence[float]) -> None:
+        """Have numbers that an objective learns stand behind the outputs of every text."""
+        if start:
+            numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
+            self.learned = torch.nn.Parameter(numbers)
+            self.learned.is_of_objective = True  # type: ignore[attr-defined]
+
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.float()
+        outputs = self._outputs(hidden.float())
+        if self.learned is None:
+            return outputs
+        return torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
+
+    def _outputs(self, hidden: Tensor) -> Tensor:
         if self.hidden is not None:
             hidden = self._linear(hidden, self.hidden).relu()
         return self._linear(hidden, self)

@@ -87,11 +87,17 @@ class PairObjective:
         return None
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        return measure_pairs(PairRewards.of(_first(rewards, records)), in_step=True)
+        found = measure_pairs(PairRewards.of(_first(rewards, records)), in_step=True)
+        return {**found, **self.numbers_learned(rewards)}
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = torch.stack(records.pairs().of(reply_lengths), dim=1)
-        return measure_pairs(PairRewards.of(_first(rewards, records), lengths))
+        found = measure_pairs(PairRewards.of(_first(rewards, records), lengths))
+        return {**found, **self.numbers_learned(rewards)}
+
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        """By name what it learns beside the weights, of the head's outputs; most learn nothing."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -148,10 +154,16 @@ def readout_of(objective: Objective) -> Readout | None:
     return getattr(objective, "readout", None)
 
 
+def start_of_learned(objective: Objective) -> tuple[float, ...]:
+    """Where numbers begin that it learns beside the weights; its head gives them with each text."""
+    return getattr(objective, "start_of_learned", ())
+
+
 def count_outputs(objective: Objective) -> int:
-    """How many outputs its head has."""
+    """How many outputs its head has; the last ones are numbers that the objective learns."""
     readout = readout_of(objective)
-    return len(objective.attributes) * (1 if readout is None else readout.width)
+    of_texts = len(objective.attributes) * (1 if readout is None else readout.width)
+    return of_texts + len(start_of_learned(objective))
 
 
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:

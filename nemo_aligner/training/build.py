@@ -18,6 +18,7 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.batch_invariant import make_batch_invariant
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
+from nemo_aligner.objectives.base import start_of_learned
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import build_contract
 from nemo_aligner.text.contract_changes import continue_contract
@@ -74,6 +75,8 @@ def build_learner(
         head=options.head,
     )
     _begin_head(config, data, pretrained)
+    if pretrained.model.post_process:
+        pretrained.model.rm_head.learn_beside(start_of_learned(data.objective))
     pretrained.model.reply_marker = data.contract.reply_marker
     query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)

@@ -15,7 +15,6 @@ from nemo_aligner.checkpoint.run_folder import MODEL_NAME
 from nemo_aligner.checkpoint.runs import RunCheckpoints, Saved
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
-from nemo_aligner.objectives.base import count_outputs
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.trainer import Outcome
@@ -79,7 +78,7 @@ def export(
         **pretrained.config,
         "reward_model_type": contract.reward_model_type,
         # What NeMo makes the head's width.
-        "regression": {"num_attributes": count_outputs(learner.objective)},
+        "regression": {"num_attributes": len(contract.attributes) * contract.outputs_per_attribute},
     }
     save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
     say(f"wrote {path} with {what}")

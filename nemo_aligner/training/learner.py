@@ -20,7 +20,13 @@ from nemo_aligner.models.step import (
     gather_rewards,
     infer_in_parts,
 )
-from nemo_aligner.objectives.base import Objective, count_outputs, readout_of, rewards_of
+from nemo_aligner.objectives.base import (
+    Objective,
+    count_outputs,
+    readout_of,
+    rewards_of,
+    start_of_learned,
+)
 from nemo_aligner.objectives.measure import measure_set, measure_step
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -164,7 +170,9 @@ def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict
     """Mean and deviation of every attribute, offsets included, for the scoring contract."""
     means = dict(zip(labels.names, labels.means, strict=True))
     offsets = [means.get(name) or 0.0 for name in objective.attributes]
-    read = rewards_of(readout_of(objective), rewards)
+    learned = len(start_of_learned(objective))
+    of_texts = rewards[:, : rewards.size(1) - learned]
+    read = rewards_of(readout_of(objective), of_texts)
     whole = read.double() + torch.tensor(offsets, dtype=torch.float64)
     averages, deviations = whole.mean(0).tolist(), whole.std(0, correction=0).tolist()
     spread: dict[str, float] = {}

@@ -34,6 +34,8 @@ RATED = Records.of([0, 1], [1, 1], LabelColumns.of(["help"], torch.tensor([[1.0]
         PlackettLuce(),
         RaoKupper(),
         Davidson(),
+        RaoKupper(learned=True),
+        Davidson(learned=True),
         MaskedMse(("help",)),
         Huber(("help",)),
         OrdinalBins(("help",), values=[0, 1, 2]),

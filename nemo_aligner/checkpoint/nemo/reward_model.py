@@ -10,7 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_BIAS, HEAD_PREFIX, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import (
+    HEAD,
+    HEAD_BIAS,
+    HEAD_LEARNED,
+    HEAD_PREFIX,
+    PREFIX,
+)
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import load_backbone, model_shape, read_head
 from nemo_aligner.checkpoint.nemo.open import open_nemo
@@ -190,6 +196,7 @@ def save_reward_model(
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
     weights = model.sharded_state_dict(prefix=PREFIX)
+    weights.pop(PREFIX + HEAD_LEARNED, None)  # of a loss, and of no reward
     if contract is None:
         of_head = PREFIX + HEAD_PREFIX
         weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}

@@ -114,7 +114,7 @@ def test_a_head_that_is_made_otherwise_is_an_error(
 ) -> None:
     loaded = new_model(first, layout, 2, head=HeadConfig(bias=True))
     shape = ModelShape.from_config(loaded.config)
-    with pytest.raises(ConfigError, match="a head that is linear, of 64 .* is linear with bias"):
+    with pytest.raises(ConfigError, match=r"a head that is linear, of 64 .* is linear with bias"):
         load_first_head(loaded.model, first, contract, shape, {})
 
 
@@ -126,12 +126,12 @@ def test_a_base_model_has_none(first: Path, contract: ScoringContract) -> None:
 def test_a_head_that_is_kept_is_not_replaced(first: Path, layout: Any) -> None:
     config = load_config(TrainConfig, [f"pretrained_checkpoint.load_rm_head_weights={first}"])
     kept = load_pretrained(first, layout, num_attributes=2, precision=Precision.fp32)
-    with pytest.raises(ConfigError, match="wanted pretrained_checkpoint.new_head=true, too"):
+    with pytest.raises(ConfigError, match=r"wanted pretrained_checkpoint\.new_head=true, too"):
         _begin_head(config, SimpleNamespace(), kept)  # type: ignore[arg-type]
 
 
 def test_names_without_a_model_are_refused() -> None:
-    with pytest.raises(SettingsError, match="rm_head_names: got .*, wanted {}, or load_rm_head_we"):
+    with pytest.raises(SettingsError, match=r"rm_head_names: got .*, wanted {}, or load_rm"):
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])
 
 
