@@ -253,6 +253,19 @@ class _Segments:
 
 
 @dataclass(frozen=True)
+class ReplyRows:
+    """The tokens that a head reads which takes the mean of every reply.
+
+    Attributes:
+        index: ``[M]`` int64 into a pack's tokens, reply after reply; a token may be of several.
+        lengths: of the S replies.
+    """
+
+    index: Tensor
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """Sequences laid end to end, without padding between them; a common prefix is there once.
 
@@ -276,6 +289,7 @@ class PackedBatch:
             the request that the pack is a part of.
         records: the records that own them.
         cached: what is taken from a pool of keys and values, and stored there; None is nothing.
+        replies: what is read of each sequence instead of its last token; None is that alone.
     """
 
     tokens: Tensor
@@ -286,6 +300,7 @@ class PackedBatch:
     rows: Tensor
     records: Records
     cached: CacheUse | None = None
+    replies: ReplyRows | None = None
 
     @classmethod
     def pack(
@@ -374,4 +389,7 @@ class PackedBatch:
             scored_tokens=to_device(self.scored_tokens, device),
             records=replace(self.records, labels=moved),
             cached=None if self.cached is None else self.cached.to(device),
+            replies=None
+            if self.replies is None
+            else replace(self.replies, index=to_device(self.replies.index, device)),
         )

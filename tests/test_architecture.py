@@ -25,6 +25,7 @@ FLOORS = {
     "processes": 0,
     "temporary": 0,
     "pairs": 0,
+    "readout": 0,
     "config": 0,
     "parallel": 1,
     "batch": 1,
@@ -56,6 +57,7 @@ SAME_FLOOR = {
     ("processes", "errors"),
     ("cache_use", "transfer"),
     ("pairs", "transfer"),
+    ("readout", "errors"),
 }
 # The only files, or folders, that import a large dependency.
 IMPORTERS = {

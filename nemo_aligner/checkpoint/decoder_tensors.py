@@ -8,6 +8,10 @@ EMBEDDING = "embedding.word_embeddings.weight"
 # A reward model has its head instead of this one.
 OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
+# What all tensors of a reward head begin with.
+HEAD_PREFIX = "rm_head."
+# Numbers that a loss learns beside the weights; runs keep them, reward models do not.
+HEAD_LEARNED = "rm_head.learned"
 LAYERS = "decoder.layers."
 # What they begin with in an archive of this package, and in NeMo 1's.
 PREFIX = "model."

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import HEAD, OUTPUT_LAYER, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import model_shape
 from nemo_aligner.checkpoint.nemo.open import open_nemo
@@ -169,7 +169,10 @@ def _merged(
     # A reward model has no use for an output layer that its base had.
     outside = [key for key in opened[0][0] if key != PREFIX + OUTPUT_LAYER]
     tensors = {key: summed([own[key] for own, _ in opened]) for key in outside}
-    tensors[PREFIX + HEAD] = summed([_unread_head(each.folder) for each in inputs])
+    for name in inputs[-1].folder.tensors:
+        if name.startswith(HEAD_PREFIX):
+            parts = [_unread_head(each.folder, name) for each in inputs]
+            tensors[PREFIX + name] = summed(parts)
     layers = {
         key: [summed(parts) for parts in zip(*(own[key] for _, own in opened), strict=True)]
         for key in opened[0][1]
@@ -177,9 +180,9 @@ def _merged(
     return tensors, layers
 
 
-def _unread_head(folder: NemoFolder) -> UnreadTensor:
-    size, dtype = folder.tensors[HEAD]
-    return UnreadTensor(size, dtype, lambda: folder.store.read(folder.prefix + HEAD))
+def _unread_head(folder: NemoFolder, name: str) -> UnreadTensor:
+    size, dtype = folder.tensors[name]
+    return UnreadTensor(size, dtype, lambda: folder.store.read(folder.prefix + name))
 
 
 def _sum(parts: Sequence[UnreadTensor], weights: Sequence[float]) -> Tensor:

@@ -68,4 +68,7 @@ class RegressionConfig:
     """The labels of rated replies."""
 
     attributes: list[str] = setting([], "label columns, in the order of label lists")
+    attribute_weights: dict[str, float] = setting(
+        {}, "attributes by name: their weighted sum is the one reward; {}: 1 each"
+    )
     loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")

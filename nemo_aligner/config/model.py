@@ -56,6 +56,26 @@ class OptimConfig:
             checks.require(self.sched.min_lr <= self.lr, "sched.min_lr", wanted)
 
 
+class ScoredPosition(Enum):
+    last_token = "last_token"
+    reply_mean = "reply_mean"
+
+
+@dataclass
+class HeadConfig:
+    """What makes rewards of the hidden states, in fp32."""
+
+    reads: ScoredPosition = setting(
+        ScoredPosition.last_token, "the last token, or the mean over the reply"
+    )
+    bias: bool = setting(False, "each layer of the head has a bias")
+    mlp_size: int | None = setting(None, "width of a layer with ReLU before the last; null: none")
+
+    def __post_init__(self) -> None:
+        with Checks("model.head", self) as checks:
+            checks.positive("mlp_size")
+
+
 @dataclass
 class ModelConfig(InvarianceConfig):
     """What is trained, how it is laid out over ranks, and on which data."""
@@ -68,6 +88,7 @@ class ModelConfig(InvarianceConfig):
     )
     objective_kwargs: dict[str, Any] = setting({}, "the objective's own settings, key by key")
     regression: RegressionConfig = field(default_factory=RegressionConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "processes that share every layer")
     pipeline_model_parallel_size: int = setting(1, "stages that the layers are dealt out to")
     context_parallel_size: int = setting(1, "not supported: 1")
@@ -104,12 +125,19 @@ class ModelConfig(InvarianceConfig):
                 f"0, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
             )
             self._check_layout(checks)
+            self._check_weights(checks)
             if self.reward_model_type is RewardModelType.regression:
                 names = self.regression.attributes
                 fits = bool(names) and len(set(names)) == len(names)
                 checks.require(
                     fits, "regression.attributes", "at least one attribute name, each once"
                 )
+
+    def _check_weights(self, checks: Checks) -> None:
+        given, known = self.regression.attribute_weights, self.regression.attributes
+        fits = not given or (set(given) <= set(known) and any(given.values()))
+        wanted = f"weights of {', '.join(known) or 'no attribute'}, one of them not 0"
+        checks.require(fits, "regression.attribute_weights", wanted)
 
     def _check_layout(self, checks: Checks) -> None:
         checks.require(

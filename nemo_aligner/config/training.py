@@ -26,6 +26,17 @@ class PretrainedCheckpointConfig:
     restore_from_path: str | None = setting(None, "a .nemo file, or the folder it unpacks to")
     allow_contract_change: bool = setting(False, "let a reward model's text rules change")
     new_head: bool = setting(False, "take a reward model's body alone, with a new head on it")
+    load_rm_head_weights: str | None = setting(
+        None, "a reward model whose outputs, by attribute, a new head begins with"
+    )
+    rm_head_names: dict[str, str] = setting(
+        {}, "what attributes are called there, where it is not the same"
+    )
+
+    def __post_init__(self) -> None:
+        with Checks("pretrained_checkpoint", self) as checks:
+            fits = self.load_rm_head_weights is not None or not self.rm_head_names
+            checks.require(fits, "rm_head_names", "{}, or load_rm_head_weights to be set")
 
 
 @dataclass

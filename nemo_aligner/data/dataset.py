@@ -189,7 +189,9 @@ def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
 def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelColumns:
     """The labels of ``records`` as ``columns``, not centred, NaN where one is missing."""
     missing = float("nan")
-    rows = [[missing if label is None else label for label in record.labels] for record in records]
+    # Comparisons among ratings have none at all.
+    labels = [record.labels or (None,) * len(columns) for record in records]
+    rows = [[missing if label is None else label for label in own] for own in labels]
     values = torch.tensor(rows, dtype=torch.float32).view(len(records), len(columns))
     return LabelColumns.of(columns, values)
 

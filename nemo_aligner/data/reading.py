@@ -74,7 +74,8 @@ class Reading:
 class RecordFile:
     """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred.
 
-    ``columns`` are what the records' labels are called.
+    ``columns`` are what the records' labels are called; where files of both kinds are taken, what
+    those of ratings are.
     """
 
     path: str
@@ -118,7 +119,8 @@ def parse_file(path: str | Path, how: Reading) -> RecordFile:
     chosen_format = choose_format(how.format, how.kind, objects, str(path), how.pair_keys)
     is_rating = chosen_format.kind is RecordKind.rating
     columns = tuple(how.attributes if is_rating else how.pair_columns)
-    file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], columns)
+    of_set = columns if how.kind is not None else tuple(how.attributes)
+    file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], of_set)
     wanted = WantedLabels(columns, how.loss_mask_val)
     counts: Counter[str] = Counter()
     for parsed in parse_lines(chosen_format, lines, str(path), wanted):

@@ -99,7 +99,7 @@ class FileReport:
         yield f"{self.unit} of a reply", _quantiles(self.reply_lengths)
         if self.longer_chosen is not None:
             yield "chosen is the longer", f"{self.longer_chosen:.1%}"
-        if self.labels.names:
+        if not torch.isnan(self.labels.values).all():
             missing = torch.isnan(self.labels.values).sum(0).tolist()
             yield "labels missing", " ".join(map(str, missing))
             means = self.labels.measured_means()

@@ -18,7 +18,8 @@ from nemo_aligner.data.prompts import Prompts
 from nemo_aligner.data.reading import Reading, read_files
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.objectives import build_objective
-from nemo_aligner.objectives.base import Objective
+from nemo_aligner.objectives.base import Objective, fitted, label_limits, readout_of
+from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ def build_training_data(
     prefix = config.data.data_prefix
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
-    objective = build_objective(config, contract.attributes)
+    objective = build_objective(config, contract.attributes, contract.attribute_weights)
     how = _reading(config, objective)
     files = read_files([*prefix.train, *prefix.validation], how)
     split = len(prefix.train)
@@ -75,10 +76,13 @@ def build_training_data(
         )
         for file, name in zip(files[split:], _names(prefix.validation), strict=True)
     ]
+    objective = _fitted(objective, train, contract)
+    contract = contract.with_readout(readout_of(objective))
     for dataset in (train, *validation):
-        _check_labels(dataset, objective.lowest_label)
+        _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
-    if objective.record_kind is not RecordKind.rating:
+    is_centred = getattr(objective, "centres_labels", True)
+    if objective.record_kind is not RecordKind.rating or not is_centred:
         return TrainingData(train, validation, contract, objective)
     if measure_label_means:
         contract = contract.with_label_means(_measured_means(train, contract.attributes))
@@ -90,7 +94,7 @@ def build_training_data(
 def _reading(config: ModelConfig, objective: Objective) -> Reading:
     is_rating = objective.record_kind is RecordKind.rating
     return Reading(
-        kind=objective.record_kind,
+        kind=None if getattr(objective, "takes_comparisons", False) else objective.record_kind,
         format=config.data.format,
         attributes=objective.columns if is_rating else (),
         loss_mask_val=config.regression.loss_mask_val,
@@ -126,15 +130,39 @@ def _measured_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple
     return means
 
 
-def _check_labels(dataset: TokenizedDataset, lowest: float | None) -> None:
+def _fitted(objective: Objective, train: TokenizedDataset, contract: ScoringContract) -> Objective:
+    """The objective with what it takes from the data, and the head that training starts from."""
+    kept = contract.output_readout
+    try:
+        objective = fitted(objective, train.records.labels, kept)
+    except ValueError as error:
+        files = [report.path for report in train.reports]
+        raise ConfigError(f"model.objective_kwargs: {error} in {files}") from error
+    if kept is not None and readout_of(objective) != kept:
+        raise ConfigError(
+            f"model.objective: got one with {_described(readout_of(objective))} for each "
+            f"attribute, and the reward model to start from has {_described(kept)}; wanted the "
+            "same, or pretrained_checkpoint.new_head=true"
+        )
+    return objective
+
+
+def _described(readout: Readout | None) -> str:
+    return "one output" if readout is None else f"{readout.kind} {readout.numbers}"
+
+
+def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
     labels = dataset.records.labels
-    below = [] if lowest is None else (labels.values < lowest).nonzero().tolist()
-    if below:
-        record, column = below[0]
+    low, high = label_limits(objective, labels.names).unbind(dim=1)
+    outside = ((labels.values < low) | (labels.values > high)).nonzero().tolist()
+    if outside:
+        record, column = outside[0]
+        least, most = float(low[column]), float(high[column])
+        wanted = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
         raise DataError(
             f"{dataset.origins[record]}: {labels.names[column]}: got "
-            f"{float(labels.values[record, column]):g}, wanted {lowest:g} or more, as "
-            f"model.objective needs it ({len(below)} labels of {dataset.name} are below)"
+            f"{float(labels.values[record, column]):g}, wanted {wanted}, as "
+            f"model.objective needs it ({len(outside)} labels of {dataset.name} are not)"
         )
 
 

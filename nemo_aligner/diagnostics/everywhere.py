@@ -142,16 +142,18 @@ def _trained_on(
         checkpoint,
         layout,
         num_attributes=len(contract.attributes),
+        outputs_per_attribute=contract.outputs_per_attribute,
         precision=precision,
         recompute=recompute,
         lora=read_lora(read_model_config(checkpoint)),
     )
+    pretrained.model.reply_marker = contract.reply_marker
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)
-    shape = (len(texts), len(contract.attributes))
-    everyone = gather_rewards(rewards, packs, shape, layout)
-    return (everyone + torch.tensor(contract.label_means)).numpy()
+    shape = (len(texts), len(contract.attributes) * contract.outputs_per_attribute)
+    outputs = gather_rewards(rewards, packs, shape, layout).numpy()
+    return contract.rewards_of(outputs)
 
 
 def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:

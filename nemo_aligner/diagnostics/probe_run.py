@@ -11,6 +11,7 @@ from nemo_aligner.console import say
 from nemo_aligner.data.demo import build_demo_pairs, demo_lines
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.diagnostics.probe import BARS, ProbeResult, few_records, probe
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.training.build import build_data, build_learner
@@ -38,6 +39,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
                 config.model.seed,
             )
             data = few_records(build_data(config), records)
+            _check_bar(data.objective.main_metric)
             say(f"{len(data.train)} records, {steps} steps each way")
             return probe(lambda each: build_learner(config, each, layout)[0], data, steps)
 
@@ -69,6 +71,14 @@ def _set_for_probe(config: TrainConfig, records: int, steps: int) -> None:
     config.trainer.rm.max_epochs = steps
     config.trainer.rm.max_steps = steps
     config.model.data.data_prefix.validation = []
+
+
+def _check_bar(metric: str) -> None:
+    if metric not in BARS:
+        raise ConfigError(
+            f"model.objective: got one that is measured by {metric}, wanted one by "
+            f"{' or '.join(BARS)}, for which is known what a probe must reach"
+        )
 
 
 def _demo_file(folder: Path, records: int) -> Path:

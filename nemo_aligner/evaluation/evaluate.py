@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
 from nemo_aligner.errors import DataError
+from nemo_aligner.metrics.regression import RatedRewards
+from nemo_aligner.metrics.table import measure_spreads
 from nemo_aligner.objectives import default_objective
 from nemo_aligner.objectives.measure import measure_set
 from nemo_aligner.text.contract import (
@@ -52,6 +54,13 @@ class EvaluableScorer(Protocol):
     def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
 
 
+@runtime_checkable
+class SpreadScorer(Protocol):
+    """A scorer that may know how uncertain its rewards are."""
+
+    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]: ...
+
+
 @dataclass(frozen=True)
 class EvaluationReport:
     """What was measured on N records of one kind.
@@ -67,6 +76,7 @@ class EvaluationReport:
         sources: where the record of every row says it is from; "" if it does not.
         texts: of every row, chosen and rejected of a pair, or the one that was rated.
         malformed: what stood in the file where a record should.
+        spreads: ``[N, columns]`` float32 of ratings, how uncertain rewards are; None if unknown.
     """
 
     kind: RecordKind
@@ -79,6 +89,7 @@ class EvaluationReport:
     sources: list[str] = field(default_factory=list)
     texts: list[tuple[Text, ...]] = field(default_factory=list)
     malformed: list[MalformedRecord] = field(default_factory=list)
+    spreads: np.ndarray | None = None
 
 
 def evaluate_comparisons(
@@ -190,9 +201,7 @@ def evaluate_file(
     )
     file = keep_scorable(read_records(path, how), scorer, how.rule)
     if file.kind is RecordKind.rating:
-        report = evaluate_ratings(
-            scorer.score, file.records, contract.attributes, measure=scorer.count_reply_tokens
-        )
+        report = _evaluate_rated(scorer, file.records)
     else:
         report = evaluate_comparisons(
             scorer.score,
@@ -201,6 +210,19 @@ def evaluate_file(
             measure=scorer.count_reply_tokens,
         )
     return replace(report, counts=file.counts, malformed=file.malformed)
+
+
+def _evaluate_rated(scorer: EvaluableScorer, ratings: Sequence[Rating]) -> EvaluationReport:
+    """``evaluate_ratings``, with the spread of the rewards where it costs nothing more."""
+    attributes, measure = scorer.contract.attributes, scorer.count_reply_tokens
+    if scorer.contract.readout is None or not isinstance(scorer, SpreadScorer):
+        return evaluate_ratings(scorer.score, ratings, attributes, measure=measure)
+    rewards, spreads = scorer.score_and_spread([record.response for record in ratings])
+    report = evaluate_ratings(lambda _: rewards, ratings, attributes, measure=measure)
+    known = None if spreads is None else torch.from_numpy(spreads)
+    found, labels = torch.from_numpy(report.rewards), torch.from_numpy(report.labels)
+    metrics = measure_spreads(RatedRewards.of(found, labels, attributes, spreads=known))
+    return replace(report, metrics={**report.metrics, **metrics}, spreads=spreads)
 
 
 def keep_scorable(file: RecordFile, scorer: EvaluableScorer, rule: MalformedRule) -> RecordFile:

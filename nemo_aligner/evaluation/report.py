@@ -61,7 +61,7 @@ def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str,
 
 
 def write_rewards(path: str | Path, report: EvaluationReport) -> None:
-    """One line per row: where it came from, rewards, texts and, for ratings, labels."""
+    """One line per row: where it came from, rewards, texts; of ratings labels and spread, too."""
     lines = []
     for index, origin in enumerate(report.origins):
         row: dict[str, Any] = {
@@ -74,6 +74,8 @@ def write_rewards(path: str | Path, report: EvaluationReport) -> None:
         row["texts"] = dict(zip(sides, report.texts[index], strict=True))
         if report.labels.shape[1]:
             row["labels"] = _named(report, report.labels[index])
+        if report.spreads is not None:
+            row["spread"] = _named(report, report.spreads[index])
         lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     _write(Path(path), "".join(lines))
 

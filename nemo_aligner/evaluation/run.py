@@ -23,7 +23,7 @@ from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.scoring.scorer import load_scorer
-from nemo_aligner.text.contract import check_expected
+from nemo_aligner.text.contract_changes import check_expected
 
 
 def evaluate(config: EvaluateConfig) -> None:

@@ -17,7 +17,8 @@ from nemo_aligner.config.environment import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
 from nemo_aligner.errors import ConfigError, DataError, short
 from nemo_aligner.serving.client import RewardClient, ScoredRows
-from nemo_aligner.text.contract import ScoringContract, check_expected
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract_changes import check_expected
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.one_reward import one_reward, reward_weights
 

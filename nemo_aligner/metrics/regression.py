@@ -20,12 +20,14 @@ class RatedRewards:
         labels: ``[N, A]`` float64, NaN where a label is missing.
         attributes: A names.
         reply_lengths: ``[N]`` int64 tokens of the replies.
+        spreads: ``[N, A]`` float64, how uncertain the model says a reward is; None if it does not.
     """
 
     rewards: Tensor
     labels: Tensor
     attributes: tuple[str, ...]
     reply_lengths: Tensor
+    spreads: Tensor | None = None
 
     @classmethod
     def of(
@@ -34,11 +36,14 @@ class RatedRewards:
         labels: Tensor,
         attributes: tuple[str, ...],
         reply_lengths: Tensor | None = None,
+        spreads: Tensor | None = None,
     ) -> RatedRewards:
         """Of tensors in any dtype and on any device."""
         if reply_lengths is None:
             reply_lengths = torch.zeros(len(rewards), dtype=torch.int64)
-        return cls(rewards.double().cpu(), labels.double().cpu(), attributes, reply_lengths.cpu())
+        spreads = None if spreads is None else spreads.double().cpu()
+        rewards, labels = rewards.double().cpu(), labels.double().cpu()
+        return cls(rewards, labels, attributes, reply_lengths.cpu(), spreads)
 
 
 def pearson(rated: RatedRewards) -> dict[str, float]:
@@ -76,6 +81,26 @@ def length_only_pearson_mean(rated: RatedRewards) -> float:
     """The mean over attributes of |r| of label and length: what length alone would give."""
     lengths = rated.reply_lengths.double()[:, None].expand_as(rated.rewards)
     return nanmean(abs(value) for value in _by_attribute(rated, lengths, correlation).values())
+
+
+def spread(rated: RatedRewards) -> dict[str, float]:
+    """Of every attribute the mean of what the model says of its own uncertainty."""
+    if rated.spreads is None:
+        return {}
+    return dict(zip(rated.attributes, rated.spreads.mean(dim=0).tolist(), strict=True))
+
+
+def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
+    """Of every attribute the correlation of the ranks of spread and ``|reward - label|``."""
+    if rated.spreads is None:
+        return {}
+    found = {}
+    errors = (rated.rewards - rated.labels).abs()
+    for column, name in enumerate(rated.attributes):
+        present = ~torch.isnan(errors[:, column])
+        own = ranks(rated.spreads[present, column]), ranks(errors[present, column])
+        found[name] = correlation(*own)
+    return found
 
 
 def _by_attribute(

@@ -113,6 +113,16 @@ PAIRS: list[Metric] = [
     ),
 ]
 
+# Of rewards whose model says how sure it is.
+SPREADS: list[Metric] = [
+    Metric("spread", "mean of what the model says of its uncertainty", regression.spread),
+    Metric(
+        "spread_error_correlation",
+        "rank correlation of that and of |reward - label|",
+        regression.spread_error_correlation,
+    ),
+]
+
 RATINGS: list[Metric] = [
     Metric(
         "pearson", "correlation of reward and label", regression.pearson, shown=Shown.validation
@@ -140,6 +150,7 @@ RATINGS: list[Metric] = [
         "mean |r| of the labels with the length of the reply",
         regression.length_only_pearson_mean,
     ),
+    *SPREADS,
 ]
 
 RUN: list[Metric] = [
@@ -147,6 +158,7 @@ RUN: list[Metric] = [
     Metric("lr", "learning rate", None, shown=Shown.step),
     Metric("loss_scale", "of fp16", None, shown=Shown.step),
     Metric("skipped_steps", "steps that overflowed fp16", None, True, Shown.step),
+    Metric("tie_parameter", "where it is learned", None, shown=_EVERYWHERE),
     Metric("tokens_per_second", "of all ranks together", None, shown=Shown.step),
 ]
 
@@ -159,6 +171,11 @@ def measure_pairs(pairs: PairRewards, *, in_step: bool = False) -> dict[str, flo
 def measure_ratings(rated: RatedRewards, *, in_step: bool = False) -> dict[str, float]:
     """Every metric of ``RATINGS``, or those that make sense of one batch."""
     return _measure(RATINGS, rated, in_step)
+
+
+def measure_spreads(rated: RatedRewards) -> dict[str, float]:
+    """Every metric of ``SPREADS``."""
+    return _measure(SPREADS, rated, in_step=False)
 
 
 def _measure(rows: Sequence[Metric], data: object, in_step: bool) -> dict[str, float]:

@@ -28,6 +28,7 @@ from nemo_aligner.models.backbone import (
 from nemo_aligner.models.dropout import LoraDropout
 from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
+from nemo_aligner.models.pooling import mean_of_replies
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -41,10 +42,12 @@ class GPTRewardModel(GPTModel):
     """megatron-core's GPTModel with a reward head instead of the output layer.
 
     ``reads_every_token`` makes it a critic: the head gives a value for each token of a pack.
+    With a ``reply_marker`` the head reads the mean over what follows it, and not the last token.
     ``key_value_pool`` is what packs with cached prefixes take them from.
     """
 
     reads_every_token = False
+    reply_marker: tuple[int, ...] | None = None
     key_value_pool: KeyValuePool | None = None
     lora_dropout: LoraDropout | None = None
 
@@ -82,7 +85,7 @@ class GPTRewardModel(GPTModel):
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
         if self.post_process:
             del self.output_layer
-            self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed)
+            self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
         if shape.lora is not None:
             attach_adapters(self, shape.lora)
 
@@ -104,7 +107,7 @@ class GPTRewardModel(GPTModel):
                 # A recomputed layer is differentiated only if its input asks for it, and behind a
                 # frozen embedding nothing does.
                 embedded.requires_grad_()
-        rows = batch.scored_tokens
+        rows = batch.scored_tokens if batch.replies is None else batch.replies.index
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
         segments = PackedSegments.of(
@@ -129,7 +132,10 @@ class GPTRewardModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return self.rm_head(hidden[:, 0])[: len(rows)]
+        read = hidden[: len(rows), 0]
+        if batch.replies is not None:
+            read = mean_of_replies(read, batch.replies.lengths)
+        return self.rm_head(read)
 
     @property
     def stream_dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ from nemo_aligner.config.numbers import (
     read_number,
 )
 from nemo_aligner.errors import CheckpointError, ConfigError, shown
+from nemo_aligner.models.head_shape import HeadShape, read_head_shape
 from nemo_aligner.models.lora import LoraShape, read_lora
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
@@ -71,6 +72,7 @@ class ModelShape:
         attn_logit_softcapping: c of ``c * tanh(score / c)``.
         query_pre_attn_scalar: scores are divided by its root; None is ``kv_channels``.
         lora: what is trained beside the weights, and added to what they give.
+        head: what the reward head is made of; None is one matrix.
     """
 
     num_layers: int
@@ -99,6 +101,7 @@ class ModelShape:
     attn_logit_softcapping: float | None
     query_pre_attn_scalar: float | None
     lora: LoraShape | None = None
+    head: HeadShape | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -143,6 +146,7 @@ class ModelShape:
             rope_scaling=_read_rope_scaling(config),
             **_read_layer(config),
             lora=read_lora(config),
+            head=read_head_shape(config),
         )
 
     @property

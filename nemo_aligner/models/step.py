@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch, Records
+from nemo_aligner.models.pooling import find_reply_rows
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -152,6 +154,7 @@ def _run_schedule(
     forward_only: bool,
 ) -> list[Tensor]:
     inside = _unwrapped(model)
+    batches = [_with_replies(batch, inside.reply_marker) for batch in batches]
     padded = [batch.padded_to_multiple(inside.row_multiple) for batch in batches]
     run = partial(
         get_forward_backward_func(),
@@ -173,6 +176,11 @@ def _run_schedule(
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
     messages.finish()
     return outputs
+
+
+def _with_replies(batch: PackedBatch, marker: Sequence[int] | None) -> PackedBatch:
+    """What the head reads of a pack, where it is more than last tokens."""
+    return batch if marker is None else replace(batch, replies=find_reply_rows(batch, marker))
 
 
 def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:

@@ -1,7 +1,8 @@
 """Ways to learn, one file each; ``OBJECTIVES`` is the registry.
 
 ``model.objective`` names one of them, or as ``package.module:Name`` one from outside the package: a
-dataclass with the members of ``base.Objective``, whose fields but ``attributes`` are settings
+dataclass with the members of ``base.Objective``, whose fields but these two are settings: the
+``attributes``, and their ``weights`` in the one reward, if it has those
 (``model.objective_kwargs``). Without it ``model.reward_model_type`` decides.
 """
 
@@ -15,13 +16,16 @@ from typing import Any
 
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.objectives.base import Objective
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.davidson import Davidson
 from nemo_aligner.objectives.huber import Huber
 from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.objectives.ordinal_bins import OrdinalBins
 from nemo_aligner.objectives.plackett_luce import PlackettLuce
+from nemo_aligner.objectives.quantiles import Quantiles
+from nemo_aligner.objectives.ranking_and_regression import RankingAndRegression
 from nemo_aligner.objectives.rao_kupper import RaoKupper
 
 OBJECTIVES: dict[str, type[Any]] = {
@@ -31,6 +35,9 @@ OBJECTIVES: dict[str, type[Any]] = {
     "davidson": Davidson,
     "masked_mse": MaskedMse,
     "huber": Huber,
+    "ordinal_bins": OrdinalBins,
+    "quantiles": Quantiles,
+    "ranking_and_regression": RankingAndRegression,
 }
 _DEFAULTS = {
     RewardModelType.binary_ranking: "bradley_terry",
@@ -38,10 +45,17 @@ _DEFAULTS = {
 }
 _KEY = "model.objective"
 _SETTINGS_KEY = "model.objective_kwargs"
+_WEIGHTS = "weights"
+# The scoring contract has them.
+_NO_SETTINGS = ("attributes", _WEIGHTS)
 
 
-def build_objective(config: ModelConfig, attributes: Sequence[str]) -> Objective:
+def build_objective(
+    config: ModelConfig, attributes: Sequence[str], weights: Sequence[float] = ()
+) -> Objective:
     """What a model with a reward for each of ``attributes`` is trained by.
+
+    ``weights`` are those of the attributes in the one reward, for objectives that have such.
 
     Raises:
         ConfigError: there is no such objective, it learns from other records than
@@ -58,8 +72,9 @@ def build_objective(config: ModelConfig, attributes: Sequence[str]) -> Objective
         )
     _check_settings(name, kind, config.objective_kwargs)
     try:
-        return kind(tuple(attributes), **config.objective_kwargs)
-    except (TypeError, ValueError) as error:
+        of_sum = {_WEIGHTS: tuple(weights)} if _WEIGHTS in _field_names(kind) else {}
+        return kind(tuple(attributes), **of_sum, **config.objective_kwargs)
+    except (TypeError, ValueError, DataError) as error:
         raise ConfigError(f"{_SETTINGS_KEY}: {name}: {error}") from error
 
 
@@ -143,7 +158,11 @@ def _setting_names(kind: type[Any]) -> list[str]:
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    return {field.name: field.default for field in fields(kind) if field.name != "attributes"}
+    return {field.name: field.default for field in fields(kind) if field.name not in _NO_SETTINGS}
+
+
+def _field_names(kind: type[Any]) -> set[str]:
+    return {field.name for field in fields(kind)}
 
 
 def _check_settings(name: str, kind: type[Any], given: Mapping[str, Any]) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import Records
+from nemo_aligner.batch import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import measure_pairs, measure_ratings
+from nemo_aligner.readout import BINS, Readout
 
 
 class Objective(Protocol):
     """A way to learn: its loss, the label columns that it reads, and its metrics.
 
     Rewards are ``[S, A]``, in the order of ``records``, which say who owns them and what people
-    said. ``reply_lengths`` are ``[S]`` int64, in tokens.
+    said. ``reply_lengths`` are ``[S]`` int64, in tokens. An objective may have a ``readout``, too:
+    what it is given are then the head's ``[S, A * K]`` outputs, K of each attribute.
 
     Attributes:
         attributes: A names, of the columns of the rewards.
@@ -82,11 +87,17 @@ class PairObjective:
         return None
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        return measure_pairs(PairRewards.of(_first(rewards, records)), in_step=True)
+        found = measure_pairs(PairRewards.of(_first(rewards, records)), in_step=True)
+        return {**found, **self.numbers_learned(rewards)}
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = torch.stack(records.pairs().of(reply_lengths), dim=1)
-        return measure_pairs(PairRewards.of(_first(rewards, records), lengths))
+        found = measure_pairs(PairRewards.of(_first(rewards, records), lengths))
+        return {**found, **self.numbers_learned(rewards)}
+
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        """By name what it learns beside the weights, of the head's outputs; most learn nothing."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,17 @@ class RatingObjective:
     main_metric: ClassVar[str] = "pearson_mean"
     learns_from_ties: ClassVar[bool] = False
     lowest_label: ClassVar[float | None] = None
+    # Whether it learns labels minus their means, which are added to rewards.
+    centres_labels: ClassVar[bool] = True
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.attributes
+
+    @property
+    def readout(self) -> Readout | None:
+        """How outputs become rewards; None where they are the rewards."""
+        return None
 
     def errors(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """``[S, A]`` rewards minus their labels, 0 where there is no label; and where one is."""
@@ -118,12 +136,67 @@ class RatingObjective:
         return measure_ratings(self._rated(rewards, records, reply_lengths))
 
     def _rated(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> RatedRewards:
-        labels = records.labels.targets(self.attributes)
+        outputs, labels = records.as_single(rewards), records.labels.targets(self.attributes)
+        lengths = records.as_single(reply_lengths)
+        spreads = spreads_of(self.readout, outputs)
         return RatedRewards.of(
-            records.as_single(rewards), labels, self.attributes, records.as_single(reply_lengths)
+            rewards_of(self.readout, outputs), labels, self.attributes, lengths, spreads
         )
 
 
 def _first(rewards: Tensor, records: Records) -> Tensor:
     """``[P, 2]``: the first attribute of the better and the worse of every pair."""
     return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
+
+
+def readout_of(objective: Objective) -> Readout | None:
+    """How its head's outputs become rewards; objectives from outside may know of none."""
+    return getattr(objective, "readout", None)
+
+
+def start_of_learned(objective: Objective) -> tuple[float, ...]:
+    """Where numbers begin that it learns beside the weights; its head gives them with each text."""
+    return getattr(objective, "start_of_learned", ())
+
+
+def count_outputs(objective: Objective) -> int:
+    """How many outputs its head has; the last ones are numbers that the objective learns."""
+    readout = readout_of(objective)
+    of_texts = len(objective.attributes) * (1 if readout is None else readout.width)
+    return of_texts + len(start_of_learned(objective))
+
+
+def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:
+    """``[S, A]`` of a head's ``outputs``, without what labels were centred on."""
+    return outputs if readout is None else torch.from_numpy(readout.rewards(_on_host(outputs)))
+
+
+def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
+    """``[S, A]``, how uncertain these rewards are; None where nothing says so."""
+    return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
+
+
+def fitted(objective: Objective, labels: LabelColumns, kept: Readout | None) -> Objective:
+    """With what it takes from the training set's ``labels``; most objectives take nothing.
+
+    ``kept`` is how the head is read that training starts from, if that has several outputs.
+
+    Raises:
+        ValueError: they do not say it.
+    """
+    fit = getattr(objective, "fitted", None)
+    return objective if fit is None else fit(labels, kept)
+
+
+def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
+    """``[len(names), 2]`` float32: the lowest and the highest label that each column may have."""
+    lowest, readout = objective.lowest_label, readout_of(objective)
+    limits = dict.fromkeys(names, (-math.inf if lowest is None else lowest, math.inf))
+    if readout is not None and readout.kind == BINS:
+        ends = [(row[0], row[-1]) for row in readout.numbers]
+        limits |= dict(zip(objective.attributes, ends, strict=True))
+    return torch.tensor([limits[name] for name in names], dtype=torch.float32).view(-1, 2)
+
+
+def _on_host(outputs: Tensor) -> np.ndarray:
+    return outputs.detach().cpu().numpy()

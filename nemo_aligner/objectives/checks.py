@@ -27,6 +27,25 @@ def check_above(objective: object, name: str, low: float) -> None:
     _require(objective, name, low < value < math.inf, f"a number above {low:g}")
 
 
+def check_flag(objective: object, name: str) -> None:
+    """Refuse a setting that is neither true nor false.
+
+    Raises:
+        ValueError: it says what was got, and what was wanted.
+    """
+    _require(objective, name, isinstance(getattr(objective, name), bool), "true or false")
+
+
+def check_whole(objective: object, name: str, low: int) -> None:
+    """Refuse a setting that is no whole number from ``low`` on.
+
+    Raises:
+        ValueError: it says what was got, and what was wanted.
+    """
+    value = getattr(objective, name)
+    _require(objective, name, type(value) is int and value >= low, f"a whole number from {low} on")
+
+
 def check_choice(objective: object, name: str, choices: Sequence[str]) -> None:
     """Refuse a setting that is none of ``choices``.
 

@@ -9,11 +9,13 @@ of tensor, pipeline and data parallelism; m the packs of a data parallel rank in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.head_shape import HeadShape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import LayoutSizes
 from nemo_aligner.precision import ELEMENT_BYTES
@@ -238,7 +240,9 @@ def embedding_size(shape: ModelShape, plan: Plan) -> int:
 
 def head_size(shape: ModelShape, plan: Plan) -> int:
     """Parameters of the reward head."""
-    return plan.num_attributes * shape.hidden_size
+    head = shape.head or HeadShape()
+    sizes = head.tensors(plan.num_attributes, shape.hidden_size).values()
+    return sum(map(math.prod, sizes))
 
 
 def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, float]:

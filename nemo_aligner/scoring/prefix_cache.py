@@ -21,6 +21,7 @@ from nemo_aligner.batch import PackedBatch
 from nemo_aligner.cache_use import CachedPrefix, Stored
 from nemo_aligner.data.packing import PrefixGroup, find_prefix_groups, pack_groups
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.text.reply_marker import find_marker
 
 BLOCK_TOKENS = 16
 _BLOCK_BYTES = BLOCK_TOKENS * 4
@@ -153,15 +154,23 @@ class CallPlan:
 class PrefixCache:
     """Plans the calls, of which every rank sees all, of a model and its data parallel replicas.
 
-    ``slots`` are what each replica's pool has to have, at most ``tokens``.
+    ``slots`` are what each replica's pool has to have, at most ``tokens``. Of a model that reads
+    all of the reply, nothing from ``reply_marker`` on is kept: the states of it are needed.
     """
 
-    def __init__(self, tokens: int, layout: ParallelLayout, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        layout: ParallelLayout,
+        micro_batch_tokens: int,
+        reply_marker: Sequence[int] | None = None,
+    ) -> None:
         blocks = tokens // BLOCK_TOKENS
         self._indices = [PrefixIndex(blocks) for _ in range(layout.dp)]
         self._spent = [0] * layout.dp
         self._replica = layout.dp_rank
         self._budget = micro_batch_tokens
+        self._reply_marker = reply_marker
         self.slots = blocks * BLOCK_TOKENS
 
     def forget(self) -> None:
@@ -171,7 +180,7 @@ class PrefixCache:
 
     def plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
         """What to compute, in which packs; it counts as kept from here on."""
-        keys = [as_key(sequence) for sequence in sequences]
+        keys = [as_key(self._kept(sequence)) for sequence in sequences]
         packs: list[PackedBatch] = []
         computed = cached = 0
         for replica, members in enumerate(self._share_out(sequences, keys)):
@@ -186,6 +195,12 @@ class PrefixCache:
                 stored = dict(zip(members, map(_stored_of, uses), strict=True))
                 packs = pack_groups(sequences, groups, self._budget, stored)
         return CallPlan(packs, computed, cached)
+
+    def _kept(self, sequence: np.ndarray) -> np.ndarray:
+        """What of a sequence may be kept, and one token, as the last one is always computed."""
+        if self._reply_marker is None:
+            return sequence
+        return sequence[: max(0, find_marker(sequence, self._reply_marker)) + 1]
 
     def _share_out(self, sequences: Sequence[np.ndarray], keys: Sequence[bytes]) -> list[list[int]]:
         """Which sequences each replica has: the largest groups first, each where it ends soonest.

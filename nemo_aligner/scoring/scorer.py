@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
@@ -81,11 +80,12 @@ class RewardScorer:
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
         self._watch = watch
-        self._label_means = torch.tensor(contract.label_means, dtype=torch.float32)
+        self._num_outputs = len(contract.attributes) * contract.outputs_per_attribute
         self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
         self.counts = TokenCounts()
-        self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens)
+        marker = contract.reply_marker
+        self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens, marker)
         self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
 
     @property
@@ -139,10 +139,25 @@ class RewardScorer:
         """Refuse, with a DataError, what the model would fail on or take for something else."""
         self._encoder.check_tokens(token_ids)
 
+    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]:
+        """``score``, and ``[N, A]`` float32 how uncertain they are, None where no output says so.
+
+        Raises:
+            DataError: as ``score``.
+        """
+        ids = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
+        outputs, readout = self._outputs(ids), self.contract.output_readout
+        spreads = None if readout is None else readout.spreads(outputs)
+        return self.contract.rewards_of(outputs), spreads
+
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
+        return self.contract.rewards_of(self._outputs(token_lists))
+
+    def _outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, outputs]`` float32 of the head."""
         if not token_lists:
-            return np.zeros((0, len(self.attributes)), dtype=np.float32)
+            return np.zeros((0, self._num_outputs), dtype=np.float32)
         try:
             return self._score([np.array(tokens, dtype=np.int64) for tokens in token_lists])
         except BaseException:
@@ -162,10 +177,10 @@ class RewardScorer:
             parts,
             lambda share: self._watch(round(share * count), count),
         )
-        shape = (count, len(self.attributes))
+        shape = (count, self._num_outputs)
         everyone = gather_rewards(rewards, plan.packs, shape, self._layout)
         self.counts = self.counts.after(sum(map(len, sequences)), plan.computed, plan.cached)
-        return (everyone + self._label_means).numpy()
+        return everyone.numpy()
 
     def _plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
         if self._pool is not None:

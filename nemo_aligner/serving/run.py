@@ -14,7 +14,7 @@ from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.scoring.shaping import build_shaper
 from nemo_aligner.serving.services.reward_model import RewardModelServable
 from nemo_aligner.serving.transports.triton.server import check_port, serve
-from nemo_aligner.text.contract import check_expected
+from nemo_aligner.text.contract_changes import check_expected
 
 
 def run_server(config: ServeConfig) -> int:

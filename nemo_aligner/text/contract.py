@@ -26,11 +26,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardModelType
-from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.config.model import ModelConfig, ScoredPosition
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError, short, shown
+from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract_fields import check_fields
 from nemo_aligner.text.messages import Conversation, Text, check_text, reply_of
+from nemo_aligner.text.reply_marker import make_reply_marker
 from nemo_aligner.text.template_trial import check_it_ends
 from nemo_aligner.text.templates import check_template, end_of_turn, render, resolve_template
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -38,6 +42,8 @@ from nemo_aligner.text.tokenizer import Tokenizer
 VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
+# Where they are None, a contract has no such field: those of before there was any had none.
+_LATER = ("shaping", "readout", "reply_marker")
 
 
 class OverlongError(DataError):
@@ -63,6 +69,8 @@ class ScoringContract:
     ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
     the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
     ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
+    ``readout`` says as JSON how a head with several outputs for each attribute is read;
+    ``reply_marker`` are the ids that come before a reply, where its mean is scored.
     """
 
     template: str
@@ -83,6 +91,8 @@ class ScoringContract:
     reward_std: tuple[float, ...] | None = None
     measured_on: str | None = None
     shaping: str | None = None
+    readout: str | None = None
+    reply_marker: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -95,6 +105,28 @@ class ScoringContract:
                 f"scoring contract: got {wanted} attributes, {len(self.attribute_weights)} weights "
                 f"and {len(self.label_means)} label means; wanted the same number, at least 1"
             )
+        readout = self.output_readout
+        if readout is not None and len(readout.numbers) != wanted:
+            raise DataError(
+                f"scoring contract: readout: got {len(readout.numbers)} attributes, wanted {wanted}"
+            )
+
+    @property
+    def output_readout(self) -> Readout | None:
+        """How outputs become rewards; None where the head has one for each attribute."""
+        return None if self.readout is None else Readout.from_json(self.readout)
+
+    def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
+        """``[N, A]`` float32 of the head's ``outputs [N, A * K]`` float32."""
+        readout = self.output_readout
+        read = outputs if readout is None else readout.rewards(outputs)
+        return read + np.array(self.label_means, dtype=np.float32)
+
+    @property
+    def outputs_per_attribute(self) -> int:
+        """How many outputs the head has for each attribute."""
+        readout = self.output_readout
+        return 1 if readout is None else readout.width
 
     @property
     def record_kind(self) -> RecordKind:
@@ -127,8 +159,7 @@ class ScoringContract:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
-            # Contracts of before there was any have no such field.
-            if (name, value) != ("shaping", None)
+            if name not in _LATER or value is not None
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,7 +179,8 @@ class ScoringContract:
             raise CheckpointError(
                 f"scoring contract: got version {shown(version)}, wanted {VERSION}"
             )
-        content.setdefault("shaping", None)
+        for name in _LATER:
+            content.setdefault(name, None)
         known = {field.name for field in dataclasses.fields(cls)}
         if set(content) != known:
             raise CheckpointError(
@@ -184,6 +216,11 @@ class ScoringContract:
     def with_label_means(self, means: Sequence[float]) -> ScoringContract:
         """The same contract with the offsets of a regression head."""
         return dataclasses.replace(self, label_means=tuple(float(mean) for mean in means))
+
+    def with_readout(self, readout: Readout | None) -> ScoringContract:
+        """The same contract with a head that is read so."""
+        text = None if readout is None else readout.to_json()
+        return dataclasses.replace(self, readout=text)
 
     def with_statistics(
         self, mean: Sequence[float], std: Sequence[float], measured_on: str
@@ -313,11 +350,14 @@ def build_contract(
     data = config.data
     ranking = config.reward_model_type is RewardModelType.binary_ranking
     attributes = ("reward",) if ranking else tuple(config.regression.attributes)
+    weights = {} if ranking else config.regression.attribute_weights
     bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
+    template, reads = _template(data.template, tokenizer, start), config.head.reads
+    is_mean = reads is ScoredPosition.reply_mean
     contract = ScoringContract(
-        template=_template(data.template, tokenizer, start),
+        template=template,
         add_bos=_resolve(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
         add_eos=_resolve(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
         bos_id=tokenizer.bos_id,
@@ -325,28 +365,17 @@ def build_contract(
         overlong=data.overlong.value,
         seq_length=data.seq_length,
         attributes=attributes,
-        attribute_weights=(1.0,) * len(attributes),
+        attribute_weights=tuple(weights.get(name, 0.0 if weights else 1.0) for name in attributes),
         label_means=(0.0,) * len(attributes),
         dtype=precision.value,
         tokenizer_fingerprint=tokenizer.fingerprint,
         reward_model_type=config.reward_model_type.value,
+        scored_position=reads.value,
+        reply_marker=make_reply_marker(template, tokenizer) if is_mean else None,
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer)
     return contract
-
-
-def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
-    """Refuse a contract that does not have the hash ``expected``; None takes any.
-
-    Raises:
-        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
-    """
-    if expected is not None and expected != contract.hash:
-        raise ConfigError(
-            f"{key}: got a reward model with the scoring contract {contract.hash}, "
-            f"wanted {expected}"
-        )
 
 
 def _template(setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None) -> str:

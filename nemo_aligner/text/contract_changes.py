@@ -17,12 +17,13 @@ _SETTINGS = {
     "seq_length": "model.data.seq_length",
     "attributes": "model.regression.attributes",
     "dtype": "trainer.precision",
+    "scored_position": "model.head.reads",
     "reward_model_type": "model.reward_model_type",
 }
 _SHOWN_CHARACTERS = 40
 # Of a head, by the settings; and all that begins anew with a new one.
 _OF_HEAD = ("reward_model_type", "attributes")
-_OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means")
+_OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means", "readout")
 _KEEPS_HEAD = (
     " on its body; pretrained_checkpoint.allow_contract_change=true keeps the head for them instead"
 )
@@ -34,20 +35,22 @@ def continue_contract(
     *,
     allow_change: bool = False,
     new_head: bool = False,
+    new_weights: bool = False,
 ) -> ScoringContract:
     """The contract for training on from a reward model, with that model's label means.
 
     With ``new_head`` all that belongs to a head is that of the settings; a head that is kept has
-    as many attributes as it had.
+    as many attributes as it had. With ``new_weights`` their weights are those of the settings.
 
     Raises:
         ConfigError: the settings ask for another contract, and nobody allowed that.
     """
+    if not new_head:
+        contract = dataclasses.replace(contract, readout=start.readout)
     if start.attributes == contract.attributes and not new_head:
+        weights = contract.attribute_weights if new_weights else start.attribute_weights
         contract = dataclasses.replace(
-            contract,
-            label_means=start.label_means,
-            attribute_weights=start.attribute_weights,
+            contract, label_means=start.label_means, attribute_weights=weights
         )
     differences = start.differences(contract)
     of_head = {name: values for name, values in differences.items() if name in _OF_HEAD}
@@ -69,6 +72,19 @@ def continue_contract(
             f". Set them alike, or set {' and '.join(wanted)} to train another model{keeps}"
         )
     return contract
+
+
+def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
+    """Refuse a contract that does not have the hash ``expected``; None takes any.
+
+    Raises:
+        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
+    """
+    if expected is not None and expected != contract.hash:
+        raise ConfigError(
+            f"{key}: got a reward model with the scoring contract {contract.hash}, "
+            f"wanted {expected}"
+        )
 
 
 def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:

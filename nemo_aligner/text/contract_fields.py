@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.errors import DataError, shown
 
 # Far more than any has; as JSON in an archive it takes at most 12 bytes a character.
@@ -24,6 +25,12 @@ def check_fields(contract: Any) -> None:
         value = getattr(contract, name)
         if not fits(value):
             raise DataError(f"scoring contract: {name}: got {shown(value)}, wanted {wanted}")
+    is_mean = contract.scored_position == ScoredPosition.reply_mean.value
+    if is_mean == (contract.reply_marker is None):
+        raise DataError(
+            f"scoring contract: reply_marker: got {shown(contract.reply_marker)} where "
+            f"{contract.scored_position} is scored, wanted it for reply_mean, and for nothing else"
+        )
 
 
 def is_text(value: Any) -> bool:
@@ -47,6 +54,10 @@ def _is_whole(value: Any, least: int) -> bool:
 
 def _is_id(value: Any) -> bool:
     return value is None or _is_whole(value, 0)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_whole(each, 0) for each in value)
 
 
 def are_numbers(value: Any) -> bool:
@@ -90,9 +101,14 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dtype": _one_of(Precision),
     "tokenizer_fingerprint": (is_text, "a text"),
     "reward_model_type": _one_of(RewardModelType),
-    "scored_position": (lambda value: value == "last_token", "'last_token'"),
+    "scored_position": _one_of(ScoredPosition),
     "reward_mean": (_are_numbers_or_none, "numbers or null"),
     "reward_std": (_are_numbers_or_none, "numbers or null"),
     "measured_on": _TEXT_OR_NONE,
     "shaping": _TEXT_OR_NONE,
+    "readout": _TEXT_OR_NONE,
+    "reply_marker": (
+        lambda value: value is None or (_are_ids(value) and len(value) > 0),
+        "ids of tokens, or null",
+    ),
 }

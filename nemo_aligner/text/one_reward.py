@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.text.contract import ScoringContract
 
 
@@ -38,3 +38,22 @@ def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     if known.any():
         merged[known] = rewards[known].astype(np.float64) @ np.asarray(weights, dtype=np.float64)
     return merged
+
+
+def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:
+    """Refuse a model that reads more than the last token, or has several outputs an attribute.
+
+    Raises:
+        CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
+    """
+    if contract.reply_marker is not None:
+        raise CheckpointError(
+            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
+            f"reads the last token: {who} has no place for the other"
+        )
+    readout = contract.output_readout
+    if readout is not None:
+        raise CheckpointError(
+            f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
+            f"wanted one: {who} has no place for how they become a reward"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nemo_aligner.checkpoint.nemo.first_head import check_first_head, load_first_head
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
     load_pretrained,
@@ -13,12 +14,14 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.console import say, show_bytes
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData, build_training_data
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.adapters import train_adapters_alone
 from nemo_aligner.models.batch_invariant import make_batch_invariant
 from nemo_aligner.models.dropout import LoraDropout
 from nemo_aligner.models.lora import LoraShape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
+from nemo_aligner.objectives.base import start_of_learned
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import build_contract
 from nemo_aligner.text.contract_changes import continue_contract
@@ -44,9 +47,13 @@ def build_data(config: TrainConfig) -> TrainingData:
             start,
             allow_change=start_from.allow_contract_change,
             new_head=start_from.new_head,
+            new_weights=bool(config.model.regression.attribute_weights),
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
     data = build_training_data(config.model, contract, tokenizer, measure_label_means=means_are_new)
+    if start_from.load_rm_head_weights is not None:
+        source, names = start_from.load_rm_head_weights, start_from.rm_head_names
+        check_first_head(source, data.contract, names)
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
@@ -61,14 +68,20 @@ def build_learner(
     pretrained = load_pretrained(
         path,
         layout,
-        num_attributes=options.num_attributes,
+        num_attributes=len(data.contract.attributes),
+        outputs_per_attribute=data.contract.outputs_per_attribute,
         precision=config.trainer.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
         seed=options.seed,
         new_head=config.pretrained_checkpoint.new_head,
         lora=LoraShape.from_settings(options.lora),
+        head=options.head,
     )
+    _begin_head(config, data, pretrained)
+    if pretrained.model.post_process:
+        pretrained.model.rm_head.learn_beside(start_of_learned(data.objective))
+    pretrained.model.reply_marker = data.contract.reply_marker
     query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
@@ -90,6 +103,22 @@ def build_learner(
         query_key_cost,
     )
     return learner, pretrained, total_steps
+
+
+def _begin_head(config: TrainConfig, data: TrainingData, pretrained: PretrainedModel) -> None:
+    """Give a new head the outputs of another reward model, where the settings ask for it."""
+    start_from = config.pretrained_checkpoint
+    source = start_from.load_rm_head_weights
+    if source is None:
+        return
+    if not pretrained.head_is_new:
+        raise ConfigError(
+            f"pretrained_checkpoint.load_rm_head_weights: got {source}, and a reward model to "
+            "start from, which has its own head; wanted pretrained_checkpoint.new_head=true, too"
+        )
+    shape = ModelShape.from_config(pretrained.config)
+    names = start_from.rm_head_names
+    load_first_head(pretrained.model, source, data.contract, shape, names)
 
 
 def build_loader(

@@ -24,7 +24,9 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.clipped_value import ClippedValueLoss
 from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.text.contract import ScoringContract, check_expected
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract_changes import check_expected
+from nemo_aligner.text.one_reward import check_plain_reading
 from nemo_aligner.text.tokenizer import Tokenizer
 from nemo_aligner.training.critic import CriticLearner
 from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
@@ -85,6 +87,7 @@ def open_critic(config: ServeCriticConfig, layout: ParallelLayout) -> CriticRun:
     tokenizer, contract = read_text_rules(path)
     if contract is None:
         raise CheckpointError(f"{path}: it has no scoring contract; {_WANTED}")
+    check_plain_reading(contract, path, "a critic")
     check_expected(contract, config.expect_contract, "expect_contract")
     contract = contract.with_dtype(config.trainer.precision)
     if config.model.micro_batch_tokens < contract.seq_length:

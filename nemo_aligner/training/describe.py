@@ -23,10 +23,13 @@ def describe_model(
 ) -> str:
     """The model, its layout, and what of it is trained."""
     frozen = config.model.freeze_layers
+    made = "" if shape.head is None else f" ({shape.head})"
+    source = config.pretrained_checkpoint.load_rm_head_weights
+    of_whom = "a new head" if source is None else f"a new head that begins as that of {source}"
     lines = [
         f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
-        f"{'a new head' if head_is_new else 'its own head'}, {config.trainer.precision.value}, "
-        f"{layout}"
+        f"{of_whom if head_is_new else 'its own head'}{made}, "
+        f"{config.trainer.precision.value}, {layout}"
     ]
     if config.trainer.precision is not Precision.fp32 and lacks_bf16():
         lines.append("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")

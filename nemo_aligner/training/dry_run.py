@@ -17,9 +17,11 @@ from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.head_shape import HeadShape, with_head_shape
 from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import check_freezing
+from nemo_aligner.objectives.base import count_outputs
 from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
@@ -59,7 +61,8 @@ def check_run(config: TrainConfig, processes: int) -> str:
     checkpoints = open_checkpoints(config.exp_manager, data)
     open_patience(config.exp_manager, data)
     head_is_new = start is None or config.pretrained_checkpoint.new_head
-    plan = _plan(config, layout, loader, total_steps, shape)
+    num_outputs = count_outputs(data.objective)
+    plan = _plan(config, layout, loader, total_steps, num_outputs)
     return "\n".join(
         [
             data.table(),
@@ -79,7 +82,7 @@ def _model_config(config: TrainConfig, path: Path) -> dict[str, object]:
     """That of the model that is trained."""
     stored, wanted = read_model_config(path), LoraShape.from_settings(config.model.lora)
     check_lora(read_lora(stored), wanted, path)
-    return with_lora(stored, wanted)
+    return with_lora(with_head_shape(stored, HeadShape.from_settings(config.model.head)), wanted)
 
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
@@ -94,7 +97,7 @@ def _plan(
     layout: LayoutSizes,
     loader: TrainLoader,
     total_steps: int,
-    shape: ModelShape,
+    num_outputs: int,
 ) -> Plan:
     """What the largest packs of the first steps cost a rank."""
     options = config.model
@@ -118,7 +121,7 @@ def _plan(
         recompute_layers=options.activations_checkpoint_num_layers,
         freeze_layers=options.freeze_layers,
         cpu_offload=options.optim.cpu_offload,
-        num_attributes=options.num_attributes,
+        num_attributes=num_outputs,
     )
 
 

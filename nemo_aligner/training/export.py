@@ -77,7 +77,8 @@ def export(
     config = {
         **pretrained.config,
         "reward_model_type": contract.reward_model_type,
-        "regression": {"num_attributes": len(contract.attributes)},
+        # What NeMo makes the head's width.
+        "regression": {"num_attributes": len(contract.attributes) * contract.outputs_per_attribute},
     }
     save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
     say(f"wrote {path} with {what}")

@@ -20,7 +20,13 @@ from nemo_aligner.models.step import (
     gather_rewards,
     infer_in_parts,
 )
-from nemo_aligner.objectives.base import Objective
+from nemo_aligner.objectives.base import (
+    Objective,
+    count_outputs,
+    readout_of,
+    rewards_of,
+    start_of_learned,
+)
 from nemo_aligner.objectives.measure import measure_set, measure_step
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -112,7 +118,7 @@ class RewardLearner:
     def _gather(
         self, mine: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
-        shape = (records.num_rewards, len(self.objective.attributes))
+        shape = (records.num_rewards, count_outputs(self.objective))
         return gather_rewards(mine, batches, shape, self._layout)
 
     def validate(self, watch: Watch = unwatched) -> dict[str, float]:
@@ -154,7 +160,7 @@ def describe_rewards(
     """The objective's report on a whole data set and on each of its sources; the rewards' spread.
 
     Args:
-        rewards: ``[S, A]`` of every record once, as the head gives them.
+        rewards: ``[S, outputs]`` of every record once, as the head gives them.
     """
     return {
         **measure_set(objective, rewards, dataset.records, dataset.reply_lengths, dataset.sources),
@@ -166,7 +172,10 @@ def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict
     """Mean and deviation of every attribute, offsets included, for the scoring contract."""
     means = dict(zip(labels.names, labels.means, strict=True))
     offsets = [means.get(name) or 0.0 for name in objective.attributes]
-    whole = rewards.double() + torch.tensor(offsets, dtype=torch.float64)
+    learned = len(start_of_learned(objective))
+    of_texts = rewards[:, : rewards.size(1) - learned]
+    read = rewards_of(readout_of(objective), of_texts)
+    whole = read.double() + torch.tensor(offsets, dtype=torch.float64)
     averages, deviations = whole.mean(0).tolist(), whole.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
     for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):
@@ -180,7 +189,7 @@ def validation_metric_names(
     """Every name by which checkpoints may be chosen, without a model."""
     names = []
     for dataset in datasets:
-        rewards = torch.zeros(dataset.records.num_rewards, len(objective.attributes))
+        rewards = torch.zeros(dataset.records.num_rewards, count_outputs(objective))
         names += [
             f"{dataset.name}/{name}" for name in describe_rewards(objective, dataset, rewards)
         ]

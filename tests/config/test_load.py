@@ -78,6 +78,10 @@ def test_nemo_aligners_plus_signs_are_accepted(mark: str) -> None:
         ("model.global_batch_size=0", "model.global_batch_size: got 0, wanted a number above 0"),
         ("model.sequence_parallel=true", "model.tensor_model_parallel_size above 1"),
         ("model.reward_model_type=regression", "model.regression.attributes: got []"),
+        (
+            "model.regression.attribute_weights={help: 1}",
+            "model.regression.attribute_weights: got {'help': 1.0}, wanted weights of no attribute",
+        ),
         ("model.optim.sched.min_lr=1", "model.optim.sched.min_lr: got 1.0"),
         ("model.data.max_malformed=1.5", "max_malformed: got 1.5, wanted a number from 0 to 1"),
         ("model=5", "model: got 5, wanted keys under it"),

@@ -129,7 +129,7 @@ def test_a_pair_cannot_be_scaled_by_less_than_nothing(
     path = write(tmp_path / "margins.jsonl", *rows)
     message = (
         r"margins.jsonl:3: label_margin: got -1, wanted 0 or more, as model.objective needs it "
-        r"\(2 labels of train are below\)"
+        r"\(2 labels of train are not\)"
     )
     with pytest.raises(DataError, match=message):
         read(path, contracts, tokenizer, "bradley_terry", label_margin="scale")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nemo_aligner.checkpoint.nemo.open import open_nemo
 from tests import tiny
 from tests.distributed.test_layouts import LAYOUTS, curves, train
 
@@ -45,6 +48,8 @@ def test_rankings_train_like_one_process(
     objective: str, layout_name: str, base: Path, rankings: Path, tmp_path: Path
 ) -> None:
     chosen = [f"model.objective={objective}"]
+    if objective == "rao_kupper":
+        chosen.append("model.objective_kwargs.learned=true")
     processes, overrides = LAYOUTS[layout_name]
     parallel = train(tmp_path / "two", base, rankings, processes, [*overrides, *chosen], SCRIPT)
     got = curves(parallel)
@@ -52,3 +57,36 @@ def test_rankings_train_like_one_process(
     assert wanted["loss"][-1] < wanted["loss"][0]
     np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-5)
     np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+
+
+@pytest.mark.slow(seconds=12)
+def test_a_learned_tie_parameter_goes_on_where_a_run_was_left(
+    base: Path, rankings: Path, tmp_path: Path
+) -> None:
+    settings = [
+        "model.objective=davidson",
+        "model.objective_kwargs.learned=true",
+        "model.head.bias=true",
+        "model.optim.sched.name=constant",
+        "trainer.precision=bf16",
+    ]
+
+    def run(folder: str, steps: int) -> list[float]:
+        """The parameter before every step of the run so far."""
+        more = [*settings, f"trainer.rm.max_steps={steps}"]
+        (path,) = train(tmp_path / folder, base, rankings, 1, more, SCRIPT).rglob("metrics.csv")
+        with path.open() as lines:
+            found = [row.get("train/tie_parameter") for row in csv.DictReader(lines)]
+        return [float(value) for value in found if value]
+
+    whole = run("whole", 4)
+    run("parts", 2)
+    assert run("parts", 4)[-2:] == whole[-2:]
+    # Past the warm-up its rate is a hundred times that of the weights, and a step of Adam's nearly
+    # as long.
+    assert whole[0] == 1.0
+    assert 0.05 < abs(math.log(whole[3] / whole[2])) < 0.11
+    archive = next((tmp_path / "whole").rglob("megatron_gpt.nemo"))
+    with open_nemo(archive) as folder:
+        heads = [name for name in folder.tensors if name.startswith("rm_head.")]
+    assert sorted(heads) == ["rm_head.bias", "rm_head.weight"]

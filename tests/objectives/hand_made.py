@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch import LabelColumns, Records
-from nemo_aligner.objectives.base import Objective
+from nemo_aligner.objectives.base import Objective, count_outputs
 from nemo_aligner.objectives.measure import mean_loss
 
 
@@ -48,11 +48,11 @@ def check_any_batch(objective: Objective, rewards: Tensor, records: Records) -> 
 
 
 def learn(objective: Objective, features: Tensor, records: Records, steps: int = 200) -> Tensor:
-    """``[S, A]`` rewards of a linear model of ``features [S, F]`` after some steps of Adam.
+    """``[S, outputs]`` of a linear model of ``features [S, F]`` after some steps of Adam.
 
     Its loss is checked to have come down.
     """
-    model = torch.nn.Linear(features.shape[1], len(objective.attributes), dtype=torch.float64)
+    model = torch.nn.Linear(features.shape[1], count_outputs(objective), dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

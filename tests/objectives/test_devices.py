@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from nemo_aligner.batch import LabelColumns, Records
-from nemo_aligner.objectives.base import Objective
+from nemo_aligner.objectives.base import Objective, count_outputs
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.davidson import Davidson
 from nemo_aligner.objectives.huber import Huber
 from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.objectives.ordinal_bins import OrdinalBins
 from nemo_aligner.objectives.plackett_luce import PlackettLuce
+from nemo_aligner.objectives.quantiles import Quantiles
+from nemo_aligner.objectives.ranking_and_regression import RankingAndRegression
 from nemo_aligner.objectives.rao_kupper import RaoKupper
 from tests.objectives.hand_made import ranked
 
@@ -31,8 +34,13 @@ RATED = Records.of([0, 1], [1, 1], LabelColumns.of(["help"], torch.tensor([[1.0]
         PlackettLuce(),
         RaoKupper(),
         Davidson(),
+        RaoKupper(learned=True),
+        Davidson(learned=True),
         MaskedMse(("help",)),
         Huber(("help",)),
+        OrdinalBins(("help",), values=[0, 1, 2]),
+        Quantiles(("help",)),
+        RankingAndRegression(("help",)),
     ],
     ids=lambda objective: type(objective).__name__,
 )
@@ -40,7 +48,8 @@ def test_a_loss_waits_for_no_device(objective: Objective) -> None:
     for records in (RANKED, PAIRS) if objective.main_metric == "accuracy" else (RATED,):
         labels = replace(records.labels, values=records.labels.values.to("meta"))
         there = replace(records, labels=labels)
-        rewards = torch.zeros(records.num_rewards, 1, device="meta", requires_grad=True)
+        shape = (records.num_rewards, count_outputs(objective))
+        rewards = torch.zeros(shape, device="meta", requires_grad=True)
         total, count = objective.loss(rewards, there)
         total.backward()
         assert (total.device.type, count.device.type) == ("meta", "meta")

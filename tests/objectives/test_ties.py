@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.objectives.base import PairObjective
+from nemo_aligner.objectives.base import PairObjective, count_outputs
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.davidson import Davidson
 from nemo_aligner.objectives.rao_kupper import RaoKupper
@@ -93,9 +93,56 @@ def test_a_linear_model_learns_what_is_better_and_what_is_equal(objective: PairO
     assert float(margins[tied].mean()) < 0.1 * float(margins[~tied].mean())
 
 
+@pytest.mark.parametrize(
+    ("objective", "parameter"), [(RaoKupper, 1.5), (RaoKupper, 40.0), (Davidson, 0.3)]
+)
+def test_a_learned_parameter_has_the_loss_of_a_fixed_one(
+    objective: type[RaoKupper | Davidson], parameter: float
+) -> None:
+    fixed, learned = (objective(tie_parameter=parameter, learned=each) for each in (False, True))
+    assert (fixed.start_of_learned, count_outputs(fixed), count_outputs(learned)) == ((), 1, 2)
+    (x,) = learned.start_of_learned
+    records = ranked([0, 1], [2, 0, 1], [0, 0], [1, 0, 0, 2])
+    rewards = torch.randn(11, 1, generator=torch.Generator().manual_seed(1)).double()
+    both = torch.cat([rewards, torch.full_like(rewards, x)], dim=1)
+    total, count = learned.loss(both, records)
+    wanted, number = fixed.loss(rewards, records)
+    torch.testing.assert_close(total, wanted)
+    assert int(count) == int(number)
+    check_gradient(learned, both, records)
+    check_any_batch(learned, both, records)
+    lengths = torch.ones(11, dtype=torch.int64)
+    assert learned.report(both, records, lengths)["tie_parameter"] == pytest.approx(parameter)
+    step = learned.step_metrics(both, records)
+    assert step.pop("tie_parameter") == pytest.approx(parameter)
+    assert step == fixed.step_metrics(rewards, records)
+
+
+@pytest.mark.parametrize("objective", [RaoKupper, Davidson])
+def test_the_parameter_that_is_learned_is_the_share_of_ties_among_equals(
+    objective: type[RaoKupper | Davidson],
+) -> None:
+    # Of equal replies three in five are tied, of which each model knows its parameter.
+    learned = objective(learned=True)
+    records = ranked(*([0, 0],) * 60, *([0, 1], [1, 0]) * 20)
+    x = torch.tensor(learned.start_of_learned, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([x], lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        rewards = torch.zeros(200, 1, dtype=torch.float64)
+        total, _ = learned.loss(torch.cat([rewards, x.expand(200, 1)], dim=1), records)
+        total.backward()
+        optimizer.step()
+    parameter = learned.parameter(float(x))
+    shares = {RaoKupper: (parameter - 1) / (parameter + 1), Davidson: parameter / (parameter + 2)}
+    assert shares[objective] == pytest.approx(0.6, abs=1e-3)
+
+
 @pytest.mark.parametrize("value", [1, 0.5, math.nan, math.inf, "two", True])
 def test_a_tie_parameter_that_allows_no_tie_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"tie_parameter: got .*, wanted a number above 1$"):
         RaoKupper(tie_parameter=value)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"tie_parameter: got -1, wanted a number above 0$"):
         Davidson(tie_parameter=-1)
+    with pytest.raises(ValueError, match=r"learned: got 1, wanted true or false$"):
+        Davidson(learned=1)  # type: ignore[arg-type]

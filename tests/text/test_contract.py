@@ -13,14 +13,14 @@ import pytest
 
 from nemo_aligner.config.common import Overlong, Precision
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract import (
     EncodedText,
     OverlongError,
     ScoringContract,
     build_contract,
-    check_expected,
 )
-from nemo_aligner.text.contract_changes import describe_differences
+from nemo_aligner.text.contract_changes import check_expected, describe_differences
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests.contracts import Contracts
 
@@ -40,6 +40,7 @@ FIXED = ScoringContract(
     tokenizer_fingerprint="ab" * 32,
     reward_model_type="regression",
 )
+READ = Readout("bins", ((0.0, 1.0, 2.0),) * 2).to_json()
 FIXED_HASH = "53aeaabacc5eb9764553adf9bf9028fbf740e80021ec9c2cf2be11ce772d86ec"
 
 
@@ -66,10 +67,13 @@ def test_every_field_that_changes_a_score_changes_the_hash() -> None:
         "overlong": "error", "seq_length": 2, "attributes": ("depth", "help"),
         "attribute_weights": (1.0, 1.0), "label_means": (0.1, 3.3333333333333), "dtype": "bf16",
         "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking", "shaping": "{}",
+        "readout": READ,
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
-    fields = {field.name for field in dataclasses.fields(FIXED)} - {"scored_position"}
-    assert set(changes) | set(told) == fields  # that one has only one value
+    together = {"scored_position": "reply_mean", "reply_marker": (1, 2)}
+    fields = {field.name for field in dataclasses.fields(FIXED)}
+    assert set(changes) | set(told) | set(together) == fields
+    assert dataclasses.replace(FIXED, **together).hash != FIXED.hash
     for name, value in changes.items():
         assert dataclasses.replace(FIXED, **{name: value}).hash != FIXED.hash, name
     assert dataclasses.replace(FIXED, **told).hash == FIXED.hash
@@ -81,7 +85,9 @@ def test_a_contract_survives_json() -> None:
     assert "shaping" not in FIXED.to_dict()  # nor in those of before there was any
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
-    for contract in (FIXED, measured, shaped):
+    read = dataclasses.replace(FIXED, readout=READ)
+    assert "readout" not in FIXED.to_dict()
+    for contract in (FIXED, measured, shaped, read):
         assert ScoringContract.from_dict(json.loads(json.dumps(contract.to_dict()))) == contract
 
 
@@ -94,6 +100,8 @@ def test_a_contract_survives_json() -> None:
         ({"hash": "0"}, "changed after it was written"),
         ({"label_means": None}, "scoring contract: "),
         ({"label_means": [1.0]}, "2 attributes, 2 weights and 1 label means"),
+        ({"readout": Readout("bins", ((0.0, 1.0),)).to_json()}, "got 1 attributes, wanted 2"),
+        ({"readout": "[1]"}, "readout: got"),
     ],
 )
 def test_a_changed_contract_is_refused(change: dict[str, object], message: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract import build_contract
 from nemo_aligner.text.contract_changes import continue_contract, describe_differences
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -99,3 +100,21 @@ def test_short_values_are_shown_whole_and_long_ones_from_where_they_part() -> No
     assert describe_differences({"bos_id": ("p" + one, "q" + one)}) == (
         f"bos_id: 'p{'a' * 38}... -> 'q{'a' * 38}..."
     )
+
+
+def test_weights_of_a_model_to_start_from_are_kept_unless_others_are_given(
+    contracts: Contracts,
+) -> None:
+    names = ["help", "depth"]
+    start = dataclasses.replace(contracts(names), attribute_weights=(1.0, -0.5))
+    given = dataclasses.replace(contracts(names), attribute_weights=(0.0, 1.0))
+    assert continue_contract(given, start).attribute_weights == (1.0, -0.5)
+    assert continue_contract(given, start, new_weights=True).attribute_weights == (0.0, 1.0)
+
+
+def test_a_head_that_is_kept_is_read_as_before_and_a_new_one_is_not(contracts: Contracts) -> None:
+    start = contracts(["help"]).with_readout(Readout("bins", ((0.0, 1.0),)))
+    assert continue_contract(contracts(["help"]), start) == start
+    renamed = continue_contract(contracts(["x"]), start, allow_change=True)
+    assert renamed.readout == start.readout
+    assert continue_contract(contracts(["help"]), start, new_head=True).readout is None

@@ -52,6 +52,8 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reward_std": ("numbers or null", tuple(bad for bad in NOT_NUMBERS if bad is not None)),
     "measured_on": ("a text or null", (1, HALF_A_PAIR, ["x"])),
     "shaping": ("a text or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
+    "readout": ("a text or null", (1, HALF_A_PAIR, {"kind": "bins"})),
+    "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 
 

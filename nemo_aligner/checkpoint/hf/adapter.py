@@ -18,7 +18,7 @@ from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import compare, cut, encode_texts, our_logits
 from nemo_aligner.checkpoint.hf.export import exported_contract, exported_head
 from nemo_aligner.checkpoint.hf.folder import choose_pad, write_json, write_tokenizer
-from nemo_aligner.checkpoint.hf.reward_archive import RewardArchive
+from nemo_aligner.checkpoint.hf.reward_archive import RewardArchive, check_head
 from nemo_aligner.checkpoint.hf.tensors import HF_HEAD
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
@@ -83,6 +83,7 @@ def _export(
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
+    check_head(folder, contract)
     exported = exported_contract(contract, merge=options.merge)
     texts = encode_texts(contract, loaded.tokenizer)
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]

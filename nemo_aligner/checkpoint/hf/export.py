@@ -33,7 +33,7 @@ from nemo_aligner.checkpoint.hf.folder import (
     write_tokenizer,
 )
 from nemo_aligner.checkpoint.hf.layerwise import read_as_it_runs
-from nemo_aligner.checkpoint.hf.reward_archive import RewardArchive
+from nemo_aligner.checkpoint.hf.reward_archive import RewardArchive, check_head
 from nemo_aligner.checkpoint.hf.tensors import HEAD_KEY, HF_HEAD
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
@@ -127,8 +127,9 @@ def _export(
 ) -> ExportSummary:
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
-    archive = RewardArchive.of(folder)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
+    check_head(folder, contract)
+    archive = RewardArchive.of(folder)
     exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
     stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)

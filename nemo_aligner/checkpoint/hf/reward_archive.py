@@ -24,11 +24,25 @@ from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.adapters import folded
+from nemo_aligner.models.head_shape import check_is_linear
 from nemo_aligner.models.lora import LORA_A, LORA_B, LoraShape, is_of_adapter
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.one_reward import check_plain_reading
 
 # What a config may leave out.
 _WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
+
+
+def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
+    """Refuse a head that no reward model of Hugging Face has a place for.
+
+    Raises:
+        CheckpointError: it is not one matrix over the last token, with an output for an attribute.
+    """
+    where, who = str(folder.source), "a reward model of Hugging Face"
+    check_plain_reading(contract, where, who)
+    check_is_linear(ModelShape.from_config(folder.config).head, where, who)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import (
     EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
+    HEAD_PREFIX,
     LAYERS,
     OUTPUT_LAYER,
     layer_tensors,
@@ -21,6 +20,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
 from nemo_aligner.errors import AlignerError, CheckpointError
+from nemo_aligner.models.head_shape import HeadShape
 from nemo_aligner.models.lora import is_of_adapter, read_lora
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
@@ -78,7 +78,8 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     known = {LAYERS + number + name for number in numbers for name in of_layer}
-    unknown = sorted(stored.keys() - known - of_model.keys() - {HEAD, HEAD_BIAS})
+    of_head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
+    unknown = sorted(stored.keys() - known - of_model.keys() - of_head)
     if unknown:
         raise CheckpointError(
             f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
@@ -116,8 +117,10 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
     )
     has_lora = read_lora(folder.config) is not None
-    unread = {key for key in request if is_of_adapter(key) and not has_lora}
-    unread.add(folder.prefix + HEAD)
+    of_head = folder.prefix + HEAD_PREFIX
+    unread = {
+        key for key in request if key.startswith(of_head) or (is_of_adapter(key) and not has_lora)
+    }
     state = folder.store.load({key: request[key] for key in request if key not in unread})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)

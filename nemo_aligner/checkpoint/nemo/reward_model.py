@@ -8,24 +8,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_BIAS, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import (
+    HEAD,
+    HEAD_BIAS,
+    HEAD_LEARNED,
+    HEAD_PREFIX,
+    PREFIX,
+)
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import load_backbone, model_shape, read_head
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import HeadConfig, Recompute
 from nemo_aligner.errors import CheckpointError, DataError
 from nemo_aligner.models.adapters import draw_adapters, fold_adapters
+from nemo_aligner.models.head_shape import HeadShape, read_head_shape, with_head_shape
 from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.collectives import barrier, on_main
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.one_reward import check_plain_reading
 from nemo_aligner.text.tokenizer import Tokenizer
 
 _OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on its body"
@@ -55,7 +63,7 @@ def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None
     """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
     with open_nemo(path, with_weights=False) as folder:
         tokenizer = folder.load_tokenizer()
-        return tokenizer, _contract(folder, tokenizer)
+        return tokenizer, contract_of(folder, tokenizer)
 
 
 def load_pretrained(
@@ -63,37 +71,43 @@ def load_pretrained(
     layout: ParallelLayout,
     *,
     num_attributes: int,
+    outputs_per_attribute: int = 1,
     precision: Precision,
     recompute: Recompute = Recompute.none,
     recompute_layers: int | None = None,
     seed: int = 1234,
     new_head: bool = False,
+    head: HeadConfig | None = None,
     lora: LoraShape | None = None,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to go on from, for training; every rank calls it.
 
-    With ``new_head`` the head that it has is not read. With ``lora`` the model has adapters: those
-    of the archive, or new ones; without, an archive's are folded into the weights.
+    With ``new_head`` the head that it has is not read. Without ``head`` it is made as the archive
+    says. With ``lora`` the model has adapters: those of the archive, or new ones; without, an
+    archive's are folded into the weights.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, of another family, its reward head has
-            another number of attributes or a bias, or it has another LoRA.
+            another number of attributes or is not made as ``head`` says, or it has another LoRA.
     """
     with open_nemo(path) as folder:
         shape, tokenizer = model_shape(folder), folder.load_tokenizer()
+        if head is not None:
+            shape = replace(shape, head=HeadShape.from_settings(head))
         tokenizer.check_fits(shape.vocab_size)
         check_lora(shape.lora, lora, path)
         shape = replace(shape, lora=lora or shape.lora)
+        num_outputs = num_attributes * outputs_per_attribute
         model = build_reward_model(
             shape,
             layout,
-            num_attributes=num_attributes,
+            num_attributes=num_outputs,
             precision=precision,
             recompute=recompute,
             recompute_layers=recompute_layers,
             seed=seed,
         )
-        has_head = not new_head and _check_head(folder, num_attributes, _OR_NEW_HEAD)
+        has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         if lora is None:
             fold_adapters(model)
@@ -101,7 +115,7 @@ def load_pretrained(
             draw_adapters(model, seed)
         return PretrainedModel(
             model=model,
-            config=with_lora(folder.config, lora),
+            config=with_lora(with_head_shape(folder.config, shape.head), lora),
             tokenizer=tokenizer,
             head_is_new=not has_head,
         )
@@ -142,24 +156,25 @@ def reward_model_without_weights(
     On a CPU they take no memory until then. Without adapters LoRA is to be folded into them.
     """
     tokenizer = folder.load_tokenizer()
-    contract = _contract(folder, tokenizer)
+    contract = contract_of(folder, tokenizer)
     if contract is None:
         raise CheckpointError(
             f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
             "score; wanted a reward model written by training"
         )
     _check_tokenizer(tokenizer, contract, folder.source)
-    num_attributes = len(contract.attributes)
-    if not _check_head(folder, num_attributes):
-        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
+    num_outputs = len(contract.attributes) * contract.outputs_per_attribute
     shape = model_shape(folder)
+    if not _check_head(folder, shape, num_outputs):
+        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     tokenizer.check_fits(shape.vocab_size)
     model = build_reward_model(
         shape if with_adapters else replace(shape, lora=None),
         layout,
-        num_attributes=num_attributes,
+        num_attributes=num_outputs,
         precision=precision or Precision(contract.dtype),
     )
+    model.reply_marker = contract.reply_marker
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
 
 
@@ -172,6 +187,7 @@ def load_critic(
     token's is that of the text that ends with it, without the contract's ``label_means``.
     """
     loaded = load_reward_model(path, layout, precision)
+    check_plain_reading(loaded.contract, str(path), "a critic")
     loaded.model.reads_every_token = True
     return loaded
 
@@ -194,8 +210,10 @@ def save_reward_model(
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
     weights = model.sharded_state_dict(prefix=PREFIX)
+    weights.pop(PREFIX + HEAD_LEARNED, None)  # of a loss, and of no reward
     if contract is None:
-        weights.pop(PREFIX + HEAD, None)
+        of_head = PREFIX + HEAD_PREFIX
+        weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}
     arrived = copy_tensors(weights, []) if copied else None
     save_weights(weights, staging / "weights", arrived)
 
@@ -214,34 +232,58 @@ def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(staging / "tokenizer")
 
 
-def _contract(folder: NemoFolder, tokenizer: Tokenizer) -> ScoringContract | None:
+def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> ScoringContract | None:
+    """The contract of an opened archive, None of a base model's; with ``tokenizer`` it is tried.
+
+    Raises:
+        CheckpointError: it is no contract, or its template does not end.
+    """
     if folder.contract is None:
         return None
     try:
         contract = ScoringContract.from_dict(folder.contract)
-        contract.check_template_ends(tokenizer)
+        if tokenizer is not None:
+            contract.check_template_ends(tokenizer)
     except (CheckpointError, DataError) as error:
         raise CheckpointError(f"{folder.source}: {error}") from error
     return contract
 
 
-def _check_head(folder: NemoFolder, num_attributes: int, advice: str = "") -> bool:
+def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice: str = "") -> bool:
     """Whether the archive has a reward head that fits; errors end with ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
         return False
-    if HEAD_BIAS in stored:
+    head = shape.head or HeadShape()
+    wanted = head.tensors(num_outputs, shape.hidden_size)
+    if HEAD_BIAS in stored and read_head_shape(folder.config) is None:
         raise CheckpointError(
             f"{folder.source}: its reward head has a bias ({HEAD_BIAS}), wanted a head without "
             "one; `nemo-aligner import` makes an archive that has it in the scoring contract"
             + advice
         )
-    got = stored[HEAD][0][0]
-    if got != num_attributes:
+    got = {name.removeprefix(HEAD_PREFIX): stored[name][0] for name in _head_names(folder)}
+    if set(got) != set(wanted):
         raise CheckpointError(
-            f"{folder.source}: {HEAD}: got {got} attributes, wanted {num_attributes}{advice}"
+            f"{folder.source}: {HEAD_PREFIX}: got {', '.join(sorted(got))}, wanted "
+            f"{', '.join(sorted(wanted))}, as of a head that is {head}{advice}"
         )
+    rows = got["weight"][0]
+    if rows != num_outputs:
+        raise CheckpointError(
+            f"{folder.source}: {HEAD}: got {rows} outputs, wanted {num_outputs}{advice}"
+        )
+    for name, size in wanted.items():
+        if got[name] != size:
+            raise CheckpointError(
+                f"{folder.source}: {HEAD_PREFIX}{name}: got shape {list(got[name])}, "
+                f"wanted {list(size)}{advice}"
+            )
     return True
+
+
+def _head_names(folder: NemoFolder) -> list[str]:
+    return [name for name in folder.tensors if name.startswith(HEAD_PREFIX)]
 
 
 def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str | Path) -> None:
@@ -255,17 +297,12 @@ def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str 
 def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:
     load_backbone(model, folder)
     if with_head:
-        _set_head(model, read_head(folder, HEAD), folder)
+        head = {name: read_head(folder, name) for name in _head_names(folder)}
+        _set_head(model, head)
 
 
-def _set_head(model: GPTRewardModel, weight: Tensor, folder: NemoFolder) -> None:
-    """Make ``weight [A, hidden]`` the reward head, on the ranks that have one."""
-    if not model.post_process:
-        return
-    if weight.shape != model.rm_head.weight.shape:
-        raise CheckpointError(
-            f"{folder.source}: {HEAD}: got shape {list(weight.shape)}, "
-            f"wanted {list(model.rm_head.weight.shape)}"
-        )
-    with torch.no_grad():
-        model.rm_head.weight.copy_(weight)
+def _set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
+    """Make ``tensors``, which fit, the reward head, on the ranks that have one."""
+    if model.post_process:
+        plain = {name.removeprefix(HEAD_PREFIX): each for name, each in tensors.items()}
+        model.rm_head.load_state_dict(plain)

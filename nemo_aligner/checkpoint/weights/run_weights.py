@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import HEAD
+from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.lora import is_of_adapter
 from nemo_aligner.parallel.collectives import gather_objects
@@ -85,4 +85,4 @@ def _sum_of_bits(values: Tensor) -> int:
 
 
 def _is_head(key: str) -> bool:
-    return key.removeprefix(_PREFIX) == HEAD
+    return key.removeprefix(_PREFIX).startswith(HEAD_PREFIX)

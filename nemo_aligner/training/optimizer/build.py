@@ -27,6 +27,9 @@ from nemo_aligner.training.optimizer.megatron_internals import (
 from nemo_aligner.training.optimizer.optimizer import MIN_LOSS_SCALE, Optimizer
 from nemo_aligner.training.optimizer.state import gather_in_reused_memory
 
+# Times the learning rate, for numbers that an objective learns.
+_OBJECTIVE_LR = 100.0
+
 
 def build_optimizer(
     model: DistributedDataParallel, config: OptimConfig, clip_grad: float, total_steps: int
@@ -77,11 +80,24 @@ def _settings(
 def _groups(settings: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
     # megatron-core loses count of a group's parameters where some are fp32 and some are not, so the
     # fp32 head gets a group of its own.
-    in_fp32 = ParamPredicate("in_fp32", lambda parameter: parameter.dtype is torch.float32)
+    in_fp32 = ParamPredicate(
+        "in_fp32", lambda each: each.dtype is torch.float32 and not _is_of_objective(each)
+    )
+    # A logarithm has further to go than a weight.
+    of_objective = ParamPredicate("of_objective", _is_of_objective)
+    faster = ParamGroupOverride(
+        max_lr=_OBJECTIVE_LR * settings.lr, min_lr=_OBJECTIVE_LR * (settings.min_lr or 0.0)
+    )
     return {
         **get_standard_config_overrides(settings),
         ParamKey(predicate=in_fp32): ParamGroupOverride(max_lr=settings.lr),
+        ParamKey(predicate=of_objective): faster,
     }
+
+
+def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
+    """Whether it is a number that a loss learns, and no weight."""
+    return getattr(parameter, "is_of_objective", False)
 
 
 def _build_scheduler(

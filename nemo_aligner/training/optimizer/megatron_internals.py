@@ -32,11 +32,11 @@ def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tenso
 def recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
     """Have a load find the ``saved`` entry of each of ``groups`` under other learning rates, too.
 
-    Since 0.19 megatron-core compares what a group overrides, rates among it. Here all groups have
-    the same; what tells them apart is the factor of their weight decay.
+    Since 0.19 megatron-core compares what a group overrides, rates among it. Groups are in the same
+    order in every run, by what they override.
     """
-    for entry in saved if groups else ():
-        entry.update({key: groups[0][key] for key in ("max_lr", "min_lr") if key in groups[0]})
+    for entry, group in zip(saved, groups, strict=False):
+        entry.update({key: group[key] for key in ("max_lr", "min_lr") if key in group})
 
 
 def load_step_counts(optimizer: Any) -> None:

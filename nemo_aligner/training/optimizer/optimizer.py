@@ -64,6 +64,8 @@ class Optimizer:
         self._offloaded = offloaded
         self._loss_scale: float | None = None  # of the next step, where it has been asked for
         self.skipped_steps = 0
+        groups = optimizer.param_groups
+        self._settings = [{key: group[key] for key in _SETTINGS} for group in groups]
 
     @property
     def lr(self) -> float:
@@ -156,17 +158,24 @@ class Optimizer:
         # Not in the checkpoints of earlier versions, which knew no fp16.
         self.skipped_steps = int(state.pop(_SKIPPED, 0))
         updates = step - self.skipped_steps
-        groups = self._optimizer.param_groups
-        settings = [{key: group[key] for key in _SETTINGS} for group in groups]
-        recognise_groups(state["optimizer"]["param_groups"], groups)
+        self._restore_settings()
+        recognise_groups(state["optimizer"]["param_groups"], self._optimizer.param_groups)
         self._optimizer.load_state_dict(state)
         self._loss_scale = None
-        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(values)
+        self._restore_settings()
+        for group in self._optimizer.param_groups:
             if distrib_optimizer.HAVE_APEX_OR_TE:
                 group["step"] = updates
         self._scheduler.num_steps = 0
         self._scheduler.step(updates)
+
+    def _restore_settings(self) -> None:
+        """Every group's own, of which megatron-core makes those of another that decays alike.
+
+        It does so whenever it loads, and also before, to know what there is to be loaded.
+        """
+        for group, values in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(values)
 
     def _count_steps_without_parameters(self) -> None:
         """Give torch's AdamW a count on a rank where all is frozen; megatron-core asks for one."""

@@ -1,0 +1,175 @@
+"""Reward heads with a bias, of two layers: their numbers, their bits, and what reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.checkpoint.merge import merge_checkpoints
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_critic,
+    load_pretrained,
+    load_reward_model,
+    save_reward_model,
+)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import HeadConfig
+from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.head_shape import HeadShape, read_head_shape, with_head_shape
+from nemo_aligner.models.heads import RewardHead
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.planning.cost import Packs, Plan, head_size
+from nemo_aligner.scoring.scorer import load_scorer
+from tests import tiny
+from tests.checkpoint.hf.exporting import export
+from tests.once import Once
+
+TWO_LAYERS = HeadShape(bias=True, mlp_size=24)
+TEXTS = ["the cat sings", "why", "no stone is where the bird sleeps", "yes please thank you"] * 3
+
+
+# Before there is a layout: it is made in one of its own.
+@pytest.fixture(scope="module", autouse=True)
+def archive(once: Once) -> Path:
+    """A reward model of two attributes whose head has two layers and biases that are not 0."""
+
+    def build(folder: Path) -> None:
+        from nemo_aligner.parallel.launch import launch
+        from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+
+        tiny.write_reward_nemo(folder / "linear.nemo")
+        with launch():
+            layout = initialize_layout()
+            plain = load_reward_model(folder / "linear.nemo", layout)
+            loaded = load_pretrained(
+                folder / "linear.nemo",
+                layout,
+                num_attributes=2,
+                precision=Precision.fp32,
+                new_head=True,
+                head=HeadConfig(bias=True, mlp_size=24),
+            )
+            for parameter in loaded.model.rm_head.parameters():
+                torch.nn.init.normal_(parameter, std=0.2)
+            save_reward_model(
+                folder / "rm.nemo",
+                loaded.model,
+                loaded.config,
+                loaded.tokenizer,
+                plain.contract,
+            )
+            destroy_layout()
+
+    return once("two_layers", build) / "rm.nemo"
+
+
+@pytest.mark.usefixtures("layout")
+def test_two_layers_are_a_product_a_relu_and_a_product() -> None:
+    head = RewardHead(8, 3, seed=1, shape=HeadShape(bias=True, mlp_size=5))
+    assert head.hidden is not None
+    for name, parameter in head.named_parameters():
+        if "bias" in name:
+            assert not parameter.any()
+            torch.nn.init.normal_(parameter)
+    hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    first = (hidden @ head.hidden.weight.T + head.hidden.bias).clamp(min=0)
+    torch.testing.assert_close(head(hidden), first @ head.weight.T + head.bias)
+    sizes = {name: tuple(each.shape) for name, each in head.named_parameters()}
+    assert sizes == HeadShape(bias=True, mlp_size=5).tensors(3, 8)
+    wide = RewardHead(800, 1, 1, TWO_LAYERS).hidden
+    assert wide is not None
+    assert float(wide.weight.detach().std()) == pytest.approx(0.05, rel=0.05)
+
+
+@pytest.mark.usefixtures("layout")
+def test_a_bias_leaves_the_matrix_that_a_seed_gives() -> None:
+    plain, biased = RewardHead(8, 3, 7), RewardHead(8, 3, 7, HeadShape(bias=True))
+    assert torch.equal(plain.weight, biased.weight)
+    assert [name for name, _ in plain.named_parameters()] == ["weight"]
+
+
+def test_an_archive_keeps_its_head_and_a_reward_its_bits(archive: Path, layout: Any) -> None:
+    scorer = load_scorer(archive, layout)
+    together = scorer.score(TEXTS)
+    assert together.tobytes() == np.concatenate([scorer.score([text]) for text in TEXTS]).tobytes()
+    plain = load_scorer(archive.with_name("linear.nemo"), layout).score(TEXTS)
+    assert float(np.abs(together - plain).min()) > 1e-3
+    again = load_pretrained(archive, layout, num_attributes=2, precision=Precision.fp32)
+    assert not again.head_is_new
+    with open_nemo(archive) as folder:
+        wanted = folder.store.read("model.rm_head.hidden.bias")
+        assert ModelShape.from_config(folder.config).head == TWO_LAYERS
+    torch.testing.assert_close(again.model.rm_head.hidden.bias, wanted, rtol=0, atol=0)
+    assert load_critic(archive, layout).model.reads_every_token
+
+
+def test_training_on_needs_the_same_head_or_a_new_one(archive: Path, layout: Any) -> None:
+    def load(**options: Any) -> Any:
+        given = {"num_attributes": 2, "precision": Precision.fp32, **options}
+        return load_pretrained(archive, layout, **given)
+
+    message = r"rm_head\.: got bias, hidden.bias, .* wanted weight, as of a head that is linear; p"
+    with pytest.raises(CheckpointError, match=message + "retrained_checkpoint.new_head=true"):
+        load(head=HeadConfig())
+    with pytest.raises(CheckpointError, match=r"got shape \[24, 64\], wanted \[25, 64\]|\[2, 24\]"):
+        load(head=HeadConfig(bias=True, mlp_size=25))
+    with pytest.raises(CheckpointError, match="got 2 outputs, wanted 6"):
+        load(head=HeadConfig(bias=True, mlp_size=24), outputs_per_attribute=3)
+    new = load(head=HeadConfig(bias=True), new_head=True)
+    assert (new.head_is_new, read_head_shape(new.config)) == (True, HeadShape(bias=True))
+
+
+def test_hugging_face_has_no_place_for_it(archive: Path, layout: Any, tmp_path: Path) -> None:
+    message = "its head is two layers of 24 with bias, wanted one matrix: a reward model of Hug"
+    with pytest.raises(CheckpointError, match=message):
+        export(archive, tmp_path / "out", layout)
+
+
+def test_a_merge_takes_all_of_a_head(archive: Path, tmp_path: Path) -> None:
+    sources = (archive.with_name("linear.nemo"), archive)
+    with pytest.raises(CheckpointError, match="another model: head"):
+        merge_checkpoints(sources, (0.5, 0.5), tmp_path / "no.nemo")
+    merge_checkpoints((archive, archive), (0.25, 0.75), tmp_path / "same.nemo")
+    with open_nemo(archive) as one, open_nemo(tmp_path / "same.nemo") as other:
+        for name in ("weight", "bias", "hidden.weight", "hidden.bias"):
+            first, second = (each.store.read(f"model.rm_head.{name}") for each in (one, other))
+            torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (1, "reward_head: got 1, wanted bias and mlp_size"),
+        ({"depth": 3}, "wanted bias and mlp_size"),
+        ({"bias": "yes"}, "reward_head.bias: got 'yes', wanted true or false"),
+        ({"mlp_size": 0}, "reward_head.mlp_size: got 0, wanted a whole number"),
+    ],
+)
+def test_what_is_no_head_is_refused(section: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_head_shape({"reward_head": section})
+
+
+def test_a_config_says_only_what_is_unusual() -> None:
+    assert with_head_shape({"a": 1, "reward_head": {"bias": True}}, None) == {"a": 1}
+    assert read_head_shape(with_head_shape({}, TWO_LAYERS)) == TWO_LAYERS
+    assert read_head_shape({"reward_head": {"bias": False}}) is None
+    assert HeadShape.from_settings(HeadConfig()) is None
+    assert HeadShape.from_settings(HeadConfig(bias=True, mlp_size=24)) == TWO_LAYERS
+
+
+def test_a_plan_counts_all_of_a_head() -> None:
+    config = {
+        "num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1,
+        "vocab_size": 8, "max_position_embeddings": 8,
+    }  # fmt: skip
+    shape, packs = ModelShape.from_config(config), Packs(tokens=1, sequences=1, keys=1.0)
+    plan = Plan(packs, tp=1, pp=1, dp=1, sequence_parallel=False, num_attributes=3)
+    assert head_size(shape, plan) == 24
+    assert head_size(replace(shape, head=HeadShape(True, 5)), plan) == 15 + 3 + 40 + 5
