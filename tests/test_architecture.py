@@ -25,6 +25,7 @@ FLOORS = {
     "processes": 0,
     "temporary": 0,
     "pairs": 0,
+    "prefix": 0,
     "config": 0,
     "parallel": 1,
     "batch": 1,

@@ -182,7 +182,9 @@ def validation_batches(
     return pack_records(dataset, mine, micro_batch_tokens, query_key_cost, first_rows)
 
 
-@lru_cache(maxsize=4)
+# A batch may hold the end of one epoch and the start of the next.
+@lru_cache(maxsize=2)
 def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     # RandomState and not default_rng: numpy promises that its stream never changes.
-    return np.random.RandomState([seed % 2**32, seed // 2**32, epoch]).permutation(size)
+    order = np.random.RandomState([seed % 2**32, seed // 2**32, epoch]).permutation(size)
+    return order.astype(np.uint32) if size <= 2**32 else order

@@ -27,13 +27,13 @@ tokens can show (too long, refused by the chat template, the same tokens on both
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.formats import choose_format, parse_lines
+from nemo_aligner.data.formats import check_lines_are_whole, choose_format, parse_lines
 from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.records import Comparison, MalformedRecord, Record
@@ -66,6 +66,10 @@ class Reading:
     rule: MalformedRule = field(default_factory=MalformedRule)
     ties: bool = False
 
+    def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
+        """What the labels of such records are called."""
+        return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
+
 
 @dataclass(frozen=True)
 class RecordFile:
@@ -94,7 +98,7 @@ def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
     check_malformed(files, how.rule)
     for file in files:
         if not file.records:
-            raise DataError(f"{file.path}: no usable record in it: {_describe(file.counts)}")
+            raise nothing_left(file.path, file.counts)
     return files
 
 
@@ -113,31 +117,47 @@ def parse_file(path: str | Path, how: Reading) -> RecordFile:
     lines = read_lines(path)
     objects = [line for line in lines if isinstance(line, Line)]
     chosen_format = choose_format(how.format, how.kind, objects, str(path), how.pair_keys)
-    is_rating = chosen_format.kind is RecordKind.rating
-    columns = tuple(how.attributes if is_rating else how.pair_columns)
+    check_lines_are_whole(chosen_format, lines, str(path))
+    columns = how.columns_of(chosen_format.kind)
     file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], columns)
-    wanted = WantedLabels(columns, how.loss_mask_val)
+    parsed = parse_lines(chosen_format, lines, str(path), WantedLabels(columns, how.loss_mask_val))
     counts: Counter[str] = Counter()
-    for record in parse_lines(chosen_format, lines, str(path), wanted):
+    file.records.extend(usable_records(parsed, bool(columns), how.ties, counts, file.malformed))
+    file.counts.update(counts, kept=len(file.records))
+    return file
+
+
+def usable_records(
+    parsed: Iterable[Record | MalformedRecord],
+    labelled: bool,
+    ties: bool,
+    counts: Counter[str],
+    malformed: list[MalformedRecord],
+) -> Iterator[Record]:
+    """The records that are not dropped; the others are counted, or put into ``malformed``."""
+    for record in parsed:
         counts["read"] += 1
         if isinstance(record, MalformedRecord):
             counts["malformed"] += 1
-            file.malformed.append(record)
+            malformed.append(record)
             continue
-        reason = _why_drop(record, bool(columns), how.ties)
+        reason = _why_drop(record, labelled, ties)
         if reason is not None:
             counts[reason] += 1
             continue
         if isinstance(record, Comparison) and _have_different_prompts(record):
             counts["different_prompts"] += 1
-        file.records.append(record)
-    file.counts.update(counts, kept=len(file.records))
-    return file
+        yield record
 
 
 def _have_different_prompts(record: Comparison) -> bool:
     first, *others = map(prompt_of, record.texts)
     return any(other != first for other in others)
+
+
+def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
+    """The error of a file that has no record to use."""
+    return DataError(f"{path}: no usable record in it: {_describe(counts)}")
 
 
 def _describe(counts: Mapping[str, int]) -> str:

@@ -48,6 +48,9 @@ class Tokenizer:
         self._backend.no_padding()
         self._check()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self._files, self._where)
+
     def _check(self) -> None:
         """Find now what is no tokenizer, and not at the first text."""
         try:

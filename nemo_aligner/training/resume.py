@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.config.load import config_to_dict, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.console import say
-from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
@@ -162,23 +158,9 @@ def fingerprint(
         "model.seed": model.seed,
         "trainer.precision": config.trainer.precision.value,
         "training records": len(data.train),
-        "training data": _digest(data.train),
+        "training data": data.train.digest,
         _CONTRACT: data.contract.hash,
     }
-
-
-def _digest(dataset: TokenizedDataset) -> str:
-    """sha256 of all token ids and labels, in order, and of ranks that the order does not say."""
-    digest = hashlib.sha256()
-    for sequence in dataset.sequences:
-        ids = torch.as_tensor(sequence, dtype=torch.int32)
-        digest.update(len(ids).to_bytes(8, "little"))
-        digest.update(ids.numpy().tobytes())
-    records = dataset.records
-    digest.update(records.labels.values.numpy().tobytes())
-    if not records.are_in_order:
-        digest.update(records.ranks.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
