@@ -126,11 +126,6 @@ class Records:
         # Of these alone: a step's few records are not worth a pass over millions.
         return self.bounds[chosen + 1] - self.bounds[chosen]
 
-    @property
-    def are_in_order(self) -> bool:
-        """Whether the completions of every record stand in their order, without ties."""
-        return torch.equal(self.ranks, _places(self.bounds))
-
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
         """The rewards that the records at ``indices`` own, as int64 indices, record by record."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)

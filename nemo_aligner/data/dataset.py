@@ -38,7 +38,7 @@ class TokenizedDataset:
         sources: where every record says it is from; "" where it says nothing.
         reports: what became of every file.
         prefixes: ``[N]`` int64 tokens that all sequences of a record begin with; 0 for a lone one.
-        known_digest: ``digest`` where an index has it.
+        known_digest: ``digest`` where the indexes have it.
     """
 
     kind: RecordKind
@@ -85,11 +85,11 @@ class TokenizedDataset:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of all token ids and labels, in order, and of ranks that it does not say."""
+        """sha256 (hex) of what is learned from: of one file ``measure_digest``, else of theirs."""
         return self.known_digest or self.measure_digest()
 
     def measure_digest(self) -> str:
-        """``digest``, of the tokens themselves."""
+        """sha256 (hex) of all token ids and labels, in order, and of ranks that it does not say."""
         digest, records = hashlib.sha256(), self.records
         for sequence in self.sequences:
             add_sequence(digest, sequence)
@@ -168,8 +168,14 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
         sources=Sources([(list(each.facts.summary.sources), each.sources) for each in indexes]),
         reports=reports,
         prefixes=_join([index.prefixes for index in indexes]),
-        known_digest=facts.digest if len(indexes) == 1 else None,
+        known_digest=_join_digests([index.facts.digest for index in indexes]),
     )
+
+
+def _join_digests(digests: Sequence[str]) -> str:
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:

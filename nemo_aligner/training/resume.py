@@ -29,6 +29,7 @@ _CONTRACT = "scoring contract"
 _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
+_DATA = "training data"
 
 
 def resume(
@@ -45,7 +46,7 @@ def resume(
     """
     fresh = new_state(config, model_config, learner.data)
     checkpoints.clean()
-    latest = find_latest(checkpoints, config, fresh)
+    latest = find_latest(checkpoints, config, fresh, learner.data)
     if latest is not None:
         say(f"loading {latest.path} ...")
         checkpoints.load(latest, learner.model, learner.optimizer)
@@ -77,7 +78,9 @@ def new_state(config: TrainConfig, model_config: Mapping[str, Any], data: Traini
     )
 
 
-def find_latest(checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunState) -> Saved | None:
+def find_latest(
+    checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunState, data: TrainingData
+) -> Saved | None:
     """The checkpoint that a run with the state ``fresh`` goes on from, if there is one.
 
     Raises:
@@ -89,7 +92,11 @@ def find_latest(checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunStat
     before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     differences = describe_differences(before.differences(now))
     latest = replace(latest, state=_with_objective(latest.state))
-    check_same_run(latest, {**fresh.fingerprint, _CONTRACT: differences or before.hash})
+    fingerprint = {**fresh.fingerprint, _CONTRACT: differences or before.hash}
+    if latest.state.fingerprint.get(_DATA) != fingerprint[_DATA]:
+        # Runs of versions that knew no digest of each file have that of all tokens.
+        fingerprint[_DATA] = data.train.measure_digest()
+    check_same_run(latest, fingerprint)
     return latest
 
 
@@ -158,7 +165,7 @@ def fingerprint(
         "model.seed": model.seed,
         "trainer.precision": config.trainer.precision.value,
         "training records": len(data.train),
-        "training data": data.train.digest,
+        _DATA: data.train.digest,
         _CONTRACT: data.contract.hash,
     }
 

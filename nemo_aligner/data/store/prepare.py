@@ -57,6 +57,11 @@ def open_indexes(
     return [opened[path] for path in paths]
 
 
+def are_kept(paths: Sequence[str], place: IndexPlace) -> bool:
+    """Whether ``open_indexes`` leaves something on the disk, where it can."""
+    return place.kept and any(_is_indexed(path, place) for path in paths)
+
+
 def _is_indexed(path: str, place: IndexPlace) -> bool:
     return place.folder is not None or Stamp.of(path).size >= SMALL_BYTES
 

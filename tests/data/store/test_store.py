@@ -70,7 +70,8 @@ def steps_of(data: TrainingData) -> list[Any]:
 
 def assert_same(one: TrainingData, other: TrainingData) -> None:
     assert steps_of(one) == steps_of(other)
-    assert one.train.digest == other.train.digest == one.train.measure_digest()
+    assert one.train.digest == other.train.digest
+    assert one.train.measure_digest() == other.train.measure_digest()
     assert one.contract == other.contract
     assert list(one.train.origins) == list(other.train.origins)
     assert list(one.train.sources) == list(other.train.sources)
