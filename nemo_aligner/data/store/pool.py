@@ -77,11 +77,15 @@ class _Worker:
             # The processes are many already: threads of each would only stand in their way.
             env={**environment(), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
+        # Sent with the first block: a process that is still starting would hold up the others.
+        self._rules: FileRules | None = rules
         self._path = rules.path
-        self._send(rules)
 
     def tokenize(self, block: Block) -> TokenizedBlock:
         assert self._process.stdout is not None
+        if self._rules is not None:
+            self._send(self._rules)
+            self._rules = None
         self._send(block)
         try:
             answer = pickle.load(self._process.stdout)
