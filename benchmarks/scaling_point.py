@@ -112,6 +112,7 @@ def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
     from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.dataset import TokenizedDataset
     from nemo_aligner.data.records import Origin
+    from nemo_aligner.data.views import TokenSequences
 
     generator = torch.Generator().manual_seed(_SEED)
     sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
@@ -121,7 +122,7 @@ def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
     return TokenizedDataset(
         kind=RecordKind.comparison,
         name="train",
-        sequences=list(sequences.flatten(0, 1).int()),
+        sequences=TokenSequences.of(list(sequences.flatten(0, 1).numpy())),
         records=Records.of(range(count), [2] * count),
         origins=[Origin("random", line + 1) for line in range(count)],
         reply_lengths=torch.full((2 * count,), length - prefix),

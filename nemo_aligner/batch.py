@@ -15,24 +15,6 @@ from nemo_aligner.transfer import to_device
 
 Tokens = Sequence[int] | np.ndarray | Tensor
 
-# Fewer tokens are not worth a segment of their own.
-_MIN_PREFIX = 8
-
-
-def common_prefix(first: Tokens, second: Tokens) -> int:
-    """How many tokens two sequences begin with together, where that is worth a segment, else 0.
-
-    It is less than the shorter one's length, as every sequence needs a last token of its own. Lists
-    are made arrays each time.
-    """
-    most = min(len(first), len(second)) - 1
-    if most < _MIN_PREFIX:
-        return 0
-    differs = np.asarray(first[:most]) != np.asarray(second[:most])
-    at = int(differs.argmax())
-    prefix = at if differs[at] else most
-    return prefix if prefix >= _MIN_PREFIX else 0
-
 
 @dataclass(frozen=True)
 class LabelColumns:
@@ -140,15 +122,14 @@ class Records:
         """``[R]`` int64 rewards of each record."""
         return self.bounds.diff()
 
-    @property
-    def are_in_order(self) -> bool:
-        """Whether the completions of every record stand in their order, without ties."""
-        return torch.equal(self.ranks, _places(self.bounds))
+    def _sizes_of(self, chosen: Tensor) -> Tensor:
+        # Of these alone: a step's few records are not worth a pass over millions.
+        return self.bounds[chosen + 1] - self.bounds[chosen]
 
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
         """The rewards that the records at ``indices`` own, as int64 indices, record by record."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sizes = self.sizes[chosen]
+        sizes = self._sizes_of(chosen)
         ends = sizes.cumsum(0)
         before = (self.bounds[chosen] - ends + sizes).repeat_interleave(sizes)
         return before + torch.arange(before.numel())
@@ -156,7 +137,7 @@ class Records:
     def select(self, indices: Sequence[int] | Tensor) -> Records:
         """The records at ``indices``, in that order, as if there were no others."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sizes = self.sizes[chosen].tolist()
+        sizes = self._sizes_of(chosen).tolist()
         labels, ranks = self.labels.select(chosen), self.ranks[self.rows(chosen)]
         return Records.of(self.ids[chosen].tolist(), sizes, labels, ranks)
 

@@ -26,6 +26,7 @@ FLOORS = {
     "temporary": 0,
     "pairs": 0,
     "readout": 0,
+    "prefix": 0,
     "config": 0,
     "parallel": 1,
     "batch": 1,

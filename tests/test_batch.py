@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_aligner.batch import Group, LabelColumns, PackedBatch, Records, common_prefix
+from nemo_aligner.batch import Group, LabelColumns, PackedBatch, Records
+from nemo_aligner.prefix import common_prefix
 
 
 def test_pack_lays_sequences_end_to_end() -> None:

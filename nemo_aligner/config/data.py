@@ -57,8 +57,18 @@ class DataConfig:
     )
     max_malformed: float = setting(0.01, "the most of a file that may be left out so, 0 to 1")
 
+    index_dir: str | None = setting(
+        None, "where the tokens of files are kept (null: beside those of 4 MiB and more)"
+    )
+    keep_index: bool = setting(True, "keep tokens on the disk for the next start")
+
     def __post_init__(self) -> None:
         with Checks("model.data", self) as checks:
+            checks.require(
+                self.keep_index or self.index_dir is None,
+                "index_dir",
+                "null, as model.data.keep_index is false",
+            )
             checks.positive("seq_length")
             checks.fraction("max_malformed")
 

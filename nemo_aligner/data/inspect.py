@@ -6,19 +6,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.dataset import label_columns, tokenize_file
+from nemo_aligner.data.dataset import label_columns, report_on
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.labels import far_labels
 from nemo_aligner.data.length_baseline import longer_chosen
 from nemo_aligner.data.malformed import MOST_LISTED
-from nemo_aligner.data.overlap import check_overlap, first_prompts
+from nemo_aligner.data.overlap import Prompts, check_overlap
 from nemo_aligner.data.reading import Reading, RecordFile, parse_file
 from nemo_aligner.data.records import Comparison, Record
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.split import check_names
+from nemo_aligner.data.store.arrays import ArraysInMemory
+from nemo_aligner.data.store.index import IndexRules, make_index
+from nemo_aligner.data.summary import FileSummary, LabelSummary, LengthSummary
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text, prompt_of, reply_of
@@ -117,7 +120,8 @@ def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileR
     if rules is None:
         return file, report_in_characters(file, name)
     tokenizer, contract = rules
-    return file, tokenize_file(file, contract, tokenizer, name, set()).report
+    index = make_index(path, IndexRules(reading, contract, tokenizer), ArraysInMemory())
+    return file, report_on([index], name)[0]
 
 
 def report_in_characters(file: RecordFile, name: str) -> FileReport:
@@ -125,23 +129,23 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
     texts = [text for record in file.records for text in record.texts]
     replies = [len(reply_of(text)) for text in texts]
     prompts = [sum(len(turn["content"]) for turn in prompt_of(text)) for text in texts]
+    lengths = [*map(sum, zip(replies, prompts, strict=True))]
     labels = label_columns(file.records, file.columns)
-    return FileReport(
-        name=name,
+    summary = FileSummary(
         path=file.path,
         kind=file.kind,
         format=file.format,
         counts=file.counts,
-        lengths=torch.tensor([*map(sum, zip(replies, prompts, strict=True))], dtype=torch.int64),
-        reply_lengths=torch.tensor(replies, dtype=torch.int64),
+        lengths=LengthSummary.of(np.array(lengths, dtype=np.int64)),
+        reply_lengths=LengthSummary.of(np.array(replies, dtype=np.int64)),
         sources=Counter(record.source for record in file.records),
-        labels=labels,
+        labels=LabelSummary.of(labels),
         longer_chosen=longer_chosen(file.records, replies),
-        prompts=first_prompts(file.records),
-        unit="characters",
         malformed=file.malformed,
         far_labels=far_labels(labels, [record.origin for record in file.records]),
     )
+    prompt_table = Prompts.of(file.path, file.records)
+    return FileReport(name, summary, file.counts, prompt_table, unit="characters")
 
 
 def render_record(record: Record, how: Inspection) -> str:

@@ -37,6 +37,15 @@ def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | 
 
     ``lengths`` are of the replies of all texts of ``records``.
     """
+    pairs = better_and_worse(records, lengths)
+    return longer_wins(pairs) if pairs else None
+
+
+def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The lengths of the better and of the worse one of any two completions; ties are left out.
+
+    ``lengths`` are as in ``longer_chosen``.
+    """
     rest = iter(lengths)
     pairs = []
     for record in records:
@@ -46,7 +55,7 @@ def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | 
             for (rank, better), (other, worse) in combinations(ranked, 2)
             if rank < other
         ]
-    return longer_wins(pairs) if pairs else None
+    return pairs
 
 
 def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:

@@ -15,7 +15,7 @@ MOST_LISTED = 10
 
 
 class ReadFile(Protocol):
-    """A file that was read, whose ``counts`` have ``read``."""
+    """A file that was read, whose ``counts`` have ``read``; at least its first ``malformed``."""
 
     @property
     def path(self) -> str: ...
@@ -57,25 +57,34 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
         return
     lines = []
     for file in bad.values():
-        lines += [f"{file.path}: {_how_many(file)}", *list_first(file.malformed, MOST_LISTED)]
+        listed = list_first(file.malformed, MOST_LISTED, _count(file))
+        lines += [f"{file.path}: {_how_many(file)}", *listed]
     raise DataError("\n".join([*lines, _advice(list(bad.values()), rule)]))
 
 
-def list_first(items: Sequence[object], most: int) -> list[str]:
-    """A line for each of the first ``most`` items, and how many more there are."""
+def list_first(items: Sequence[object], most: int, total: int | None = None) -> list[str]:
+    """A line for each of the first ``most`` items, and how many more there are.
+
+    ``total`` is their number where not all of them are in ``items``.
+    """
     lines = [f"  {item}" for item in items[:most]]
-    rest = len(items) - most
+    rest = (len(items) if total is None else total) - most
     return [*lines, f"  and {rest} more"] if rest > 0 else lines
 
 
 def malformed_fraction(file: ReadFile) -> float:
     """How much of the file's records is malformed."""
-    return len(file.malformed) / max(file.counts.get("read", 0), 1)
+    return _count(file) / max(file.counts.get("read", 0), 1)
+
+
+def _count(file: ReadFile) -> int:
+    # Of many, only the first are at hand.
+    return max(len(file.malformed), file.counts.get("malformed", 0))
 
 
 def _how_many(file: ReadFile) -> str:
     return (
-        f"{len(file.malformed)} of its {file.counts['read']} records "
+        f"{_count(file)} of its {file.counts['read']} records "
         f"({malformed_fraction(file):.2%}) are malformed"
     )
 

@@ -72,7 +72,8 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
     return order
 
 
-@lru_cache(maxsize=4)
+# A batch may hold the end of one epoch and the start of the next.
+@lru_cache(maxsize=2)
 def _order(order: EpochOrder, epoch: int) -> np.ndarray:
     if not order.weights:
         return _permutation(order.size, order.seed, epoch)
@@ -96,4 +97,5 @@ def _from_passes(size: int, share: int, seed: int, epoch: int) -> np.ndarray:
 
 def _permutation(size: int, seed: int, number: int) -> np.ndarray:
     # RandomState and not default_rng: numpy promises that its stream never changes.
-    return np.random.RandomState([seed % 2**32, seed // 2**32, number]).permutation(size)
+    order = np.random.RandomState([seed % 2**32, seed // 2**32, number]).permutation(size)
+    return order.astype(np.uint32) if size <= 2**32 else order

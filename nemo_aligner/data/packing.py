@@ -19,20 +19,37 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from nemo_aligner.batch import Group, PackedBatch, Tokens, common_prefix
+from nemo_aligner.batch import Group, PackedBatch, Tokens
 from nemo_aligner.cache_use import CachedPrefix, Stored
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.errors import DataError
+from nemo_aligner.prefix import common_prefix
 
 # Where beginnings are cached, a pack has at most so many times its budget of keys, which a GPU's
 # kernel has one after the other.
 _KEYS_PER_TOKEN = 8
+# What it takes to look at so many does not grow with the data.
+_RECORDS_AT_ONCE = 1 << 18
 
 
 def packed_size(dataset: TokenizedDataset, record: int) -> int:
     """Tokens of one record in a pack, with the prefix of its sequences counted once."""
-    repeats = len(dataset.record(record)) - 1
-    return dataset.num_tokens(record) - repeats * int(dataset.prefixes[record])
+    lengths = dataset.lengths(record)
+    return sum(lengths) - (len(lengths) - 1) * int(dataset.prefixes[record])
+
+
+def largest_record(dataset: TokenizedDataset) -> tuple[int, int]:
+    """The first of the largest records by ``packed_size``, and that size."""
+    best = (0, 0)
+    bounds, prefixes = dataset.records.bounds.numpy(), dataset.prefixes.numpy()
+    for start in range(0, len(dataset), _RECORDS_AT_ONCE):
+        own = bounds[start : start + _RECORDS_AT_ONCE + 1]
+        totals = np.add.reduceat(dataset.sequences.lengths(own[0], own[-1]), own[:-1] - own[0])
+        sizes = totals - (np.diff(own) - 1) * prefixes[start : start + _RECORDS_AT_ONCE]
+        at = int(sizes.argmax())
+        if sizes[at] > best[1]:
+            best = start + at, int(sizes[at])
+    return best
 
 
 def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -> float:
@@ -41,7 +58,7 @@ def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -
     ``query_key_cost`` is that of attention between one query and one key
     (``ModelShape.query_key_cost``).
     """
-    lengths = [len(sequence) for sequence in dataset.record(record)]
+    lengths = dataset.lengths(record)
     prefix = int(dataset.prefixes[record])
     # Every token sees itself and all before it; the prefix attends once.
     query_keys = sum(length * (length + 1) for length in lengths) / 2

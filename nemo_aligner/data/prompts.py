@@ -27,7 +27,7 @@ class PromptSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptWrapping:
     """What every conversation of a file gets; None leaves it as it is.
 
     Attributes:
@@ -42,7 +42,7 @@ class Prompts:
     raw: str | None = None
 
     @classmethod
-    def of(cls, settings: PromptSettings, section: str) -> Prompts | None:
+    def of(cls, settings: PromptSettings, section: str) -> PromptWrapping | None:
         """Those of a section of the settings; None where it says nothing.
 
         Raises:

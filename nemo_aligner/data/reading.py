@@ -27,16 +27,16 @@ tokens can show (too long, refused by the chat template, the same tokens on both
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.formats import choose_format, parse_lines
+from nemo_aligner.data.formats import check_lines_are_whole, choose_format, parse_lines
 from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
-from nemo_aligner.data.prompts import Prompts
+from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.records import Comparison, MalformedRecord, Record
 from nemo_aligner.data.sources import Line, read_lines
 from nemo_aligner.errors import DataError
@@ -65,9 +65,17 @@ class Reading:
     loss_mask_val: float | None = None
     pair_columns: Sequence[str] = ()
     pair_keys: PairKeys | None = None
-    prompts: Prompts | None = None
+    prompts: PromptWrapping | None = None
     rule: MalformedRule = field(default_factory=MalformedRule)
     ties: bool = False
+
+    def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
+        """What the labels of such records are called."""
+        return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
+
+    def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
+        """The same of a data set that they may be in beside others, where both kinds are taken."""
+        return self.columns_of(kind if self.kind is not None else RecordKind.rating)
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
     check_malformed(files, how.rule)
     for file in files:
         if not file.records:
-            raise DataError(f"{file.path}: no usable record in it: {_describe(file.counts)}")
+            raise nothing_left(file.path, file.counts)
     return files
 
 
@@ -117,32 +125,43 @@ def parse_file(path: str | Path, how: Reading) -> RecordFile:
     lines = read_lines(path)
     objects = [line for line in lines if isinstance(line, Line)]
     chosen_format = choose_format(how.format, how.kind, objects, str(path), how.pair_keys)
-    is_rating = chosen_format.kind is RecordKind.rating
-    columns = tuple(how.attributes if is_rating else how.pair_columns)
-    of_set = columns if how.kind is not None else tuple(how.attributes)
+    check_lines_are_whole(chosen_format, lines, str(path))
+    columns = how.columns_of(chosen_format.kind)
+    of_set = how.set_columns_of(chosen_format.kind)
     file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], of_set)
-    wanted = WantedLabels(columns, how.loss_mask_val)
+    parsed = parse_lines(chosen_format, lines, str(path), WantedLabels(columns, how.loss_mask_val))
     counts: Counter[str] = Counter()
-    for parsed in parse_lines(chosen_format, lines, str(path), wanted):
-        record = _with_prompts(parsed, how.prompts)
+    file.records.extend(usable_records(parsed, how, bool(columns), counts, file.malformed))
+    file.counts.update(counts, kept=len(file.records))
+    return file
+
+
+def usable_records(
+    parsed: Iterable[Record | MalformedRecord],
+    how: Reading,
+    labelled: bool,
+    counts: Counter[str],
+    malformed: list[MalformedRecord],
+) -> Iterator[Record]:
+    """The records that are not dropped; the others are counted, or put into ``malformed``."""
+    for each in parsed:
+        record = _with_prompts(each, how.prompts)
         counts["read"] += 1
         if isinstance(record, MalformedRecord):
             counts["malformed"] += 1
-            file.malformed.append(record)
+            malformed.append(record)
             continue
-        reason = _why_drop(record, bool(columns), how.ties)
+        reason = _why_drop(record, labelled, how.ties)
         if reason is not None:
             counts[reason] += 1
             continue
         if isinstance(record, Comparison) and _have_different_prompts(record):
             counts["different_prompts"] += 1
-        file.records.append(record)
-    file.counts.update(counts, kept=len(file.records))
-    return file
+        yield record
 
 
 def _with_prompts(
-    record: Record | MalformedRecord, prompts: Prompts | None
+    record: Record | MalformedRecord, prompts: PromptWrapping | None
 ) -> Record | MalformedRecord:
     if prompts is None or isinstance(record, MalformedRecord):
         return record
@@ -155,6 +174,11 @@ def _with_prompts(
 def _have_different_prompts(record: Comparison) -> bool:
     first, *others = map(prompt_of, record.texts)
     return any(other != first for other in others)
+
+
+def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
+    """The error of a file that has no record to use."""
+    return DataError(f"{path}: no usable record in it: {_describe(counts)}")
 
 
 def _describe(counts: Mapping[str, int]) -> str:

@@ -2,82 +2,72 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from nemo_aligner.batch import LabelColumns
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.console import fit_row
-from nemo_aligner.data.labels import FarLabel, label_range
 from nemo_aligner.data.malformed import list_first, malformed_fraction
-from nemo_aligner.data.records import MalformedRecord, Origin
+from nemo_aligner.data.overlap import Prompts
+from nemo_aligner.data.records import MalformedRecord
+from nemo_aligner.data.summary import FileSummary
 from nemo_aligner.metrics.by_source import MAX_SOURCES
 
 _DROPPED = ("malformed", "identical", "same_tokens", "tied", "empty_reply", "no_label", "overlong")
 _TIES = ("identical", "same_tokens", "tied")
 _SHOWN = 3
-_PERCENT = (0, 5, 50, 95, 100)
 
 
 @dataclass(frozen=True)
 class FileReport:
-    """One file's N records that were kept, and the others.
+    """One file's records as a part of the data.
 
     Attributes:
         name: what the file is for, as logs call it.
-        path, kind, format: the file, what it holds, and how it is written.
-        counts: ``read``, ``kept``, and every reason that occurred.
-        lengths: ``[S]`` int64 length of every sequence.
-        reply_lengths: ``[S]`` int64 length of every reply.
-        sources: records of every source; "" for those that name none.
-        labels: of the records, in columns that may be none.
-        longer_chosen: how often the better one of two completions is the longer; None where there
-            are none.
-        prefixes: tokens that all texts of each record begin with, ``[N]`` int64; None where nobody
-            counted.
-        prompts: prompt -> the first record with it, by the hash of ``records.prompt_key``.
+        summary: what is told of it.
+        counts: those of the summary, with ``duplicates`` of files before it, too.
+        prompts: of its records.
         unit: what lengths count, tokens unless there is no tokenizer.
         prompts_in_training: prompts that stand in the training files, too; None of a training file.
-        malformed: what stands where a record should, in the file's order.
-        far_labels: labels that are far out, the farthest first.
     """
 
     name: str
-    path: str
-    kind: RecordKind
-    format: str
+    summary: FileSummary
     counts: Mapping[str, int]
-    lengths: Tensor
-    reply_lengths: Tensor
-    sources: Mapping[str, int]
-    labels: LabelColumns
-    longer_chosen: float | None = None
-    prefixes: Tensor | None = None
-    prompts: Mapping[int, Origin] = field(default_factory=dict)
+    prompts: Prompts
     unit: str = "tokens"
     prompts_in_training: int | None = None
-    malformed: Sequence[MalformedRecord] = ()
-    far_labels: Sequence[FarLabel] = ()
+
+    @property
+    def path(self) -> str:
+        return self.summary.path
+
+    @property
+    def malformed(self) -> Sequence[MalformedRecord]:
+        """The first of them, in the file's order."""
+        return self.summary.malformed
 
     def table(self, most_malformed: int = _SHOWN) -> str:
         """Two columns under the file's name, and under them the first malformed and far out."""
-        lines = [f"{self.name}: {self.path} ({self.format})"]
+        summary = self.summary
+        lines = [f"{self.name}: {self.path} ({summary.format})"]
         lines += [fit_row(f"  {name}", value, 28) for name, value in self._rows()]
-        lines += _listed("malformed", self.malformed, most_malformed)
-        lines += _listed("labels that are far out", self.far_labels, _SHOWN)
+        count = self.counts.get("malformed", 0)
+        lines += _listed("malformed", self.malformed, most_malformed, count)
+        far = summary.far_labels
+        lines += _listed("labels that are far out", far, _SHOWN, len(far))
         return "\n".join(lines)
 
     def _rows(self) -> Iterable[tuple[str, object]]:
-        counts, is_pairs = self.counts, self.kind is RecordKind.comparison
+        counts, summary = self.counts, self.summary
+        is_pairs = summary.kind is RecordKind.comparison
         dropped = {name: counts[name] for name in _DROPPED if counts.get(name)}
         yield "records", counts["read"]
         yield "kept", counts["kept"]
         yield "dropped", _with_parts(sum(dropped.values()), dropped)
         if self.malformed:
-            yield "malformed", f"{len(self.malformed)} ({malformed_fraction(self):.2%})"
+            yield "malformed", f"{counts['malformed']} ({malformed_fraction(self):.2%})"
         yield "truncated", counts.get("truncated", 0)
         if is_pairs:
             yield "exact ties (dropped)", sum(counts.get(name, 0) for name in _TIES)
@@ -90,45 +80,42 @@ class FileReport:
         yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
         if self.prompts_in_training is not None:
             yield "prompts also in training", self.prompts_in_training
-        yield self.unit, int(self.lengths.sum())
-        if is_pairs and self.prefixes is not None and self.lengths.numel():
-            fraction = float(self.prefixes.sum() / self.lengths.sum())
-            alone = int((self.prefixes == 0).sum())
-            yield "computed once for all", f"{fraction:.1%}; nothing in {alone} records"
-        yield f"{self.unit} of a sequence", _quantiles(self.lengths)
-        yield f"{self.unit} of a reply", _quantiles(self.reply_lengths)
-        if self.longer_chosen is not None:
-            yield "chosen is the longer", f"{self.longer_chosen:.1%}"
-        if not torch.isnan(self.labels.values).all():
-            missing = torch.isnan(self.labels.values).sum(0).tolist()
-            yield "labels missing", " ".join(map(str, missing))
-            means = self.labels.measured_means()
-            yield "label means", " ".join(f"{mean:.4g}" for mean in means)
-            lows, highs = label_range(self.labels)
-            yield "labels from", " ".join(f"{low:.4g}" for low in lows)
-            yield "labels to", " ".join(f"{high:.4g}" for high in highs)
-        if set(self.sources) != {""}:
-            yield "sources", _sources(self.sources)
+        yield from self._content_rows()
+
+    def _content_rows(self) -> Iterable[tuple[str, object]]:
+        summary = self.summary
+        total, prefixes = summary.lengths.total, summary.prefixes
+        yield self.unit, total
+        if summary.kind is RecordKind.comparison and prefixes is not None and total:
+            fraction = prefixes.total / total
+            yield "computed once for all", f"{fraction:.1%}; nothing in {prefixes.alone} records"
+        yield f"{self.unit} of a sequence", summary.lengths
+        yield f"{self.unit} of a reply", summary.reply_lengths
+        if summary.longer_chosen is not None:
+            yield "chosen is the longer", f"{summary.longer_chosen:.1%}"
+        labels = summary.labels
+        if any(map(math.isfinite, labels.means)):
+            yield "labels missing", " ".join(map(str, labels.missing))
+            yield "label means", _numbers(labels.means)
+            yield "labels from", _numbers(labels.lows)
+            yield "labels to", _numbers(labels.highs)
+        if set(summary.sources) != {""}:
+            yield "sources", _sources(summary.sources)
 
 
-def _listed(what: str, items: Sequence[object], most: int) -> list[str]:
-    return [f"  {what}:", *(f"  {line}" for line in list_first(items, most))] if items else []
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)
+
+
+def _listed(what: str, items: Sequence[object], most: int, total: int) -> list[str]:
+    if not items:
+        return []
+    return [f"  {what}:", *(f"  {line}" for line in list_first(items, most, total))]
 
 
 def _with_parts(total: int, parts: Mapping[str, int]) -> str:
     listed = ", ".join(f"{count} {name}" for name, count in parts.items())
     return f"{total} ({listed})" if parts else str(total)
-
-
-def _quantiles(lengths: Tensor) -> str:
-    if lengths.numel() == 0:
-        return "none"
-    at = torch.tensor(_PERCENT, dtype=torch.float64) / 100
-    # By hand: torch.quantile takes no more than 2**24 values.
-    ordered = lengths.flatten().sort().values
-    found = ordered[(at * (len(ordered) - 1)).round().long()].tolist()
-    low, p5, middle, p95, high = found
-    return f"{low} to {high}, median {middle}, 90% within {p5} to {p95}"
 
 
 def _sources(sources: Mapping[str, int]) -> str:

@@ -7,14 +7,16 @@ any is refused.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.data.other_files import describe_binary
 from nemo_aligner.data.tables import Row, read_binary_table, read_text_table
@@ -61,7 +63,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
     if text.lstrip().startswith("["):
         lines = [_checked(item) for item in _list_items(text, str(path))]
     else:
-        lines = list(_json_lines(text))
+        lines = list(json_lines(text))
     first = lines[0] if lines else None
     if isinstance(first, BadLine) and not any(isinstance(line, Line) for line in lines):
         rows = read_text_table(text, str(path))
@@ -81,23 +83,43 @@ def _line_of(row: Row) -> AnyLine:
 
 
 def _read_content(path: Path) -> bytes:
+    with unpacked(path) as stream:
+        return stream.read()
+
+
+@contextmanager
+def unpacked(path: str | Path) -> Iterator[BinaryIO]:
+    """The bytes of a file that may be gzipped.
+
+    Raises:
+        DataError: it cannot be read, also by whoever reads from it.
+    """
     try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+        with Path(path).open("rb") as stream:
+            is_packed = stream.read(2) == b"\x1f\x8b"
+            stream.seek(0)
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if is_packed else stream
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    return content
 
 
 def _decode(content: bytes, path: str) -> str:
     other = describe_binary(content, path)
     if other is not None:
         raise DataError(f"{path}: {other}")
+    return decode_utf8(content.removeprefix(codecs.BOM_UTF8), path)
+
+
+def decode_utf8(content: bytes, path: str, first: int = 1) -> str:
+    """The text of whole lines of a file, of which ``first`` is the first one's number.
+
+    Raises:
+        DataError: it is not UTF-8; the message says in which line.
+    """
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = content.count(b"\n", 0, error.start) + first
         raise DataError(f"{path}:{line}: not valid UTF-8 ({error.reason})") from error
 
 
@@ -115,9 +137,10 @@ def _checked(item: _Value) -> AnyLine:
     return BadLine(number, raw, f"got {raw[:60]!r}, wanted a JSON object")
 
 
-def _json_lines(text: str) -> Iterator[AnyLine]:
+def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
+    """The lines that are not empty, numbered from ``first``."""
     # Not splitlines(): JSON strings may hold U+2028 and its like.
-    for number, raw in enumerate(text.split("\n"), start=1):
+    for number, raw in enumerate(text.split("\n"), start=first):
         if raw.strip():
             try:
                 yield _checked((number, raw.rstrip("\r"), _decoder.decode(raw)))

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.data.dataset import TokenizedDataset, tokenize_files
+from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.overlap import check_overlap
-from nemo_aligner.data.packing import packed_size
-from nemo_aligner.data.prompts import Prompts
-from nemo_aligner.data.reading import Reading, read_files
+from nemo_aligner.data.packing import largest_record
+from nemo_aligner.data.prompts import PromptWrapping
+from nemo_aligner.data.reading import Reading
+from nemo_aligner.data.store.index import IndexRules
+from nemo_aligner.data.store.prepare import IndexPlace, open_indexes
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.objectives import build_objective
 from nemo_aligner.objectives.base import Objective, fitted, label_limits, readout_of
@@ -51,30 +53,31 @@ def build_training_data(
     *,
     measure_label_means: bool = True,
 ) -> TrainingData:
-    """Tokenize ``model.data.data_prefix``, and centre labels on the contract's label means.
+    """Open the tokens of ``model.data.data_prefix``, and centre labels on the contract's means.
 
-    These are the training set's, unless ``measure_label_means`` is false.
+    These are the training set's, unless ``measure_label_means`` is false. Every rank calls it.
 
     Raises:
         ConfigError: no training file, a record too large for ``model.micro_batch_tokens``, or see
-            ``build_objective``.
-        DataError: see ``read_files``, ``tokenize_files`` and ``check_overlap``.
+            ``build_objective`` and ``open_indexes``.
+        DataError: see ``open_indexes``, ``check_indexes``, ``join_indexes`` and ``check_overlap``.
     """
     prefix = config.data.data_prefix
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
     objective = build_objective(config, contract.attributes, contract.attribute_weights)
     how = _reading(config, objective)
-    files = read_files([*prefix.train, *prefix.validation], how)
+    indexes = open_indexes(
+        [*prefix.train, *prefix.validation],
+        IndexRules(how, contract, tokenizer),
+        IndexPlace(config.data.index_dir, config.data.keep_index),
+    )
+    check_indexes(indexes, how.rule)
     split = len(prefix.train)
-    train = tokenize_files(files[:split], contract, tokenizer, "train", how.rule)
+    train = join_indexes(indexes[:split], "train")
     validation = [
-        _mark_overlap(
-            tokenize_files([file], contract, tokenizer, name, how.rule),
-            train,
-            config.data.allow_prompt_overlap,
-        )
-        for file, name in zip(files[split:], _names(prefix.validation), strict=True)
+        _mark_overlap(join_indexes([index], name), train, config.data.allow_prompt_overlap)
+        for index, name in zip(indexes[split:], _names(prefix.validation), strict=True)
     ]
     objective = _fitted(objective, train, contract)
     contract = contract.with_readout(readout_of(objective))
@@ -102,7 +105,7 @@ def _reading(config: ModelConfig, objective: Objective) -> Reading:
         pair_keys=PairKeys.of(
             config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
         ),
-        prompts=Prompts.of(config.data, "model.data"),
+        prompts=PromptWrapping.of(config.data, "model.data"),
         ties=objective.learns_from_ties,
         rule=MalformedRule(config.data.malformed, config.data.max_malformed),
     )
@@ -176,11 +179,10 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
-    sizes = [packed_size(dataset, record) for record in range(len(dataset))]
-    longest = max(range(len(dataset)), key=sizes.__getitem__)
-    if sizes[longest] > micro_batch_tokens:
+    largest, size = largest_record(dataset)
+    if size > micro_batch_tokens:
         raise ConfigError(
             f"model.micro_batch_tokens: got {micro_batch_tokens}, wanted at least "
-            f"{sizes[longest]}, the tokens of {dataset.origins[longest]} "
-            f"({len(dataset.record(longest))} sequences)"
+            f"{size}, the tokens of {dataset.origins[largest]} "
+            f"({len(dataset.lengths(largest))} sequences)"
         )

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.common import Overlong, RecordKind
-from nemo_aligner.data.dataset import are_same_tokens, as_records, label_columns
+from nemo_aligner.data.dataset import as_records, label_columns
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
+from nemo_aligner.data.store.tokenize import are_same_tokens
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import measure_spreads

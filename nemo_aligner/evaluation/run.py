@@ -6,7 +6,7 @@ from nemo_aligner.config.evaluation import EvaluateConfig, EvaluateDataConfig
 from nemo_aligner.console import Counter, say
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.prompts import Prompts
+from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.evaluate import EvaluationReport, evaluate_file
@@ -90,6 +90,6 @@ def _reading(data: EvaluateDataConfig) -> Reading:
         format=data.format,
         loss_mask_val=data.loss_mask_val,
         pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
-        prompts=Prompts.of(data, "data"),
+        prompts=PromptWrapping.of(data, "data"),
         rule=MalformedRule(data.malformed, data.max_malformed, section="data."),
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +14,8 @@ import torch.distributed as dist
 from nemo_aligner.transfer import to_device
 
 T = TypeVar("T")
+_FIRST_WAIT_S = 0.01
+_LONGEST_WAIT_S = 1.0
 
 
 def barrier() -> None:
@@ -58,6 +63,30 @@ def on_main(function: Callable[[], T]) -> T:
     if dist.is_initialized():
         outcome = broadcast_object(outcome)
     return _result(outcome)
+
+
+def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
+    """Run ``function`` on the ranks that have one; what it gave on every rank, in rank order.
+
+    The others wait in short collectives, as none may wait for one as long as the work may take. It
+    runs in a thread, and must not call any itself. An error on one rank is raised on all.
+    """
+    if not dist.is_initialized():
+        return [None if function is None else function()]
+    box: list[tuple[T | None, Exception | None]] = []
+    if function is None:
+        box.append((None, None))
+    else:
+        work = partial(_attempt, function)
+        Thread(target=lambda: box.append(work()), daemon=True).start()
+    wait = _FIRST_WAIT_S
+    while True:
+        outcomes = gather_objects(box[0] if box else None)
+        failed = [each for each in outcomes if each is not None and each[1] is not None]
+        if failed or None not in outcomes:
+            return [_result(each) for each in (failed or outcomes) if each is not None]
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

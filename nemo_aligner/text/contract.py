@@ -35,6 +35,7 @@ from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract_fields import check_fields
 from nemo_aligner.text.messages import Conversation, Text, check_text, reply_of
 from nemo_aligner.text.reply_marker import make_reply_marker
+from nemo_aligner.text.shared_text import TextIds, WrittenText, encode_records
 from nemo_aligner.text.template_trial import check_it_ends
 from nemo_aligner.text.templates import check_template, end_of_turn, render, resolve_template
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -280,6 +281,20 @@ class ScoringContract:
         ids = tokenizer.encode_batch(written)
         return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
 
+    def tokenize_records(
+        self, tokenizer: Tokenizer, records: Sequence[Sequence[Text]]
+    ) -> list[list[TextIds]]:
+        """``tokenize`` and ``count_reply_tokens`` of the texts of many records at once."""
+        written = [[self._write_apart(tokenizer, text) for text in texts] for texts in records]
+        encoded = encode_records(tokenizer, written)
+        return [
+            [
+                TextIds(self._complete(ids, text), reply)
+                for (ids, reply), text in zip(own, texts, strict=True)
+            ]
+            for own, texts in zip(encoded, records, strict=True)
+        ]
+
     def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone (see ``reply_of``), at its full length."""
         return [len(ids) for ids in tokenizer.encode_batch([reply_of(text) for text in texts])]
@@ -309,6 +324,10 @@ class ScoringContract:
             )
         self._check_ends(tokenizer, text)
         return render(self.template, text, tokenizer.bos_token, tokenizer.eos_token)
+
+    def _write_apart(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
+        written = self._write(tokenizer, text)
+        return WrittenText(written, None if isinstance(text, str) else reply_of(text))
 
     def _check_ends(self, tokenizer: Tokenizer, conversation: Conversation) -> None:
         end = end_of_turn(self.template, tokenizer.bos_token, tokenizer.eos_token)

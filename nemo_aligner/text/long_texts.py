@@ -25,6 +25,7 @@ _KNOWN_REGEXES = frozenset(
 )
 # Before the space between two words: no piece of text goes beyond it to either side.
 _CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+_LAST_CUT = re.compile(r".*[A-Za-z](?= [A-Za-z])", re.DOTALL)
 _LETTERS_PER_TOKEN = 8
 
 Encode = Callable[[str], list[int]]
@@ -92,6 +93,12 @@ class TextBounds:
                     return ids
             length *= 2
         return None
+
+
+def last_cut(text: str, stop: int) -> int | None:
+    """The last position in ``text[:stop]`` to cut at (``TextBounds.cuts_at_words``)."""
+    found = _LAST_CUT.match(text, 0, stop)
+    return None if found is None else found.end()
 
 
 def _shrinks_by(normalizer: Mapping[str, Any] | None) -> int | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_aligner.errors import DataError, short, shown
 from nemo_aligner.text.contract_fields import is_text
 from nemo_aligner.text.long_texts import TextBounds
+from nemo_aligner.text.word_memo import WordMemo
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,6 +48,9 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self._files, self._where)
 
     def _check(self) -> None:
         """Find now what is no tokenizer, and not at the first text."""
@@ -176,6 +180,11 @@ class Tokenizer:
     def bounds(self) -> TextBounds:
         """What can be said of a text before it is tokenized."""
         return TextBounds.of(json.loads(self._files[_JSON]))
+
+    @cached_property
+    def words(self) -> WordMemo:
+        """``encode_batch`` for texts in which words come again and again."""
+        return WordMemo(self.encode_batch, self.bounds.cuts_at_words)
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, nothing added."""

@@ -14,6 +14,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.console import show_bytes
 from nemo_aligner.data.loader import TrainLoader
+from nemo_aligner.data.store.prepare import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.segments import chains_of
@@ -73,7 +74,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
             _check_output(config, checkpoints, shape),
             *_resuming(config, data, checkpoints, model_config, total_steps),
             f"The run can begin, on {processes} process{'es' * (processes > 1)}; nothing was "
-            "written, and no weight was read.",
+            f"written{_kept_tokens(config)}, and no weight was read.",
         ]
     )
 
@@ -83,6 +84,13 @@ def _model_config(config: TrainConfig, path: Path) -> dict[str, object]:
     stored, wanted = read_model_config(path), LoraShape.from_settings(config.model.lora)
     check_lora(read_lora(stored), wanted, path)
     return with_lora(with_head_shape(stored, HeadShape.from_settings(config.model.head)), wanted)
+
+
+def _kept_tokens(config: TrainConfig) -> str:
+    data = config.model.data
+    paths = [*data.data_prefix.train, *data.data_prefix.validation]
+    kept = are_kept(paths, IndexPlace(data.index_dir, data.keep_index))
+    return " but the tokens of the data, for the run to use" if kept else ""
 
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
@@ -177,7 +185,7 @@ def _resuming(
     total_steps: int,
 ) -> list[str]:
     fresh = new_state(config, model_config, data)
-    latest = find_latest(checkpoints, config, fresh)
+    latest = find_latest(checkpoints, config, fresh, data)
     if latest is None:
         return ["begins: a new run, at step 1"]
     step = latest.state.step

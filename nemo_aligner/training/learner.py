@@ -143,7 +143,7 @@ class RewardLearner:
         batches = validation_batches(
             dataset, budget, layout.dp_rank, layout.dp, self._query_key_cost
         )
-        parts = count_parts(sum(map(len, dataset.sequences)), budget, layout)
+        parts = count_parts(dataset.total_tokens, budget, layout)
         mine = infer_in_parts(self._ddp, batches, layout, parts, after_part)
         rewards = self._gather(mine, batches, dataset.records)
         check_validation(dataset, rewards)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.checkpoint.weights.run_weights import frozen_digest
 from nemo_aligner.config.load import config_to_dict, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.console import say
-from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
@@ -37,6 +33,7 @@ _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
+_DATA = "training data"
 
 
 def resume(
@@ -55,7 +52,7 @@ def resume(
     if config.model.lora.rank > 0:
         fresh.fingerprint[_FROZEN] = frozen_digest(learner.model)
     checkpoints.clean()
-    latest = find_latest(checkpoints, config, fresh)
+    latest = find_latest(checkpoints, config, fresh, learner.data)
     if latest is not None:
         say(f"loading {latest.path} ...")
         checkpoints.load(latest, learner.model, learner.optimizer)
@@ -87,7 +84,9 @@ def new_state(config: TrainConfig, model_config: Mapping[str, Any], data: Traini
     )
 
 
-def find_latest(checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunState) -> Saved | None:
+def find_latest(
+    checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunState, data: TrainingData
+) -> Saved | None:
     """The checkpoint that a run with the state ``fresh`` goes on from, if there is one.
 
     Raises:
@@ -101,8 +100,15 @@ def find_latest(checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunStat
     latest = replace(latest, state=_with_objective(latest.state))
     # Who looks at a run without its model does not know its weights.
     frozen = fresh.fingerprint.get(_FROZEN, latest.state.fingerprint.get(_FROZEN))
-    same = {_FROZEN: frozen, _CONTRACT: differences or before.hash}
-    check_same_run(latest, {**fresh.fingerprint, **same})
+    fingerprint = {
+        **fresh.fingerprint,
+        _FROZEN: frozen,
+        _CONTRACT: differences or before.hash,
+    }
+    if latest.state.fingerprint.get(_DATA) != fingerprint[_DATA]:
+        # Runs of versions that knew no digest of each file have that of all tokens.
+        fingerprint[_DATA] = data.train.measure_digest()
+    check_same_run(latest, fingerprint)
     return latest
 
 
@@ -173,23 +179,9 @@ def fingerprint(
         _WEIGHTS: list(model.data.data_prefix.train_weights),
         "trainer.precision": config.trainer.precision.value,
         "training records": len(data.train),
-        "training data": _digest(data.train),
+        _DATA: data.train.digest,
         _CONTRACT: data.contract.hash,
     }
-
-
-def _digest(dataset: TokenizedDataset) -> str:
-    """sha256 of all token ids and labels, in order, and of ranks that the order does not say."""
-    digest = hashlib.sha256()
-    for sequence in dataset.sequences:
-        ids = torch.as_tensor(sequence, dtype=torch.int32)
-        digest.update(len(ids).to_bytes(8, "little"))
-        digest.update(ids.numpy().tobytes())
-    records = dataset.records
-    digest.update(records.labels.values.numpy().tobytes())
-    if not records.are_in_order:
-        digest.update(records.ranks.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -12,9 +12,11 @@ import torch
 
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
 from nemo_aligner.config.data import DataPrefixConfig
-from nemo_aligner.data.dataset import TokenizedDataset, tokenize_files
+from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes
 from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.reading import Reading, read_files
+from nemo_aligner.data.reading import Reading
+from nemo_aligner.data.store.index import IndexRules
+from nemo_aligner.data.store.prepare import open_indexes
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.contract import ScoringContract
@@ -29,8 +31,10 @@ def build_dataset(
     paths: list[str], contract: ScoringContract, tokenizer: Tokenizer, rule: MalformedRule = RULE
 ) -> TokenizedDataset:
     """Of pairs."""
-    files = read_files(paths, Reading(RecordKind.comparison, rule=rule))
-    return tokenize_files(files, contract, tokenizer, "train", rule)
+    rules = IndexRules(Reading(RecordKind.comparison, rule=rule), contract, tokenizer)
+    indexes = open_indexes(paths, rules)
+    check_indexes(indexes, rule)
+    return join_indexes(indexes, "train")
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import torch
 from nemo_aligner.batch import LabelColumns, PackedBatch, Records
 from nemo_aligner.cache_use import CachedPrefix
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.dataset import TokenizedDataset, prefixes_of
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import (
     find_prefix_groups,
     pack_records,
@@ -23,7 +23,9 @@ from nemo_aligner.data.packing import (
     take_oldest,
 )
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.views import TokenSequences
 from nemo_aligner.errors import DataError
+from nemo_aligner.prefix import prefix_of_all
 
 
 def dataset(lengths: list[int], kind: RecordKind = RecordKind.comparison) -> TokenizedDataset:
@@ -36,7 +38,7 @@ def dataset(lengths: list[int], kind: RecordKind = RecordKind.comparison) -> Tok
     return TokenizedDataset(
         kind=kind,
         name="train",
-        sequences=[[index] * length for index, length in enumerate(lengths)],
+        sequences=TokenSequences.of([[index] * length for index, length in enumerate(lengths)]),
         records=Records.of(range(count), [per_record] * count, labels),
         origins=[Origin("a.jsonl", index + 1) for index in range(count)],
         reply_lengths=torch.ones(count * per_record, dtype=torch.int64),
@@ -106,11 +108,12 @@ def test_the_common_prefix_of_a_pair_is_packed_once(seed: int) -> None:
         prompt = [rng.randrange(50) for _ in range(rng.choice([0, 3, 20, 60]))]
         sequences += [[*prompt, *rng.choices(range(50), k=rng.randint(1, 9))] for _ in range(2)]
     pairs = [sequences[start : start + 2] for start in range(0, 60, 2)]
-    data = replace(data, sequences=sequences, prefixes=prefixes_of(pairs))
+    prefixes = torch.tensor([prefix_of_all(pair) for pair in pairs])
+    data = replace(data, sequences=TokenSequences.of(sequences), prefixes=prefixes)
     packs = pack_records(data, range(30), 100)
     for pack in packs:
         assert pack.num_tokens <= 100
-        wanted = [s for record in pack.records.ids.tolist() for s in data.record(record)]
+        wanted = [s.tolist() for record in pack.records.ids.tolist() for s in data.record(record)]
         assert laid_out(pack) == wanted
     assert sum(pack.num_tokens for pack in packs) == sum(packed_size(data, r) for r in range(30))
     assert sum(map(len, sequences)) > 1.3 * sum(pack.num_tokens for pack in packs)
@@ -192,10 +195,10 @@ def test_a_record_may_have_more_than_two_sequences() -> None:
     sequences = [[*prompt, 1], [*prompt, 2, 2], [*prompt, 3], [5, 6]]
     data = replace(
         dataset([1, 1]),
-        sequences=sequences,
+        sequences=TokenSequences.of(sequences),
         records=Records.of([0, 1], [3, 1]),
         origins=[Origin("a.jsonl", 1)] * 2,
-        prefixes=prefixes_of([sequences[:3], sequences[3:]]),
+        prefixes=torch.tensor([prefix_of_all(each) for each in (sequences[:3], sequences[3:])]),
     )
     assert [packed_size(data, record) for record in (0, 1)] == [24, 2]
     (pack,) = pack_records(data, [1, 0], 30)

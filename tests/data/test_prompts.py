@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.prompts import Prompts
+from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.messages import Text
@@ -23,7 +23,7 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def texts(folder: Path, record: dict[str, Any], prompts: Prompts | None) -> tuple[Text, ...]:
+def texts(folder: Path, record: dict[str, Any], prompts: PromptWrapping | None) -> tuple[Text, ...]:
     path = folder / "data.jsonl"
     path.write_text(json.dumps(record))
     (read,) = read_records(path, Reading(prompts=prompts)).records
@@ -42,11 +42,11 @@ def settings(folder: Path, **given: str) -> SimpleNamespace:
 
 
 def test_nothing_said_is_nothing_put(tmp_path: Path) -> None:
-    assert Prompts.of(settings(tmp_path), "model.data") is None
+    assert PromptWrapping.of(settings(tmp_path), "model.data") is None
 
 
 def test_a_system_prompt_stands_before_conversations_that_have_none(tmp_path: Path) -> None:
-    prompts = Prompts.of(settings(tmp_path, system_prompt_file="Be brief."), "model.data")
+    prompts = PromptWrapping.of(settings(tmp_path, system_prompt_file="Be brief."), "model.data")
     for text, reply in zip(texts(tmp_path, PAIR, prompts), ("4", "5"), strict=True):
         assert text == [SYSTEM, turn("user", "2+2?"), turn("assistant", reply)]
     own = [turn("system", "Be long."), turn("user", "2+2?")]
@@ -55,7 +55,9 @@ def test_a_system_prompt_stands_before_conversations_that_have_none(tmp_path: Pa
 
 
 def test_words_stand_around_the_last_question(tmp_path: Path) -> None:
-    prompts = Prompts.of(settings(tmp_path, prompt_file='Solve {} as {"a": 1}.'), "model.data")
+    prompts = PromptWrapping.of(
+        settings(tmp_path, prompt_file='Solve {} as {"a": 1}.'), "model.data"
+    )
     before = [turn("user", "Hi"), turn("assistant", "Hello")]
     record = {**PAIR, "prompt": [*before, turn("user", "2+2?")]}
     (first, _) = texts(tmp_path, record, prompts)
@@ -63,7 +65,7 @@ def test_words_stand_around_the_last_question(tmp_path: Path) -> None:
 
 
 def test_a_rating_gets_them_too(tmp_path: Path) -> None:
-    prompts = Prompts("Be brief.", "{}!")
+    prompts = PromptWrapping("Be brief.", "{}!")
     record = {"prompt": "2+2?", "response": "4", "helpfulness": 3}
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(record))
@@ -75,7 +77,7 @@ def test_a_rating_gets_them_too(tmp_path: Path) -> None:
 
 def test_an_input_template_makes_raw_texts(tmp_path: Path) -> None:
     template = "User: {}\nAssistant: "
-    prompts = Prompts.of(settings(tmp_path, input_template=template), "model.data")
+    prompts = PromptWrapping.of(settings(tmp_path, input_template=template), "model.data")
     assert texts(tmp_path, PAIR, prompts) == (
         "User: 2+2?\nAssistant: 4",
         "User: 2+2?\nAssistant: 5",
@@ -87,28 +89,28 @@ def test_an_input_template_makes_raw_texts(tmp_path: Path) -> None:
 def test_what_cannot_take_them_is_malformed_by_its_line(tmp_path: Path) -> None:
     several = [turn("user", "Hi"), turn("assistant", "Hello"), turn("user", "2+2?")]
     with pytest.raises(DataError, match="jsonl:1: got turns of user, assistant, user, assistant"):
-        texts(tmp_path, {**PAIR, "prompt": several}, Prompts(raw="Q: {} A: "))
+        texts(tmp_path, {**PAIR, "prompt": several}, PromptWrapping(raw="Q: {} A: "))
     nobody = [turn("assistant", "4")]
     record = {"prompt": [SYSTEM], "chosen": nobody, "rejected": [turn("assistant", "5")]}
     with pytest.raises(DataError, match="jsonl:1: got turns of system, assistant, wanted a user's"):
-        texts(tmp_path, record, Prompts(words="{}!"))
+        texts(tmp_path, record, PromptWrapping(words="{}!"))
 
 
 @pytest.mark.parametrize("template", ["Solve.", "{} and {}"])
 def test_a_template_has_one_place_for_the_prompt(template: str, tmp_path: Path) -> None:
     for name in ("prompt_file", "input_template"):
         with pytest.raises(ConfigError, match=rf"model\.data\.{name}: got \{{\}} [02] times"):
-            Prompts.of(settings(tmp_path, **{name: template}), "model.data")
+            PromptWrapping.of(settings(tmp_path, **{name: template}), "model.data")
 
 
 def test_a_raw_text_has_no_system_prompt(tmp_path: Path) -> None:
     given = settings(tmp_path, system_prompt_file="Be brief.", input_template="Q: {} A: ")
     with pytest.raises(ConfigError, match="a raw text has no turns"):
-        Prompts.of(given, "model.data")
+        PromptWrapping.of(given, "model.data")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     given = settings(tmp_path)
     given.prompt_file = str(tmp_path / "none.txt")
     with pytest.raises(ConfigError, match=r"data\.prompt_file: .*none\.txt cannot be read"):
-        Prompts.of(given, "data")
+        PromptWrapping.of(given, "data")

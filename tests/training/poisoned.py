@@ -13,16 +13,18 @@ import torch
 from nemo_aligner.batch import Records
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import OptimConfig, SchedulerConfig
-from nemo_aligner.data.dataset import TokenizedDataset, prefixes_of
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.training_data import TrainingData
+from nemo_aligner.data.views import TokenSequences
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.prefix import prefix_of_all
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
 
@@ -52,7 +54,7 @@ def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
     clean = TokenizedDataset(
         kind=RecordKind.comparison,
         name="train",
-        sequences=sequences,
+        sequences=TokenSequences.of(sequences),
         records=Records.of(range(RECORDS), [2] * RECORDS),
         origins=origins,
         reply_lengths=torch.ones(2 * RECORDS, dtype=torch.int64),
@@ -65,8 +67,9 @@ def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
         # Long, so that under sequence parallelism 4 is at the border of two ranks.
         for side in (0, 1):
             sequences[2 * batch[index] + side] = [POISON] * (15 - side)
-    pairs = [clean.record(record) for record in range(RECORDS)]
-    return replace(clean, prefixes=prefixes_of(pairs))
+    pairs = [sequences[2 * record : 2 * record + 2] for record in range(RECORDS)]
+    prefixes = torch.tensor([prefix_of_all(pair) for pair in pairs])
+    return replace(clean, sequences=TokenSequences.of(sequences), prefixes=prefixes)
 
 
 def lines(data: TokenizedDataset) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 
 from nemo_aligner.batch import LabelColumns
 from nemo_aligner.config.common import Precision, RecordKind
+from nemo_aligner.data.views import TokenSequences
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.masked_mse import MaskedMse
 from nemo_aligner.training.learner import RewardLearner, describe_rewards
@@ -44,7 +45,8 @@ def test_a_step_in_fp16_tells_its_loss_scale(layout: Any) -> None:
 def test_a_validation_changes_nothing_and_the_next_step_trains(learner: RewardLearner) -> None:
     learner.train_step(0)
     sets = [replace(dataset([9, 5, 4, 4, 3, 8]), name=name) for name in ("first", "second")]
-    sets[1] = replace(sets[1], sequences=[ids[::-1] for ids in dataset([6, 5] * 3).sequences])
+    reversed_ids = [ids[::-1] for ids in dataset([6, 5] * 3).sequences]
+    sets[1] = replace(sets[1], sequences=TokenSequences.of(reversed_ids))
     learner.data = replace(learner.data, validation=sets)
     before = [parameter.clone() for parameter in learner.model.parameters()]
     found = learner.validate()

@@ -42,9 +42,8 @@ lacks makes it a malformed one; what becomes of those is decided elsewhere (``ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
@@ -91,7 +90,7 @@ FORMATS: dict[str, Format] = {
 def choose_format(
     fmt: str,
     kind: RecordKind | None,
-    lines: list[Line],
+    lines: Iterable[Line],
     path: str,
     pair_keys: PairKeys | None = None,
 ) -> Format:
@@ -112,18 +111,23 @@ def choose_format(
         if fmt not in {known.name for known in fitting}:
             raise ConfigError(f"model.data.format: got {fmt!r}, wanted auto or one of {names}")
         return FORMATS[fmt]
-    if not lines:
-        raise DataError(f"{path}: the file has no records")
+    first = None
     for line in lines:
+        first = first or line
         for known in fitting:
             if known.matches(line.value):
                 return known
+    if first is None:
+        raise DataError(f"{path}: the file has no records")
     raise DataError(
-        f"{path}:{lines[0].number}: got a record with keys {_keys(lines[0])}; wanted one of these "
-        "formats: "
-        + "; ".join(f"{known.name}: {known.wanted}" for known in fitting)
-        + _hint(lines[0])
+        f"{path}:{first.number}: got a record with keys {_keys(first)}; wanted one of these "
+        "formats: " + "; ".join(f"{known.name}: {known.wanted}" for known in fitting) + _hint(first)
     )
+
+
+def format_named(name: str, pair_keys: PairKeys | None) -> Format:
+    """The format that ``choose_format`` gave, by its name and with the same ``pair_keys``."""
+    return FORMATS[name] if pair_keys is None else chat_pairs.pairs_by(pair_keys)
 
 
 def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
@@ -151,16 +155,13 @@ def _hint(line: Line) -> str:
 
 
 def parse_lines(
-    chosen: Format, lines: list[AnyLine], path: str, wanted: WantedLabels
+    chosen: Format, lines: Sequence[AnyLine], path: str, wanted: WantedLabels
 ) -> Iterator[Record | MalformedRecord]:
-    """The records of a whole file of the format ``chosen``, and what is none, in order.
+    """The records that lines of the format ``chosen`` make, and what is none, in order.
 
-    Raises:
-        DataError: which lines make a record is not known.
+    ``lines`` are of whole records, as those of a file are that ``check_lines_are_whole`` lets pass.
     """
     size = chosen.lines_per_record
-    if size > 1:
-        _check_lines_are_whole(chosen, lines, path)
     for start in range(0, len(lines), size):
         yield _parse_record(chosen, lines[start : start + size], path, wanted)
 
@@ -186,27 +187,40 @@ def _parse_record(
 _JOINED = re.compile(r"\}\s*\{")
 
 
-def _check_lines_are_whole(chosen: Format, lines: list[AnyLine], path: str) -> None:
-    """Where a record is several lines, a line too many or too few would shift all that follow."""
-    bad = [line for line in lines if isinstance(line, BadLine)]
-    joined = [line for line in bad if _JOINED.search(line.raw)]
-    # One line that was broken in two leaves two in a row that are no JSON.
-    broken = [
-        before
-        for before, after in pairwise(lines)
-        if isinstance(before, BadLine) and isinstance(after, BadLine)
-    ]
+def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -> None:
+    """Where a record is several lines, a line too many or too few would shift all that follow.
+
+    Raises:
+        DataError: which lines of the whole file make a record is not known.
+    """
+    if chosen.lines_per_record == 1:
+        return
+    bad: list[BadLine] = []
+    joined: list[BadLine] = []
+    broken: list[BadLine] = []
+    last: AnyLine | None = None
+    count = 0
+    for line in lines:
+        count += 1
+        if isinstance(line, BadLine):
+            bad.append(line)
+            if _JOINED.search(line.raw):
+                joined.append(line)
+            # One line that was broken in two leaves two in a row that are no JSON.
+            if isinstance(last, BadLine):
+                broken.append(last)
+        last = line
     if joined or broken:
         line = (joined or broken)[0]
         raise DataError(
             f"{path}:{line.number}: {line.reason}; this may be several lines in one, or one line "
             f"in several, and then which lines make a record of {chosen.name} is not known"
         )
-    if len(lines) % chosen.lines_per_record:
+    if last is not None and count % chosen.lines_per_record:
         also = "".join(f"; line {line.number}: {line.reason}" for line in bad[:_BAD_LINES_SHOWN])
         raise DataError(
-            f"{path}:{lines[-1].number}: the chosen text on this line has no rejected text after "
-            f"it; got an odd number of comparison lines ({len(lines)}){also}"
+            f"{path}:{last.number}: the chosen text on this line has no rejected text after "
+            f"it; got an odd number of comparison lines ({count}){also}"
         )
 
 

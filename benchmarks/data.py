@@ -1,0 +1,161 @@
+"""Millions of pairs: tokenized once, mapped by every rank, packed beside the steps.
+
+    python benchmarks/data.py --pairs 100000 1000000
+
+It makes files of pairs in HH-RLHF's writing (about 3.6 kB each) from pseudo-words, of which few are
+frequent and many rare, and a BPE tokenizer of 16,384 tokens on them; ``--tokenizer`` takes a folder
+instead. A first start tokenizes the file, a second one maps what is there; each is a process of its
+own, from the settings to the packs of the first step.
+
+"of a rank" is memory that no other process has (anonymous, by /proc/self/smaps_rollup), "of the
+indexing" that of all processes: of the first the most that was resident, mapped files included, and
+as much as the largest of the others for each of them. Packing is of steps of 512 records in packs
+of 8,192 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import machine, render, run_worker, write_json
+
+_SYLLABLES = [
+    "ba",
+    "bre",
+    "chi",
+    "do",
+    "feau",
+    "gru",
+    "hing",
+    "lan",
+    "mer",
+    "nou",
+    "pa",
+    "ri",
+    "stu",
+    "the",
+    "vo",
+    "wan",
+    "seer",
+    "tol",
+    "cu",
+    "ging",
+]
+_WORDS, _SENTENCES = 20_000, 20_000
+_VOCABULARY = 16_384
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
+
+
+def main() -> None:
+    arguments = _parse()
+    work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer = arguments.tokenizer or _make_tokenizer(work / "tokenizer")
+    rows, found = [], {}
+    for pairs in arguments.pairs:
+        path = work / f"pairs_{pairs}.jsonl"
+        if not path.is_file():
+            _write_pairs(path, pairs)
+        for index in work.glob(f"{path.name}.index-*"):
+            shutil.rmtree(index)
+        job = {"path": str(path), "tokenizer": str(tokenizer), "pairs": pairs}
+        starts = [
+            run_worker(sys.executable, "data_work.py", job, arguments.threads) for _ in range(2)
+        ]
+        found[pairs] = starts
+        rows.append(_row(pairs, path, *starts))
+    print(f"{machine()}, {arguments.threads} thread(s) of torch")
+    print(render(rows))
+    write_json(arguments.json, {"starts": found})
+
+
+def _row(pairs: int, path: Path, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "pairs": pairs,
+        "file, GB": path.stat().st_size / 1e9,
+        "pairs/s": pairs / first["seconds"],
+        "indexing, GB": first["all_bytes"] / 1e9,
+        "a rank, MB": second["own_bytes"] / 1e6,
+        "bytes a pair": second["own_growth"] / pairs,
+        "second start, s": second["seconds"],
+        "a step's packs, ms": second["pack_ms"],
+    }
+
+
+def _make_tokenizer(folder: Path) -> Path:
+    """A byte-level BPE with ChatML's tokens, trained on the files' own sentences."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(_sentences(random.Random(0)), trainer)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "chat_template": _TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def _sentences(rng: random.Random) -> list[str]:
+    words = ["".join(rng.choices(_SYLLABLES, k=rng.choice((1, 1, 2, 2, 3)))) for _ in range(_WORDS)]
+    weights = [1 / (rank + 2) for rank in range(_WORDS)]
+    return [
+        " ".join(rng.choices(words, weights, k=rng.randint(6, 22))).capitalize() + rng.choice(".?!")
+        for _ in range(_SENTENCES)
+    ]
+
+
+def _write_pairs(path: Path, pairs: int) -> None:
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.writelines(_lines(pairs))
+    part.rename(path)
+
+
+def _lines(pairs: int) -> Iterator[str]:
+    rng = random.Random(1)
+    sentences = _sentences(random.Random(0))
+
+    def said(most: int) -> str:
+        return " ".join(rng.choices(sentences, k=rng.randint(1, most)))
+
+    for number in range(pairs):
+        turns = [f"\n\nHuman: {said(4)}\n\nAssistant: {said(9)}" for _ in range(rng.randint(0, 3))]
+        prompt = f"{''.join(turns)}\n\nHuman: {said(4)} Number {number}.\n\nAssistant: "
+        yield json.dumps({"chosen": prompt + said(8), "rejected": prompt + said(8)}) + "\n"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, nargs="+", default=[100_000, 1_000_000])
+    parser.add_argument("--tokenizer", type=Path, help="default: one is made")
+    parser.add_argument("--work", type=Path, help="a folder to keep the files in")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""Tokens on the disk: the same data as in memory, made once, and never half of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from nemo_aligner.config.common import Malformed, Overlong
+from nemo_aligner.config.data import DataPrefixConfig
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.data import blocks
+from nemo_aligner.data.loader import StepPlan, TrainLoader
+from nemo_aligner.data.store import folder as folders
+from nemo_aligner.data.store import index, pool, prepare
+from nemo_aligner.data.training_data import TrainingData, build_training_data
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from tests import tiny
+from tests.contracts import Contracts
+
+LONG_AGO = 1_600_000_000
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    return path
+
+
+def pairs(path: Path, count: int = 40, seed: int = 0) -> Path:
+    tiny.write_pairs(path, count, seed)
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    return path
+
+
+def build(contracts: Contracts, *train: Path, attributes: Any = None, **data: Any) -> TrainingData:
+    config: ModelConfig = contracts.config(attributes, **data)
+    config.data.data_prefix = DataPrefixConfig([str(path) for path in train])
+    return build_training_data(config, contracts(attributes, **data), contracts.tokenizer)
+
+
+def parts_of(plan: StepPlan) -> list[Any]:
+    """All numbers of a plan."""
+    found: list[Any] = [plan.record_ids, plan.owners]
+    for pack in plan.packs:
+        records = pack.records
+        labels = records.labels
+        tensors = [
+            pack.tokens, pack.position_ids, pack.cu_seqlens, pack.prefixes, pack.scored_tokens,
+            pack.rows, records.ids, records.bounds, records.ranks, labels.values,
+        ]  # fmt: skip
+        found += [(tensor.dtype, tensor.numpy().tobytes()) for tensor in tensors]
+        found += [labels.names, labels.means]
+    return found
+
+
+def steps_of(data: TrainingData) -> list[Any]:
+    loaders = [TrainLoader(data.train, 8, 400, 5, rank, 2, 1e-3) for rank in range(2)]
+    return [parts_of(loader.plan(step)) for step in range(6) for loader in loaders]
+
+
+def assert_same(one: TrainingData, other: TrainingData) -> None:
+    assert steps_of(one) == steps_of(other)
+    assert one.train.digest == other.train.digest
+    assert one.train.measure_digest() == other.train.measure_digest()
+    assert one.contract == other.contract
+    assert list(one.train.origins) == list(other.train.origins)
+    assert list(one.train.sources) == list(other.train.sources)
+    assert one.train.reply_lengths.tolist() == other.train.reply_lengths.tolist()
+    assert one.table() == other.table()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose index was made on the disk, in order."""
+    paths: list[str] = []
+
+    def make(path: str, *rest: Any) -> Any:
+        paths.append(path)
+        return index.make_index(path, *rest)
+
+    monkeypatch.setattr(folders, "make_index", make)
+    return paths
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 700)
+
+
+def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:
+    """Data of every kind, and the settings that read it."""
+    if name == "pairs":
+        rows = [json.loads(line) for line in pairs(folder / "p.jsonl").read_text().splitlines()]
+        rows += rows[:3]
+        rows[5]["source"] = "one"
+        rows[7]["rejected"] = rows[7]["chosen"]
+        rows[9]["chosen"] = 3
+        rows[11]["chosen"] = "cat " * 90
+        return [write(folder / "a.jsonl", rows)], {
+            "seq_length": 60, "overlong": Overlong.drop, "max_malformed": 0.5,
+            "malformed": Malformed.drop,
+        }  # fmt: skip
+    if name == "files":
+        files = [pairs(folder / f"{seed}.jsonl", 20, seed) for seed in range(2)]
+        return [*files, files[0]], {}
+    if name == "lines":
+        texts = [f"why {n}\nyes {word}" for n in range(30) for word in ("cat", "dog")]
+        content = "\n\n".join(json.dumps({"text": text}) for text in texts)
+        (folder / "lines.jsonl").write_text("\ufeff" + content)
+        return [folder / "lines.jsonl"], {}
+    if name == "list":
+        replies = [(rank, f"{word} sings") for rank, word in enumerate(["cat", "dog", "a", "no"])]
+        rows = [tiny.ranked(f"what is {n}", *replies[: 2 + n % 3]) for n in range(30)]
+        (folder / "list.json").write_text(json.dumps(rows, indent=1))
+        return [folder / "list.json"], {}
+    assert name == "ratings"
+    path = tiny.write_ratings(folder / "rated.jsonl", 40, ("help", "depth"))
+    return [path], {"attributes": ["help", "depth"]}
+
+
+@pytest.mark.parametrize("name", ["pairs", "files", "lines", "list", "ratings"])
+def test_mapped_data_is_that_of_memory_bit_for_bit(
+    tmp_path: Path,
+    contracts: Contracts,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    made: list[str],
+) -> None:
+    files, settings = files_of(name, tmp_path)
+    in_memory = build(contracts, *files, **settings)
+    small_blocks(monkeypatch)
+    settings["index_dir"] = str(tmp_path / "index")
+    assert_same(build(contracts, *files, **settings), in_memory)
+    assert_same(build(contracts, *files, **settings), in_memory)
+    assert made == list(dict.fromkeys(map(str, files)))
+
+
+@pytest.mark.slow(seconds=6)
+def test_several_processes_give_the_same(
+    tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, settings = files_of("pairs", tmp_path)
+    in_memory = build(contracts, *files, **settings)
+    small_blocks(monkeypatch)
+    monkeypatch.setattr(folders, "_BYTES_PER_PROCESS", 100)
+    monkeypatch.setattr(folders, "usable_processes", lambda: 2)
+    monkeypatch.setattr(pool, "tokenize_block", None)
+    settings["index_dir"] = str(tmp_path / "index")
+    assert_same(build(contracts, *files, **settings), in_memory)
+    bad = write(tmp_path / "bad.jsonl", [{"prompt": "a", "chosen": "x " * 99, "rejected": "b"}] * 9)
+    settings["overlong"] = Overlong.error
+    with pytest.raises(DataError, match=r"bad.jsonl:1: got \d+ tokens, wanted at most 60"):
+        build(contracts, bad, **settings)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(DataError, match=r"a.jsonl: a process .* ended with exit code 1"):
+        build(contracts, *files, **{**settings, "index_dir": str(tmp_path / "other")})
+
+
+def test_a_second_start_reads_no_text(
+    tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
+    train, valid = pairs(tmp_path / "train.jsonl"), pairs(tmp_path / "valid.jsonl", seed=1)
+    config = contracts.config()
+    config.data.data_prefix = DataPrefixConfig([str(train)], [str(valid)])
+    first = build_training_data(config, contracts(), contracts.tokenizer)
+    assert {path.name.partition(".index-")[0] for path in tmp_path.glob("*.index-*")} == {
+        "train.jsonl",
+        "valid.jsonl",
+    }
+    stamps = {str(path): folders.Stamp.of(str(path)) for path in (train, valid)}
+    monkeypatch.setattr(folders.Stamp, "of", stamps.__getitem__)
+    for path in (train, valid):
+        path.unlink()
+    assert_same(build_training_data(config, contracts(), contracts.tokenizer), first)
+
+
+def test_a_changed_file_is_indexed_anew(
+    tmp_path: Path, contracts: Contracts, made: list[str]
+) -> None:
+    path, place = tmp_path / "a.jsonl", {"index_dir": str(tmp_path / "index")}
+    build(contracts, pairs(path), **place)
+    build(contracts, pairs(path), **place)  # written again, and the same
+    assert len(made) == 1
+    text = path.read_text()
+    path.write_text(text.replace("thank you", "thank two"))
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    changed = build(contracts, path, **place)
+    assert len(made) == 2
+    assert_same(changed, build(contracts, path))
+    path.write_text(text + text)
+    assert len(build(contracts, path, **place).train) == 80
+    assert len(list((tmp_path / "index").iterdir())) == 1
+
+
+def test_a_file_written_a_moment_ago_is_compared_by_its_content(
+    tmp_path: Path, contracts: Contracts, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, place = tmp_path / "a.jsonl", {"index_dir": str(tmp_path / "index")}
+    tiny.write_pairs(path, 5)
+    build(contracts, path, **place)
+    digests: list[str] = []
+    own = folders.content_digest
+    monkeypatch.setattr(folders, "content_digest", lambda path: digests.append(path) or own(path))
+    build(contracts, path, **place)
+    assert (len(made), digests) == (1, [str(path)] * len(digests))
+    assert digests
+
+
+def test_other_rules_have_an_index_of_their_own(
+    tmp_path: Path, contracts: Contracts, made: list[str], tmp_path_factory: Any
+) -> None:
+    path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
+    build(contracts, path, **place)
+    for settings in (
+        {"template": "plain"}, {"seq_length": 50}, {"overlong": Overlong.truncate_left},
+        {"format": "chat_pairs"}, {"prompt_key": "prompt"}, {"add_eos": True},
+    ):  # fmt: skip
+        build(contracts, path, **place, **settings)
+        build(contracts, path, **place, **settings)
+    assert len(made) == 7
+    folder = tmp_path_factory.mktemp("tokenizer")
+    contracts.tokenizer.save(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    build(Contracts(load_tokenizer(folder)), path, **place)
+    assert len(made) == 8
+    # What becomes of malformed records changes no token.
+    build(contracts, path, **place, malformed=Malformed.drop)
+    assert len(made) == 8
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "index.json", "bounds.bin"])
+def test_a_damaged_index_is_made_anew(
+    tmp_path: Path, contracts: Contracts, made: list[str], name: str
+) -> None:
+    path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
+    build(contracts, path, **place)
+    [folder] = (tmp_path / "index").iterdir()
+    damaged = folder / name
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    assert_same(build(contracts, path, **place), build(contracts, path))
+    assert len(made) == 2
+
+
+WRITER = """
+import sys
+from nemo_aligner.data.store import index
+from nemo_aligner.data.training_data import build_training_data
+from nemo_aligner.text.tokenizer import load_tokenizer
+from tests.contracts import Contracts
+
+path, tokenizer, folder, when = sys.argv[1:]
+contracts = Contracts(load_tokenizer(tokenizer))
+config = contracts.config(None, index_dir=folder)
+config.data.data_prefix.train = [path]
+add = index._Writer.add
+
+def stop(self, block):
+    add(self, block)
+    if when == "half":
+        print("half", flush=True)
+        sys.stdin.read()
+
+index._Writer.add = stop
+build_training_data(config, contracts(), contracts.tokenizer)
+"""
+
+
+def start_writer(path: Path, tokenizer: Path, folder: Path, when: str) -> Any:
+    command = [sys.executable, "-c", WRITER, str(path), str(tokenizer), str(folder), when]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=tiny.environment(), **pipes)  # type: ignore[call-overload]
+
+
+@pytest.mark.slow(seconds=12)
+def test_what_a_killed_process_has_written_is_not_used(
+    tmp_path: Path, tokenizer_folder: Path, contracts: Contracts
+) -> None:
+    path, folder = pairs(tmp_path / "a.jsonl"), tmp_path / "index"
+    with start_writer(path, tokenizer_folder, folder, "half") as writer:
+        for line in writer.stdout:
+            if line == "half\n":
+                break
+        assert [part.name[0] for part in folder.iterdir()] == ["."]
+        writer.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 10
+    while list(folder.iterdir()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(folder.iterdir()) == []
+    mapped = build(contracts, path, index_dir=str(folder))
+    assert_same(mapped, build(contracts, path))
+
+
+@pytest.mark.slow(seconds=12)
+def test_two_processes_at_once_leave_one_index(
+    tmp_path: Path, tokenizer_folder: Path, contracts: Contracts, made: list[str]
+) -> None:
+    path, folder = pairs(tmp_path / "a.jsonl"), tmp_path / "index"
+    writers = [start_writer(path, tokenizer_folder, folder, "never") for _ in range(2)]
+    for writer in writers:
+        _, _ = writer.communicate(timeout=120)
+        assert writer.returncode == 0
+    assert len(list(folder.iterdir())) == 1
+    assert_same(build(contracts, path, index_dir=str(folder)), build(contracts, path))
+    assert made == []
+
+
+def test_ids_have_16_bits_where_the_vocabulary_allows(
+    tmp_path: Path, contracts: Contracts, tokenizer_folder: Path, made: list[str]
+) -> None:
+    path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
+    small = build(contracts, path, **place)
+    backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
+    backend.add_tokens([f"<{n}>" for n in range(66_000)])
+    large_folder = tmp_path / "large"
+    large_folder.mkdir()
+    contracts.tokenizer.save(large_folder)
+    backend.save(str(large_folder / "tokenizer.json"))
+    large_contracts = Contracts(load_tokenizer(large_folder))
+    row = {"prompt": "why", "chosen": "<65999> yes", "rejected": "<65998> no"}
+    other = write(tmp_path / "b.jsonl", [row])
+    large = build(large_contracts, other, **place)
+    sizes = {
+        folder.name[0]: json.loads((folder / "index.json").read_text())["facts"]["token_type"]
+        for folder in (tmp_path / "index").iterdir()
+    }
+    assert sizes == {"a": "uint16", "b": "int32"}
+    highest = max(int(sequence.max()) for sequence in large.train.sequences)
+    assert highest == large_contracts.tokenizer.vocab_size - 1 > 65535
+    assert {sequence.dtype.name for sequence in small.train.sequences} == {"int32"}
+    assert_same(large, build(large_contracts, other))
+
+
+def test_beside_a_file_that_lies_where_nothing_can_be_written(
+    tmp_path: Path,
+    contracts: Contracts,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    scratch: Path,
+) -> None:
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
+    data = tmp_path / "data"
+    data.mkdir()
+    path = pairs(data / "a.jsonl")
+    in_memory = build(contracts, path, keep_index=False)
+    assert list(data.iterdir()) == [path]
+    own = Path.mkdir
+
+    def mkdir(folder: Path, *rest: Any, **how: Any) -> None:
+        if data in folder.parents:
+            raise OSError(30, "Read-only file system")
+        own(folder, *rest, **how)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert_same(build(contracts, path), in_memory)
+    assert f"{data}: no index can be kept beside the data (Read-only" in capsys.readouterr().out
+    assert list(data.iterdir()) == [path]
+    with pytest.raises(ConfigError, match=r"model.data.index_dir: got .*Read-only file system"):
+        build(contracts, path, index_dir=str(data / "index"))
+
+
+def test_a_small_file_has_no_index_beside_it(tmp_path: Path, contracts: Contracts) -> None:
+    build(contracts, pairs(tmp_path / "a.jsonl"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_disk_that_is_full_is_said(
+    tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*unused: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.ArraysInFolder, "append", fill)
+    with pytest.raises(DataError, match=r"a.jsonl: its tokens cannot be written .*No space left"):
+        build(contracts, pairs(tmp_path / "a.jsonl"), index_dir=str(tmp_path / "index"))
+    assert list((tmp_path / "index").iterdir()) == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pairs(tmp_path / "a.jsonl")
+    monkeypatch.setattr(folders, "content_digest", lambda _: os.utime(path) or "")
+    with pytest.raises(DataError, match=r"a.jsonl: it was changed while it was read"):
+        build(contracts, path, index_dir=str(tmp_path / "index"))
+
+
+def test_settings_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"model.data.index_dir: got 'x', wanted null, as"):
+        Contracts.config(None, index_dir="x", keep_index=False)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_survives_a_pickle(tokenizer: Tokenizer) -> None:
+    import pickle
+
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.fingerprint == tokenizer.fingerprint
