@@ -95,6 +95,7 @@ def test_the_others_end_with_a_rank_that_fails(script: str, how: str, fresh: boo
     assert "rank 1 of 2" in done.stderr
 
 
+@pytest.mark.slow(seconds=16)
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "GRACE_SECS", 1)
     done = tiny.run_script(script, "refuse", processes=2, check=False, timeout=50)

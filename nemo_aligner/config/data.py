@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from nemo_aligner.config.common import Checks, Malformed, Overlong, setting
 
@@ -12,7 +13,15 @@ class DataPrefixConfig:
     """Files of every part."""
 
     train: list[str] = setting([], "files to train on")
+    train_weights: list[float] = setting(
+        [], "of each training file in the mixture; none: by their records"
+    )
     validation: list[str] = setting([], "files to validate on, each a set of its own")
+
+    def __post_init__(self) -> None:
+        with Checks("model.data.data_prefix", self) as checks:
+            are_weights = all(0 < weight < inf for weight in self.train_weights)
+            checks.require(are_weights, "train_weights", "numbers above 0")
 
 
 @dataclass
@@ -28,6 +37,13 @@ class DataConfig:
     prompt_key: str | None = setting(None, "pairs by named fields: the prompt's (null: prompt)")
     chosen_key: str | None = setting(None, "the field of the chosen reply (null: chosen)")
     rejected_key: str | None = setting(None, "the field of the rejected reply (null: rejected)")
+    system_prompt_file: str | None = setting(
+        None, "what conversations without a system prompt begin with"
+    )
+    prompt_file: str | None = setting(None, "words around the last user turn; {} is where it goes")
+    input_template: str | None = setting(
+        None, "makes prompt and reply a raw text; {} is where the prompt goes"
+    )
     seq_length: int = setting(1024, "the most tokens of a text")
     overlong: Overlong = setting(Overlong.drop, "what becomes of a longer text")
     template: str | None = setting(

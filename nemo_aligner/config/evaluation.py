@@ -18,6 +18,9 @@ class EvaluateDataConfig:
     prompt_key: str | None = setting(None, "as training's model.data.prompt_key")
     chosen_key: str | None = setting(None, "as training's model.data.chosen_key")
     rejected_key: str | None = setting(None, "as training's model.data.rejected_key")
+    system_prompt_file: str | None = setting(None, "as training's model.data.system_prompt_file")
+    prompt_file: str | None = setting(None, "as training's model.data.prompt_file")
+    input_template: str | None = setting(None, "as training's model.data.input_template")
     loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")
     malformed: Malformed = setting(DataConfig.malformed, "as training's model.data.malformed")
     max_malformed: float = setting(
@@ -37,6 +40,7 @@ class EvaluateConfig:
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
     precision: Precision | None = setting(None, "null: the one that the scoring contract names")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
+    task: str | None = setting(None, "a benchmark, whose file data.path is (docs/evaluation.md)")
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     output: str | None = setting(None, "JSON file to write: metrics and counts")
     output_rewards: str | None = setting(None, "JSONL file to write: a line for each record")

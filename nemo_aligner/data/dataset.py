@@ -78,6 +78,11 @@ class TokenizedDataset:
         return len(self.origins)
 
     @property
+    def file_sizes(self) -> tuple[int, ...]:
+        """Records that were kept of every file, in their order."""
+        return tuple(report.counts["kept"] for report in self.reports)
+
+    @property
     def counts(self) -> dict[str, int]:
         """``read``, ``kept``, and every reason that occurred, over all files."""
         total: Counter[str] = Counter()

@@ -1,8 +1,9 @@
 """Which records a step trains on: a function of the step alone, which is all a resumed run needs.
 
 The records form one endless stream, epoch after epoch, every epoch in an order of its own that
-follows from ``(seed, epoch)``. Step k (from 0) takes records ``k * global_batch_size`` up to the
-next multiple: every batch is full, and one may hold the end of an epoch and the start of the next.
+follows from ``(seed, epoch)`` and the weights of files, if there are any (``mixture.py``). Step k
+(from 0) takes records ``k * global_batch_size`` up to the next multiple: every batch is full, and
+one may hold the end of an epoch and the start of the next.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import fmean
-
-import numpy as np
 
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.mixture import weighted_order
 from nemo_aligner.data.packing import pack_records, record_cost, share_out
 from nemo_aligner.errors import ConfigError
 
@@ -52,6 +51,7 @@ class TrainLoader:
         dp_rank: int,
         dp_size: int,
         query_key_cost: float = 0.0,
+        weights: Sequence[float] = (),
     ) -> None:
         if global_batch_size < dp_size:
             raise ConfigError(
@@ -61,7 +61,8 @@ class TrainLoader:
         self._dataset = dataset
         self._global_batch_size = global_batch_size
         self._micro_batch_tokens = micro_batch_tokens
-        self._seed = seed
+        sizes = dataset.file_sizes if weights else (len(dataset),)
+        self._order = weighted_order(sizes, seed, weights)
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._query_key_cost = query_key_cost
@@ -85,12 +86,8 @@ class TrainLoader:
 
     def global_batch(self, step: int) -> list[int]:
         """The records of ``step`` over all ranks; the same on every rank and at any layout."""
-        size = len(self._dataset)
         first = step * self._global_batch_size
-        return [
-            int(_epoch_order(size, self._seed, position // size)[position % size])
-            for position in range(first, first + self._global_batch_size)
-        ]
+        return [self._order.record(first + place) for place in range(self._global_batch_size)]
 
     def plan(self, step: int) -> StepPlan:
         """This rank's view of ``step``, counted from 0."""
@@ -180,9 +177,3 @@ def validation_batches(
     bounds = dataset.records.bounds.tolist()
     first_rows = [bounds[record] for record in mine]
     return pack_records(dataset, mine, micro_batch_tokens, query_key_cost, first_rows)
-
-
-@lru_cache(maxsize=4)
-def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    # RandomState and not default_rng: numpy promises that its stream never changes.
-    return np.random.RandomState([seed % 2**32, seed // 2**32, epoch]).permutation(size)

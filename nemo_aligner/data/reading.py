@@ -36,6 +36,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.formats import choose_format, parse_lines
 from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
+from nemo_aligner.data.prompts import Prompts
 from nemo_aligner.data.records import Comparison, MalformedRecord, Record
 from nemo_aligner.data.sources import Line, read_lines
 from nemo_aligner.errors import DataError
@@ -53,6 +54,7 @@ class Reading:
         loss_mask_val: the number that, like null, stands for a missing label.
         pair_columns: the labels of comparisons, in order.
         pair_keys: which fields of pairs have their texts, where they have other names.
+        prompts: what is put around them.
         rule: what becomes of malformed records.
         ties: keep comparisons whose completions are all tied.
     """
@@ -63,6 +65,7 @@ class Reading:
     loss_mask_val: float | None = None
     pair_columns: Sequence[str] = ()
     pair_keys: PairKeys | None = None
+    prompts: Prompts | None = None
     rule: MalformedRule = field(default_factory=MalformedRule)
     ties: bool = False
 
@@ -120,7 +123,8 @@ def parse_file(path: str | Path, how: Reading) -> RecordFile:
     file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], of_set)
     wanted = WantedLabels(columns, how.loss_mask_val)
     counts: Counter[str] = Counter()
-    for record in parse_lines(chosen_format, lines, str(path), wanted):
+    for parsed in parse_lines(chosen_format, lines, str(path), wanted):
+        record = _with_prompts(parsed, how.prompts)
         counts["read"] += 1
         if isinstance(record, MalformedRecord):
             counts["malformed"] += 1
@@ -135,6 +139,17 @@ def parse_file(path: str | Path, how: Reading) -> RecordFile:
         file.records.append(record)
     file.counts.update(counts, kept=len(file.records))
     return file
+
+
+def _with_prompts(
+    record: Record | MalformedRecord, prompts: Prompts | None
+) -> Record | MalformedRecord:
+    if prompts is None or isinstance(record, MalformedRecord):
+        return record
+    try:
+        return prompts.put_around(record)
+    except DataError as error:
+        return MalformedRecord(record.origin, str(error))
 
 
 def _have_different_prompts(record: Comparison) -> bool:

@@ -14,6 +14,7 @@ from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.overlap import check_overlap
 from nemo_aligner.data.packing import packed_size
+from nemo_aligner.data.prompts import Prompts
 from nemo_aligner.data.reading import Reading, read_files
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.objectives import build_objective
@@ -101,6 +102,7 @@ def _reading(config: ModelConfig, objective: Objective) -> Reading:
         pair_keys=PairKeys.of(
             config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
         ),
+        prompts=Prompts.of(config.data, "model.data"),
         ties=objective.learns_from_ties,
         rule=MalformedRule(config.data.malformed, config.data.max_malformed),
     )

@@ -18,7 +18,6 @@ import torch
 
 from nemo_aligner.config.common import Overlong, RecordKind
 from nemo_aligner.data.dataset import are_same_tokens, as_records, label_columns
-from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
@@ -40,7 +39,7 @@ from nemo_aligner.text.one_reward import one_reward
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
 # N texts -> the lengths of their N replies.
 Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
-_RULE = MalformedRule(section="data.")
+_HOW = Reading(rule=MalformedRule(section="data."))
 
 
 class EvaluableScorer(Protocol):
@@ -74,6 +73,8 @@ class EvaluationReport:
         rewards: ``[N, columns]`` float32, of comparisons a row for every pair of completions.
         labels: ``[N, columns]`` float32 of ratings, NaN where missing; no column of comparisons.
         origins: file and line of every row.
+        sources: where the record of every row says it is from; "" if it does not.
+        texts: of every row, chosen and rejected of a pair, or the one that was rated.
         malformed: what stood in the file where a record should.
         spreads: ``[N, columns]`` float32 of ratings, how uncertain rewards are; None if unknown.
     """
@@ -85,6 +86,8 @@ class EvaluationReport:
     rewards: np.ndarray
     labels: np.ndarray
     origins: list[Origin] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    texts: list[tuple[Text, ...]] = field(default_factory=list)
     malformed: list[MalformedRecord] = field(default_factory=list)
     spreads: np.ndarray | None = None
 
@@ -112,6 +115,7 @@ def evaluate_comparisons(
     pairs = as_records(comparisons, ()).pairs()
     chosen, rejected = pairs.of(torch.from_numpy(rewards[:, 0]))
     owners = pairs.of_records(torch.arange(len(comparisons))).tolist()
+    sides = [side.tolist() for side in pairs.of(torch.arange(len(texts)))]
     return EvaluationReport(
         kind=RecordKind.comparison,
         metrics=_measure(RecordKind.comparison, ("reward",), rewards, comparisons, measure),
@@ -120,6 +124,8 @@ def evaluate_comparisons(
         rewards=torch.stack([chosen, rejected], dim=1).numpy(),
         labels=np.zeros((len(owners), 0), dtype=np.float32),
         origins=[comparisons[owner].origin for owner in owners],
+        sources=[comparisons[owner].source for owner in owners],
+        texts=[(texts[better], texts[worse]) for better, worse in zip(*sides, strict=True)],
     )
 
 
@@ -149,6 +155,8 @@ def evaluate_ratings(
         rewards=rewards,
         labels=label_columns(ratings, attributes).values.numpy(),
         origins=[record.origin for record in ratings],
+        sources=[record.source for record in ratings],
+        texts=[record.texts for record in ratings],
     )
 
 
@@ -172,32 +180,26 @@ def _measure(
 def evaluate_file(
     scorer: EvaluableScorer,
     path: str | Path,
-    fmt: str = "auto",
-    loss_mask_val: float | None = None,
-    rule: MalformedRule = _RULE,
-    pair_keys: PairKeys | None = None,
+    how: Reading = _HOW,
 ) -> EvaluationReport:
     """Evaluate a reward model on a file, by the rules of its contract.
 
     A ranking model takes comparisons; a regression model takes ratings, and comparisons by its
-    weighted sum. With several ranks every rank calls it. ``loss_mask_val`` is the number that, like
-    null, stands for a missing label, and ``pair_keys`` are what the fields of pairs are called.
+    weighted sum. With several ranks every rank calls it. ``how`` the file is read is told but for
+    the kind of its records and the names of its labels, which the contract has.
 
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
-            malformed than ``rule`` allows, or nothing of it can be used.
+            malformed than ``how.rule`` allows, or nothing of it can be used.
     """
     contract = scorer.contract
     is_regression = contract.record_kind is RecordKind.rating
-    how = Reading(
+    how = replace(
+        how,
         kind=None if is_regression else RecordKind.comparison,
-        format=fmt,
         attributes=contract.attributes if is_regression else (),
-        loss_mask_val=loss_mask_val,
-        pair_keys=pair_keys,
-        rule=rule,
     )
-    file = keep_scorable(read_records(path, how), scorer, rule)
+    file = keep_scorable(read_records(path, how), scorer, how.rule)
     if file.kind is RecordKind.rating:
         report = _evaluate_rated(scorer, file.records)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.console import fit_row
 from nemo_aligner.data.malformed import list_first
 from nemo_aligner.evaluation.evaluate import EvaluationReport
@@ -60,13 +61,17 @@ def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str,
 
 
 def write_rewards(path: str | Path, report: EvaluationReport) -> None:
-    """One line per record: where it came from, its rewards and, for ratings, labels and spread."""
+    """One line per row: where it came from, rewards, texts and, for ratings, labels and spread."""
     lines = []
     for index, origin in enumerate(report.origins):
         row: dict[str, Any] = {
             "record": str(origin),
             "rewards": _named(report, report.rewards[index]),
         }
+        if report.sources[index]:
+            row["source"] = report.sources[index]
+        sides = report.columns if report.kind is RecordKind.comparison else ("response",)
+        row["texts"] = dict(zip(sides, report.texts[index], strict=True))
         if report.labels.shape[1]:
             row["labels"] = _named(report, report.labels[index])
         if report.spreads is not None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.evaluation import EvaluateConfig, EvaluateDataConfig
 from nemo_aligner.console import Counter, say
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
+from nemo_aligner.data.prompts import Prompts
+from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.evaluate import EvaluationReport, evaluate_file
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
+from nemo_aligner.evaluation.run_task import (
+    TaskReport,
+    render_task,
+    run_task,
+    write_task,
+    write_verdicts,
+)
+from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
@@ -26,6 +36,9 @@ def evaluate(config: EvaluateConfig) -> None:
     if model_file is None or data_file is None:
         key = "rm_model_file" if model_file is None else "data.path"
         raise ConfigError(f"{key}: it is not set; wanted both rm_model_file and data.path")
+    # What is wrong with them is said before the model is loaded.
+    task = None if config.task is None else find_task(config.task)
+    how = _reading(config.data)
     with launch():
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
@@ -43,17 +56,40 @@ def evaluate(config: EvaluateConfig) -> None:
         )
         check_expected(scorer.contract, config.expect_contract, "expect_contract")
         say(f"reading, tokenizing and scoring {data_file} ...")
-        data = config.data
-        rule = MalformedRule(data.malformed, data.max_malformed, section="data.")
-        keys = PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key)
-        report = evaluate_file(scorer, data_file, data.format, data.loss_mask_val, rule, keys)
         about = {
             "checkpoint": model_file,
             "contract": scorer.contract.hash,
             "data": data_file,
         }
-        say(render_report(report, about))
-        if config.output is not None:
-            on_main(lambda: write_report(str(config.output), report, about))
-        if config.output_rewards is not None:
-            on_main(lambda: write_rewards(str(config.output_rewards), report))
+        if task is None:
+            _report_file(config, evaluate_file(scorer, data_file, how), about)
+            return
+        weights = scorer.contract.attribute_weights
+        found = run_task(task, data_file, scorer.score, weights, scorer.encode)
+        _report_task(config, found, about)
+
+
+def _report_file(config: EvaluateConfig, report: EvaluationReport, about: dict[str, str]) -> None:
+    say(render_report(report, about))
+    if config.output is not None:
+        on_main(lambda: write_report(str(config.output), report, about))
+    if config.output_rewards is not None:
+        on_main(lambda: write_rewards(str(config.output_rewards), report))
+
+
+def _report_task(config: EvaluateConfig, report: TaskReport, about: dict[str, str]) -> None:
+    say(render_task(report, about))
+    if config.output is not None:
+        on_main(lambda: write_task(str(config.output), report, about))
+    if config.output_rewards is not None:
+        on_main(lambda: write_verdicts(str(config.output_rewards), report))
+
+
+def _reading(data: EvaluateDataConfig) -> Reading:
+    return Reading(
+        format=data.format,
+        loss_mask_val=data.loss_mask_val,
+        pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
+        prompts=Prompts.of(data, "data"),
+        rule=MalformedRule(data.malformed, data.max_malformed, section="data."),
+    )

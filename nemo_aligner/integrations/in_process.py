@@ -11,7 +11,7 @@ from nemo_aligner.config.environment import RewardEnvironmentConfig
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.models.residence import Holds, ResidentPart
 from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.text.contract import EncodedText, ScoringContract
@@ -52,7 +52,6 @@ class InProcessScorer:
         with ExitStack() as held:
             held.enter_context(launch())
             layout = initialize_layout()
-            held.callback(destroy_layout)
             scorer = load_scorer(
                 config.rm_model_file,
                 layout,

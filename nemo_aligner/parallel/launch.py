@@ -16,6 +16,7 @@ import torch.distributed as dist
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.cpu.malloc import keep_freed_memory, return_freed_memory
 from nemo_aligner.parallel.failure import fail_once
+from nemo_aligner.parallel.layout import destroy_layout
 from nemo_aligner.processes import Process, find_process
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Launch:
 
 @contextmanager
 def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
-    """Initialise torch.distributed from the environment, and tear it down at the end.
+    """Initialise torch.distributed from the environment; at the end tear it and the layout down.
 
     NCCL and one GPU per process where CUDA is available, else gloo on the CPU.
 
@@ -133,6 +134,7 @@ def _split_cores(local_world_size: int) -> None:
 
 
 def _leave() -> None:
+    destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
 

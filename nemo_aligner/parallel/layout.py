@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from nemo_aligner.errors import ConfigError
@@ -84,7 +85,7 @@ def initialize_layout(
 
 
 def destroy_layout() -> None:
-    """Forget Megatron's process groups, so that another layout can be built in this process."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
+    """Forget Megatron's process groups, if any, so that others can be built in this process."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()

@@ -130,4 +130,5 @@ def build_loader(
         dp_rank,
         dp,
         query_key_cost,
+        options.data.data_prefix.train_weights,
     )

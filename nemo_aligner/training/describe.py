@@ -8,6 +8,7 @@ from nemo_aligner.checkpoint.runs import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.loader import Imbalance
+from nemo_aligner.data.mixture import weighted_order
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.objectives import describe_objective
@@ -49,6 +50,7 @@ def describe_steps(
     some = min(total_steps, _STEPS_FOR_BALANCE)
     lines = [
         f"run: {total_steps} steps of {options.global_batch_size} records",
+        *_mixture(config, data),
         f"objective: {describe_objective(options, data.objective)}",
         f"balance: {imbalance(range(some))} (first {some} steps)",
     ]
@@ -62,3 +64,16 @@ def describe_steps(
         lines.append(f"note: the run ends within its warm-up ({warmup} steps)")
     lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
     return "\n".join(lines)
+
+
+def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
+    """How much of an epoch is of which file, where weights say it."""
+    weights, sizes = config.model.data.data_prefix.train_weights, data.train.file_sizes
+    if not weights:
+        return []
+    shares = weighted_order(sizes, config.model.seed, weights).shares()
+    return [
+        f"mixture: {share} of {sum(sizes)} records of an epoch are of {report.path}, which has "
+        f"{size} ({share / size:.2f} passes)"
+        for share, size, report in zip(shares, sizes, data.train.reports, strict=True)
+    ]

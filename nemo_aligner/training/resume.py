@@ -33,6 +33,7 @@ _CONTRACT = "scoring contract"
 _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
+_WEIGHTS = "model.data.data_prefix.train_weights"
 
 
 def resume(
@@ -121,12 +122,13 @@ def changes_since(latest: Saved, fresh: RunState) -> list[str]:
 def _with_objective(state: RunState) -> RunState:
     """Runs of versions that had one objective for each type of model do not name it.
 
-    Those of versions that had fewer settings lack some.
+    Those of versions that had fewer settings lack some, as the weights of files.
     """
     fingerprint = dict(state.fingerprint)
     name = fingerprint.setdefault(_OBJECTIVE, default_name(fingerprint[_MODEL_TYPE]))
     settings = fingerprint.get(_OBJECTIVE_SETTINGS, {})
     fingerprint[_OBJECTIVE_SETTINGS] = settings_with_defaults(name, settings)
+    fingerprint.setdefault(_WEIGHTS, [])
     return replace(state, fingerprint=fingerprint)
 
 
@@ -160,6 +162,7 @@ def fingerprint(
         "model.freeze_layers": model.freeze_layers,
         "model.global_batch_size": model.global_batch_size,
         "model.seed": model.seed,
+        _WEIGHTS: list(model.data.data_prefix.train_weights),
         "trainer.precision": config.trainer.precision.value,
         "training records": len(data.train),
         "training data": _digest(data.train),

@@ -250,6 +250,7 @@ def test_a_base_model_takes_no_options_of_a_reward_model(
     assert not (tmp_path / "ours.nemo").exists()
 
 
+@pytest.mark.slow(seconds=4)
 def test_the_script_names_attributes(
     tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_only_what_training_went_on_from_may_have_another_kind_of_head(
     assert (contract.attributes, contract.label_means) == (("a", "b"), (-0.75, -1.25))
 
 
+@pytest.mark.slow(seconds=4)
 def test_the_command_averages_by_default(first: Path, vary: Vary, tmp_path: Path) -> None:
     second = vary("second.nemo", 2)
     output = tmp_path / "mean.nemo"

@@ -14,17 +14,14 @@ from pathlib import Path
 
 from nemo_aligner.cli.main import main
 from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.scoring.scorer import load_scorer
 
 
 def score(archive: str, texts: list[str]) -> list[list[float]]:
-    destroy_layout()  # that of the training
     with launch():
         scorer = load_scorer(archive, initialize_layout(), micro_batch_tokens=4096)
-        rewards = scorer.score(texts).tolist()
-        destroy_layout()
-    return rewards
+        return scorer.score(texts).tolist()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
@@ -127,6 +129,7 @@ def test_labels_that_are_far_out_are_named(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow(seconds=6)
 def test_names_of_attributes_are_stripped(tmp_path: Path) -> None:
     path = write(tmp_path / "rated.jsonl", {"prompt": "p", "response": "r", "a": 1, "b": 2})
     done = tiny.run_verb(VERB, path, "--attributes", "a, b")

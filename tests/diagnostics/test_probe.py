@@ -28,12 +28,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+@pytest.mark.slow(seconds=8)
 def test_training_on_demo_pairs_passes(settings: list[str]) -> None:
     done = tiny.run_verb(PROBE, "--records=4", *settings)
     assert "passed: training follows its labels" in done.stdout
     assert "4 records, 20 steps each way" in done.stdout
 
 
+@pytest.mark.slow(seconds=8)
 def test_regression_passes(settings: list[str], tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 12, ("a", "b"))
     done = tiny.run_verb(
@@ -49,6 +51,7 @@ def test_regression_passes(settings: list[str], tmp_path: Path) -> None:
     assert "pearson_mean on the labels as they are" in done.stdout
 
 
+@pytest.mark.slow(seconds=6)
 def test_a_trainer_that_is_blind_to_its_labels_fails(settings: list[str]) -> None:
     done = tiny.run_script("tests/training/blind.py", "--records=4", *settings, check=False)
     assert done.returncode == 1

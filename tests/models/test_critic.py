@@ -17,6 +17,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     ("processes", "layouts"), [(1, ("one",)), (2, ("tp2", "tp2_sp", "pp2"))], ids=["one", "two"]
 )

@@ -1,6 +1,7 @@
-"""Rewards of texts alone and in any company, also under torchrun: ``company.py FOLDER LAYOUT...``.
+"""Rewards of texts alone and in any company, also under torchrun: ``company.py CASES LAYOUT...``.
 
-It prints, by layout and precision, how many rewards had other bits than those of the text alone.
+It prints, by layout, case and precision, how many rewards had other bits than those of the text
+alone. CASES is a file that ``write_cases`` wrote.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,27 @@ LONGEST, BUDGET = 160, 512
 # Of few texts, so that attention sees what is far behind by spans.
 VERY_LONG = 1100
 CACHED = 1024
+PRECISIONS = (Precision.fp32, Precision.bf16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A reward model's file, and texts that it scores in so many orders and packings."""
+
+    archive: str
+    texts: list[list[int]]
+    orders: int = ORDERS
+    budget: int = BUDGET
+
+
+def write_cases(path: Path, cases: Mapping[str, Case]) -> Path:
+    path.write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
+    return path
+
+
+def read_cases(path: str) -> dict[str, Case]:
+    given = json.loads(Path(path).read_text())
+    return {name: Case(**fields) for name, fields in given.items()}
 
 
 def draw_texts(count: int, longest: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
@@ -73,48 +95,42 @@ def count_changed(scorers: list[RewardScorer], texts: list[list[int]], orders: i
     return changed
 
 
-def archive_of(folder: Path, longest: int) -> Path:
-    """The tiny reward model for texts of so many tokens."""
-    return folder / f"{longest}.nemo"
-
-
 def scorers_of(
-    archive: Path, layout: ParallelLayout, precision: Precision, rows: int | None
+    case: Case, layout: ParallelLayout, precision: Precision, rows: int | None
 ) -> list[RewardScorer]:
     """Two of one model: without a prefix cache, and with one that is too small for all."""
-    budget = VERY_LONG if archive == archive_of(archive.parent, VERY_LONG) else BUDGET
     plain = load_scorer(
-        archive, layout, precision=precision, micro_batch_tokens=budget, invariant_rows=rows
+        case.archive,
+        layout,
+        precision=precision,
+        micro_batch_tokens=case.budget,
+        invariant_rows=rows,
     )
-    given = (plain.model, plain.contract, plain._tokenizer, layout, budget)
+    given = (plain.model, plain.contract, plain._tokenizer, layout, case.budget)
     return [plain, RewardScorer(*given, prefix_cache_tokens=CACHED)]
 
 
 def compare(
-    archive: Path,
-    layout: ParallelLayout,
-    texts: list[list[int]],
-    orders: int = ORDERS,
-    rows: int | None = BATCH_INVARIANT_ROWS,
+    case: Case, layout: ParallelLayout, rows: int | None = BATCH_INVARIANT_ROWS
 ) -> dict[str, int]:
+    """By precision, the rewards of ``case`` that have other bits than those of the text alone."""
     return {
-        precision.value: count_changed(scorers_of(archive, layout, precision, rows), texts, orders)
-        for precision in (Precision.fp32, Precision.bf16)
+        precision.value: count_changed(
+            scorers_of(case, layout, precision, rows), case.texts, case.orders
+        )
+        for precision in PRECISIONS
     }
 
 
-def main(folder: str, *names: str) -> None:
-    short, long = (archive_of(Path(folder), longest) for longest in (LONGEST, VERY_LONG))
+def main(path: str, *names: str) -> None:
+    cases = read_cases(path)
     with launch(120.0) as world:
-        found: dict[str, Any] = {}
+        found: dict[str, dict[str, dict[str, int]]] = {}
         # Three share rows out less evenly than one or two.
         torch.set_num_threads(3 if names == ("one",) else 1)
         for name in names:
             layout = initialize_layout(*LAYOUTS[name])
-            texts, orders = (40, 4) if layout.sequence_parallel else (200, ORDERS)
-            found[name] = compare(short, layout, draw_texts(texts, LONGEST, 90), orders)
-            very_long = draw_texts(5, VERY_LONG, 90)
-            found[f"{name}, very long"] = compare(long, layout, very_long, orders=2)
+            found[name] = {which: compare(case, layout) for which, case in cases.items()}
             destroy_layout()
         if world.is_main:
             print(json.dumps(found))

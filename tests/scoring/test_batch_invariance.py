@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,13 @@ from tests.scoring.company import (
     LONGEST,
     ORDERS,
     VERY_LONG,
-    archive_of,
+    Case,
     calls,
     compare,
     count_changed,
     draw_texts,
     scorers_of,
+    write_cases,
 )
 from tests.serving.servers import running
 
@@ -38,49 +40,68 @@ def folder(once: Once) -> Path:
 
     def write(folder: Path) -> None:
         for longest in (LONGEST, VERY_LONG):
-            tiny.write_reward_nemo(archive_of(folder, longest), seq_length=longest)
+            tiny.write_reward_nemo(folder / f"{longest}.nemo", seq_length=longest)
 
     return once("company", write)
 
 
 @pytest.fixture(scope="module")
-def archive(folder: Path) -> Path:
-    return archive_of(folder, LONGEST)
+def short(folder: Path) -> Case:
+    return Case(str(folder / f"{LONGEST}.nemo"), draw_texts(200, LONGEST, 90))
 
 
-def assert_nothing_changes(folder: Path, processes: int, *names: str) -> None:
-    script = "tests/scoring/company.py"
-    done = tiny.run_script(script, str(folder), *names, processes=processes, timeout=600)
+@pytest.fixture(scope="module")
+def very_long(folder: Path) -> Case:
+    texts = draw_texts(5, VERY_LONG, 90)
+    return Case(str(folder / f"{VERY_LONG}.nemo"), texts, orders=2, budget=VERY_LONG)
+
+
+def fewer(case: Case, texts: int) -> Case:
+    return replace(case, texts=case.texts[:texts], orders=4)
+
+
+def assert_nothing_changes(
+    path: Path, cases: dict[str, Case], processes: int, *layouts: str
+) -> None:
+    arguments = (str(write_cases(path, cases)), *layouts)
+    done = tiny.run_script("tests/scoring/company.py", *arguments, processes=processes, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
-    every = [*names, *(f"{name}, very long" for name in names)]
-    assert found == dict.fromkeys(every, NOTHING)
+    assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
 
 
 @pytest.mark.slow(seconds=30)
-def test_two_hundred_texts_with_three_threads(folder: Path) -> None:
-    assert_nothing_changes(folder, 1, "one")
+def test_two_hundred_texts_with_three_threads(short: Case, very_long: Case, tmp_path: Path) -> None:
+    cases = {"short": short, "very long": very_long}
+    assert_nothing_changes(tmp_path / "cases.json", cases, 1, "one")
 
 
 @pytest.mark.slow(seconds=60)
-def test_two_hundred_texts_with_tensor_and_pipeline_parallelism(folder: Path) -> None:
-    assert_nothing_changes(folder, 2, "TP=2", "PP=2")
+@pytest.mark.parametrize("name", ["TP=2", "PP=2"])
+def test_two_hundred_texts_on_two_ranks(
+    name: str, short: Case, very_long: Case, tmp_path: Path
+) -> None:
+    cases = {"short": short, "very long": very_long}
+    assert_nothing_changes(tmp_path / "cases.json", cases, 2, name)
 
 
 @pytest.mark.slow(seconds=15)
-def test_forty_texts_under_sequence_parallelism(folder: Path) -> None:
-    assert_nothing_changes(folder, 2, "TP=2+SP")
+def test_forty_texts_under_sequence_parallelism(
+    short: Case, very_long: Case, tmp_path: Path
+) -> None:
+    cases = {"short": fewer(short, 40), "very long": very_long}
+    assert_nothing_changes(tmp_path / "cases.json", cases, 2, "TP=2+SP")
 
 
 @pytest.mark.slow(seconds=25)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_over_http(precision: str, archive: Path, layout: ParallelLayout, tmp_path: Path) -> None:
+def test_over_http(precision: str, short: Case, layout: ParallelLayout, tmp_path: Path) -> None:
     pytest.importorskip("pytriton")
     from nemo_aligner.serving.client.reward import RewardClient
 
     texts = draw_texts(200, LONGEST, 90, seed=1)
-    scorer = scorers_of(archive, layout, Precision(precision), rows=256)[0]
+    scorer = scorers_of(short, layout, Precision(precision), rows=256)[0]
     alone = np.concatenate([scorer.score_tokens([text]) for text in texts])
-    settings = (f"rm_model_file={archive}", f"precision={precision}", "server.port=0")
+    settings = (f"rm_model_file={short.archive}", f"precision={precision}", "server.port=0")
     more = (f"model.micro_batch_tokens={BUDGET}", "server.prefix_cache_tokens=512")
     with (
         running(tmp_path, "examples/serve_reward_model.py", *settings, *more) as server,
@@ -92,18 +113,17 @@ def test_over_http(precision: str, archive: Path, layout: ParallelLayout, tmp_pa
                 np.testing.assert_array_equal(got, alone[chosen])
 
 
-def few_changed(archive: Path, layout: ParallelLayout, rows: int | None = 256) -> int:
-    scorers = scorers_of(archive, layout, Precision.fp32, rows)
-    return count_changed(scorers, draw_texts(30, LONGEST, 90), 4)
+def few_changed(short: Case, layout: ParallelLayout, rows: int | None = 256) -> int:
+    scorers = scorers_of(short, layout, Precision.fp32, rows)
+    return count_changed(scorers, short.texts[:30], 4)
 
 
-def test_thirty_texts(archive: Path, layout: ParallelLayout) -> None:
-    assert compare(archive, layout, draw_texts(30, LONGEST, 90), orders=4) == NOTHING
+def test_thirty_texts(short: Case, layout: ParallelLayout) -> None:
+    assert compare(fewer(short, 30), layout) == NOTHING
 
 
-def test_very_long_texts(folder: Path, layout: ParallelLayout) -> None:
-    archive = archive_of(folder, VERY_LONG)
-    assert compare(archive, layout, draw_texts(5, VERY_LONG, 90), orders=2) == NOTHING
+def test_very_long_texts(very_long: Case, layout: ParallelLayout) -> None:
+    assert compare(very_long, layout) == NOTHING
 
 
 @pytest.fixture
@@ -120,15 +140,15 @@ def moody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("moody")
 def test_products_that_depend_on_their_rows_are_of_a_fixed_number(
-    archive: Path, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
+    short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert few_changed(archive, layout) == 0
+    assert few_changed(short, layout) == 0
     monkeypatch.setattr(products, "_has_same_bits", lambda *unused: True)
-    assert few_changed(archive, layout) > 10
+    assert few_changed(short, layout) > 10
 
 
 def test_attention_that_is_cut_where_segments_are_changes_rewards(
-    archive: Path, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
+    short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "attend", packed._attend_on_cpu)
-    assert few_changed(archive, layout) > 10
+    assert few_changed(short, layout) > 10

@@ -94,6 +94,7 @@ def test_an_output_that_cannot_be_written_is_found(folder: Path) -> None:
         check(folder, f"exp_manager.explicit_log_dir={file}/run")
 
 
+@pytest.mark.slow(seconds=3)
 def test_it_says_where_a_run_goes_on_and_what_has_changed(folder: Path, tmp_path: Path) -> None:
     run = f"exp_manager.explicit_log_dir={tmp_path}"
     two = "trainer.rm.max_steps=2"

@@ -47,6 +47,7 @@ def column(folder: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
 
 
+@pytest.mark.slow(seconds=6)
 def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 37, ("helpful", "clear"))
     done = tiny.run_script(
@@ -95,6 +96,7 @@ def test_the_model_may_be_the_mean_of_the_best(base: Path, tmp_path: Path) -> No
     torch.testing.assert_close(mean, (steps[0] + steps[1]) / 2, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize(
     ("label", "number"), [(1e38, "a loss that is not finite"), (1e19, "a gradient norm of inf")]
 )
@@ -118,6 +120,7 @@ def test_the_record_whose_label_is_far_out_is_named_first(
     assert f"step 1: got {number}, on rank 0, from {ratings}:7, {ratings}:" in done.stderr
 
 
+@pytest.mark.slow(seconds=5)
 def test_malformed_records_are_left_out_and_counted(base: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
     with pairs.open("a") as lines:
@@ -132,6 +135,7 @@ def test_malformed_records_are_left_out_and_counted(base: Path, tmp_path: Path) 
     assert f"  malformed:\n    {pairs}:25: malformed JSON" in done.stdout
 
 
+@pytest.mark.slow(seconds=18)
 def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 17, ("helpful", "clear"))
     others = tiny.write_ratings(tmp_path / "others.jsonl", 17, ("helpful", "clear"), seed=1)
@@ -168,6 +172,7 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
     assert (third["seq_length"], third["label_means"]) == (96, contracts[0]["label_means"])
 
 
+@pytest.mark.slow(seconds=11)
 def test_a_new_head_on_the_body_of_a_reward_model(tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 17)
     start = tiny.write_reward_nemo(tmp_path / "rated.nemo")
@@ -197,6 +202,7 @@ def read_contract(path: Path) -> dict:
         return json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow(seconds=8)
 def test_refusals_are_one_line(base: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 9)
     settings = common(base, tmp_path / "run", pairs, pairs)
@@ -269,3 +275,42 @@ def test_fp16_trains_resumes_and_scores(base: Path, tmp_path: Path) -> None:
     assert metrics["metrics"]["accuracy"] == pytest.approx(
         column(tmp_path / "2", "validation-pairs/accuracy")[-1]
     )
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_evaluation_gives_the_bits_of_the_last_validation(
+    precision: str, base: Path, tmp_path: Path
+) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
+    heldout = tiny.write_pairs(tmp_path / "heldout.jsonl", 40, seed=1)
+    done = tiny.run_script(
+        "tests/training/same_bits.py",
+        *common(base, tmp_path / "run", pairs, heldout),
+        f"trainer.precision={precision}",
+        "trainer.rm.max_steps=2",
+    )
+    rewards = json.loads(done.stdout.splitlines()[-1])
+    assert len(rewards) == 80
+    assert len({validated for validated, _ in rewards}) > 60
+    assert all(validated == evaluated for validated, evaluated in rewards)
+
+
+def test_files_are_mixed_by_weights_also_after_a_resume(base: Path, tmp_path: Path) -> None:
+    files = [tiny.write_pairs(tmp_path / f"{n}.jsonl", count) for n, count in enumerate((8, 40))]
+    listed = f"model.data.data_prefix.train=[{files[0]},{files[1]}]"
+    weights = "model.data.data_prefix.train_weights=[3,1]"
+    common_ = [*common(base, tmp_path / "run", files[0], files[0]), listed, weights]
+    done = tiny.run_script(EXAMPLE, *common_, "trainer.rm.max_steps=2")
+    said = done.stdout.replace("\n", " ")
+    assert f"36 of 48 records of an epoch are of {files[0]}, which has 8 (4.50 passes)" in said
+    other = [*common_[:-1], "model.data.data_prefix.train_weights=[1,1]"]
+    refused = tiny.run_script(EXAMPLE, *other, "trainer.rm.max_steps=4", check=False)
+    assert refused.returncode != 0
+    assert "model.data.data_prefix.train_weights" in refused.stderr
+    whole = tmp_path / "whole"
+    tiny.run_script(
+        EXAMPLE, *common_, f"exp_manager.explicit_log_dir={whole}", "trainer.rm.max_steps=4"
+    )
+    tiny.run_script(EXAMPLE, *common_, "trainer.rm.max_steps=4")
+    assert column(tmp_path / "run", "train/loss") == column(whole, "train/loss")

@@ -197,6 +197,7 @@ def with_tensor(archive: Path, key: str, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow(seconds=4)
 def test_the_script_exports_and_fails_clearly(three: Path, tmp_path: Path) -> None:
     verb, output = "export", str(tmp_path / "out")
     arguments = ("--input", str(three), "--output", output, "--dtype", "bf16", "--merge")

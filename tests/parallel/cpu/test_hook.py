@@ -42,6 +42,7 @@ def test_megatron_after_a_module_that_needs_it_runs_on_the_cpu(module: str) -> N
     assert done.stdout.split() == ["cpu", "cpu"], done.stderr
 
 
+@pytest.mark.slow(seconds=3)
 def test_megatron_before_the_package_is_refused() -> None:
     done = run("import megatron.core\nimport nemo_aligner.models.shape")
     assert done.returncode == 1

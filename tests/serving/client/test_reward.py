@@ -155,6 +155,7 @@ assert megatron.core.tensor_parallel.random._get_cuda_rng_state.__defaults__[0] 
 """
 
 
+@pytest.mark.slow(seconds=4)
 def test_importing_the_client_or_the_contract_changes_nothing_for_others() -> None:
     """Neither the finders of modules, nor filters of warnings, nor megatron-core and torch."""
     done = subprocess.run(

@@ -20,6 +20,7 @@ from tests.serving.servers import FAKE, QUICK, Server, batches, json_request, ru
 from tests.tiny import ROOT
 
 pytest.importorskip("pytriton")
+pytestmark = pytest.mark.slow  # each starts a server of its own
 
 
 class TestNemoAlignerClients:
@@ -241,7 +242,6 @@ class TestTwoRanks:
             assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
             server.assert_nothing_is_left()
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("victim", [0, 1])
     def test_a_rank_killed_while_it_scores_ends_all_and_the_launcher(self, tmp_path, victim):
         with (

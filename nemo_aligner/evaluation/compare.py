@@ -1,0 +1,244 @@
+"""Two models on the same pairs: how far apart, how surely, and where their verdicts part.
+
+What is compared are the files that ``nemo-aligner evaluate output_rewards=...`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.errors import DataError
+from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
+
+ALL = "all"
+_SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class PairVerdict:
+    """What a model made of one pair.
+
+    Attributes:
+        record: file and line of it, and a number where that has several pairs.
+        source: where the record says it is from; "" if it does not.
+        margin: the chosen reply's reward minus the rejected one's.
+        texts: the chosen text and the rejected one.
+    """
+
+    record: str
+    source: str
+    margin: float
+    texts: tuple[Any, Any]
+
+    @property
+    def right(self) -> float:
+        """1 where the chosen reply has the higher reward, one half for a tie, else 0."""
+        return (np.sign(self.margin) + 1) / 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many of its pairs a model has right, and the 95% interval of that."""
+
+    accuracy: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """Two models on the pairs of one source, or on all.
+
+    Attributes:
+        difference: the second's accuracy minus the first's, and its 95% interval (bootstrap).
+        lost, gained: pairs that the second has less right than the first, and more.
+        p_value: McNemar's.
+    """
+
+    source: str
+    pairs: int
+    first: Share
+    second: Share
+    difference: float
+    low: float
+    high: float
+    lost: int
+    gained: int
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A pair on which the models disagree."""
+
+    record: str
+    source: str
+    first_margin: float
+    second_margin: float
+    chosen: Any
+    rejected: Any
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """All rows, ``all`` first; the pairs that flipped, those first that both are surest of.
+
+    ``left_out`` are pairs that only the first file has, and only the second.
+    """
+
+    rows: list[ComparedRow]
+    flips: list[Flip]
+    left_out: tuple[int, int]
+
+
+def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
+    """Compare what two models made of the same pairs.
+
+    Raises:
+        DataError: a file cannot be read, holds no verdicts on pairs, or they share no pair.
+    """
+    verdicts = [{each.record: each for each in _read(Path(path))} for path in (first, second)]
+    common = [record for record in verdicts[0] if record in verdicts[1]]
+    if not common:
+        raise DataError(
+            f"{first} and {second}: they have no pair in common (the first has "
+            f"{next(iter(verdicts[0]))}, the second {next(iter(verdicts[1]))})"
+        )
+    left, right = ([of[record] for record in common] for of in verdicts)
+    return PairedComparison(
+        rows=_rows(left, right),
+        flips=_flips(left, right),
+        left_out=(len(verdicts[0]) - len(common), len(verdicts[1]) - len(common)),
+    )
+
+
+def _read(path: Path) -> Iterator[PairVerdict]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if not lines:
+        raise DataError(f"{path}: it is empty, wanted what evaluate's output_rewards writes")
+    seen: dict[str, Iterator[int]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _verdict(json.loads(line), seen)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}:{number}: got {line[:60]!r}, wanted a pair of evaluate's output_rewards "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+
+def _verdict(value: dict[str, Any], seen: dict[str, Iterator[int]]) -> PairVerdict:
+    chosen, rejected = (float(value["rewards"][side]) for side in _SIDES)
+    texts = value["texts"]["chosen"], value["texts"]["rejected"]
+    # Of three or more completions a record has several pairs.
+    occurrence = next(seen.setdefault(str(value["record"]), count(1)))
+    record = f"{value['record']}, pair {occurrence}" if occurrence > 1 else str(value["record"])
+    return PairVerdict(record, value.get("source", ""), chosen - rejected, texts)
+
+
+def _rows(first: Sequence[PairVerdict], second: Sequence[PairVerdict]) -> list[ComparedRow]:
+    both = np.array([[one.right, other.right] for one, other in zip(first, second, strict=True)])
+    sources = np.array([verdict.source for verdict in first])
+    rows = [_row(ALL, both)]
+    names = sorted(set(sources.tolist()))
+    if len(names) > 1:
+        rows += [_row(name or "none", both[sources == name]) for name in names]
+    return rows
+
+
+def _row(source: str, both: np.ndarray) -> ComparedRow:
+    """Of ``[N, 2]`` verdicts, the first model's and the second's."""
+    shares = [
+        Share(float(right.mean()), *wilson_interval(float(right.sum()), right.size))
+        for right in both.T
+    ]
+    differences = both[:, 1] - both[:, 0]
+    lost, gained = int((differences < 0).sum()), int((differences > 0).sum())
+    low, high = bootstrap_interval(differences)
+    return ComparedRow(
+        source=source,
+        pairs=len(both),
+        first=shares[0],
+        second=shares[1],
+        difference=float(differences.mean()),
+        low=low,
+        high=high,
+        lost=lost,
+        gained=gained,
+        p_value=mcnemar(lost, gained),
+    )
+
+
+def _flips(first: Sequence[PairVerdict], second: Sequence[PairVerdict]) -> list[Flip]:
+    flips = [
+        Flip(one.record, one.source, one.margin, other.margin, *one.texts)
+        for one, other in zip(first, second, strict=True)
+        if one.right != other.right
+    ]
+    return sorted(flips, key=lambda flip: -min(abs(flip.first_margin), abs(flip.second_margin)))
+
+
+def render_compared(compared: PairedComparison, names: Sequence[str], show: int) -> str:
+    """The table, and the first ``show`` flips with their texts cut to a few lines."""
+    lines = [f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)]
+    for letter, missing in zip("AB", compared.left_out, strict=True):
+        if missing:
+            lines.append(f"{missing} pairs are in {letter} alone: left out")
+    width = max(len(row.source) for row in compared.rows)
+    head = f"{'':<{width}}  pairs  A               B               B - A"
+    lines += ["", f"{head:<{width + 65}}A only  B only  p"]
+    lines += [_table_line(row, width) for row in compared.rows]
+    flips = compared.flips[:show]
+    if flips:
+        lines += ["", f"{len(compared.flips)} verdicts differ; the first {len(flips)}:"]
+    for flip in flips:
+        where = f"{flip.record}{f' ({flip.source})' if flip.source else ''}"
+        margins = f"margin of A {flip.first_margin:+.3f}, of B {flip.second_margin:+.3f}"
+        lines += ["", f"{where}: {margins}"]
+        lines += [f"  {side}: {_ending(getattr(flip, side))}" for side in _SIDES]
+    return "\n".join(lines)
+
+
+def _table_line(row: ComparedRow, width: int) -> str:
+    first, second = (
+        f"{share.accuracy:.3f} {share.low:.2f}-{share.high:.2f}"
+        for share in (row.first, row.second)
+    )
+    difference = f"{row.difference:+.3f} ({row.low:+.3f} to {row.high:+.3f})"
+    return (
+        f"{row.source:<{width}}{row.pairs:>7}  {first:<16}{second:<16}{difference:<26}"
+        f"{row.lost:>6}{row.gained:>8}  {row.p_value:.3g}"
+    )
+
+
+def _ending(text: Any, most: int = 200) -> str:
+    reply = text if isinstance(text, str) else text[-1]["content"]
+    line = " ".join(reply.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def as_json(compared: PairedComparison) -> dict[str, Any]:
+    """Rows and how many flips there are, for programs."""
+    return {
+        "rows": [asdict(row) for row in compared.rows],
+        "flips": len(compared.flips),
+        "left_out": list(compared.left_out),
+    }
+
+
+def write_flips(path: Path, compared: PairedComparison) -> None:
+    """A line for every pair that flipped: both margins, and its texts whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as lines:
+        for flip in compared.flips:
+            lines.write(json.dumps(asdict(flip), ensure_ascii=False) + "\n")

@@ -1,0 +1,155 @@
+"""A benchmark's file through a scorer: its table, JSON, and a line for every item."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.console import fit_row
+from nemo_aligner.data.sources import BadLine, Line, read_lines
+from nemo_aligner.errors import DataError
+from nemo_aligner.evaluation.evaluate import Score
+from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, TaskRow
+from nemo_aligner.text.contract import OverlongError
+from nemo_aligner.text.messages import Text
+from nemo_aligner.text.one_reward import one_reward
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """What a model made of a benchmark; ``left_out`` has how many items, by the reason."""
+
+    task: str
+    rows: list[TaskRow]
+    judged: list[Judged]
+    left_out: dict[str, int]
+
+
+def run_task(
+    task: Task,
+    path: str | Path,
+    score: Score,
+    attribute_weights: Sequence[float] = (1.0,),
+    encode: Callable[[Text], object] | None = None,
+) -> TaskReport:
+    """Score every text of a benchmark's file, and sum up the verdicts as the benchmark does.
+
+    Args:
+        score: N texts to ``[N, A]`` rewards, of this process, a client's, or anything's.
+        attribute_weights: A weights that make one reward of a text's A.
+        encode: raises OverlongError for a text that the model cannot take; items of such are left
+            out and counted. Without it they are the scorer's to refuse.
+
+    Raises:
+        DataError: the file cannot be read, or holds something else than the benchmark's records;
+            the message says in which line.
+    """
+    left_out: Counter[str] = Counter()
+    items = list(_usable(task, path, encode, left_out))
+    if not items:
+        raise DataError(
+            f"{path}: no item of {task.name} in it that can be scored ({task.file}); left out: "
+            f"{dict(left_out)}"
+        )
+    texts: list[Text] = [text for item in items for text in item.texts]
+    rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
+    bounds = np.cumsum([len(item.texts) for item in items])[:-1]
+    judged = [
+        Judged(item, of_item, task.judge(item, of_item))
+        for item, of_item in zip(items, np.split(rewards, bounds), strict=True)
+    ]
+    return TaskReport(task.name, task.summarise(judged), judged, dict(left_out))
+
+
+def _usable(
+    task: Task,
+    path: str | Path,
+    encode: Callable[[Text], object] | None,
+    left_out: Counter[str],
+) -> Iterator[TaskItem]:
+    for line in read_lines(path):
+        item = _read(task, line, path)
+        if item is None:
+            left_out["without a verdict"] += 1
+            continue
+        try:
+            if encode is not None:
+                list(map(encode, item.texts))
+        except OverlongError:
+            left_out["too long"] += 1
+        except DataError as error:
+            raise DataError(f"{path}:{line.number}: {error}") from error
+        else:
+            yield item
+
+
+def _read(task: Task, line: Line | BadLine, path: str | Path) -> TaskItem | None:
+    where = f"{path}:{line.number}"
+    if isinstance(line, BadLine):
+        raise DataError(f"{where}: {line.reason}")
+    try:
+        return task.read(line.value)
+    except KeyError as error:
+        keys = ", ".join(map(repr, line.value))
+        raise DataError(
+            f"{where}: missing key {error}, it has {keys}; wanted a record of {task.file}"
+        ) from error
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def render_task(report: TaskReport, about: Mapping[str, str]) -> str:
+    """The benchmark's table: subsets, sections, overall."""
+    counts = [f"{len(report.judged)} scored"]
+    counts += [f"{count} {why}: left out" for why, count in report.left_out.items()]
+    about = {"task": report.task, **about, "items": ", ".join(counts)}
+    lines = [fit_row(name, text, 14) for name, text in about.items()]
+    width = max(len(row.name) for row in report.rows) + 2
+    before: Level | None = None
+    for row in report.rows:
+        if row.level is not before:
+            lines.append("")
+        before = row.level
+        lines.append(_table_line(row, width))
+    return "\n".join(lines)
+
+
+def _table_line(row: TaskRow, width: int) -> str:
+    interval = "" if row.low is None else f"({row.low:.3f} to {row.high:.3f})"
+    count = "" if row.count is None else str(row.count)
+    return f"{row.name:<{width}}{row.value:>8.4f}  {interval:<18}{count:>7}".rstrip()
+
+
+def write_task(path: str | Path, report: TaskReport, about: Mapping[str, str]) -> None:
+    """All rows as one JSON object."""
+    rows = [{**asdict(row), "level": row.level.value} for row in report.rows]
+    content = {"task": report.task, **about, "rows": rows, "left_out": report.left_out}
+    _write(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_verdicts(path: str | Path, report: TaskReport) -> None:
+    """A line for every item: the rewards of right texts and of wrong ones, and the verdict."""
+    lines = [json.dumps(_line(each), ensure_ascii=False) + "\n" for each in report.judged]
+    _write(Path(path), "".join(lines))
+
+
+def _line(judged: Judged) -> dict[str, Any]:
+    count = judged.item.num_right
+    rewards = [float(reward) for reward in judged.rewards]
+    return {
+        "id": judged.item.id,
+        "subset": judged.item.subset,
+        "right": judged.right,
+        "rewards": {"right": rewards[:count], "wrong": rewards[count:]},
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,130 @@
+"""What a benchmark is: how its file is read, what a right verdict is, and how they add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.errors import DataError
+from nemo_aligner.metrics.paired import wilson_interval
+from nemo_aligner.text.messages import Text, check_text
+
+
+@dataclass(frozen=True)
+class TaskItem:
+    """A prompt with K texts, prompt included.
+
+    Attributes:
+        id: as the benchmark's file has it.
+        subset: the smallest part of the benchmark that it is counted in.
+        texts: K of them, those that are right first.
+        num_right: how many are right.
+        scores: of every text what people gave it, where a benchmark has that.
+    """
+
+    id: str
+    subset: str
+    texts: tuple[Text, ...]
+    num_right: int = 1
+    scores: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An item, the ``[K]`` rewards of its texts, and how right they are, from 0 to 1."""
+
+    item: TaskItem
+    rewards: np.ndarray
+    right: float
+
+
+class Level(Enum):
+    subset = "subset"
+    section = "section"
+    overall = "overall"
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A figure of a benchmark; with its 95% interval where it is a share of ``count`` items."""
+
+    level: Level
+    name: str
+    value: float
+    count: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A benchmark.
+
+    Attributes:
+        name: as ``task=`` has it.
+        file: what its file is called where it is published, for who has not got it.
+        read: the item of one object of the file.
+        judge: how right the rewards of an item are.
+        summarise: the figures that the benchmark gives.
+        sample: an object of the file.
+    """
+
+    name: str
+    file: str
+    read: Callable[[dict[str, Any]], TaskItem | None]
+    judge: Callable[[TaskItem, np.ndarray], float]
+    summarise: Callable[[Sequence[Judged]], list[TaskRow]]
+    sample: dict[str, Any]
+
+
+def asked(prompt: Any, reply: Any, key: str) -> Text:
+    """The conversation of a prompt, a string or messages, and a reply.
+
+    Raises:
+        DataError: they do not make one.
+    """
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(before, list) or not isinstance(reply, str):
+        raise DataError(f"{key}: got {reply!r:.60} to {prompt!r:.60}, wanted a reply to a prompt")
+    conversation = [*before, {"role": "assistant", "content": reply}]
+    check_text(conversation)
+    return conversation
+
+
+def first_is_above(item: TaskItem, rewards: np.ndarray) -> float:
+    """1 where the right one of two has the higher reward; a tie is wrong, as RewardBench has it."""
+    return float(rewards[0] > rewards[1])
+
+
+def share_row(level: Level, name: str, judged: Sequence[Judged]) -> TaskRow:
+    """The share that is right, and its Wilson interval."""
+    right = sum(each.right for each in judged)
+    low, high = wilson_interval(right, len(judged))
+    return TaskRow(level, name, right / len(judged), len(judged), low, high)
+
+
+def subset_rows(judged: Sequence[Judged]) -> list[TaskRow]:
+    """The share of every subset, by name."""
+    return [share_row(Level.subset, name, some) for name, some in by_subset(judged).items()]
+
+
+def by_subset(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
+    """The items of every subset, by name."""
+    found: dict[str, list[Judged]] = {}
+    for each in sorted(judged, key=lambda one: one.item.subset):
+        found.setdefault(each.item.subset, []).append(each)
+    return found
+
+
+def pair_rows(judged: Sequence[Judged]) -> list[TaskRow]:
+    """Of a benchmark of pairs without sections: its subsets, and all pairs."""
+    rows = subset_rows(judged)
+    return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", judged)]
+
+
+def mean_of(rows: Iterable[TaskRow]) -> float:
+    return float(np.mean([row.value for row in rows]))

@@ -1,0 +1,72 @@
+"""Best of n: what people gave the reply that the model likes best among n of a prompt's.
+
+For n of 1, 2, 4, ... up to all, the mean over every choice of n replies of a prompt, which is
+exact: the k-th best of K by reward is the best of ``C(K - k, n - 1)`` of the ``C(K, n)`` choices.
+Replies of equal reward are equally likely to be taken. Intervals are by bootstrap over prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.errors import DataError
+from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, TaskRow, asked
+from nemo_aligner.metrics.paired import bootstrap_interval
+
+
+def _read(value: dict[str, Any]) -> TaskItem:
+    replies, scores = value["responses"], value["scores"]
+    fits = isinstance(replies, list) and isinstance(scores, list) and len(replies) == len(scores)
+    if not fits or len(replies) < 2:
+        raise DataError(
+            f"responses, scores: got {replies!r:.60} and {scores!r:.40}, wanted two or more "
+            "replies and as many numbers"
+        )
+    if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
+        raise DataError(f"scores: got {scores!r:.60}, wanted finite numbers")
+    texts = tuple(asked(value["prompt"], reply, "responses") for reply in replies)
+    return TaskItem(str(value.get("id", "")), "", texts, 0, tuple(map(float, scores)))
+
+
+def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
+    """The mean score of the best by reward of n, over all choices of n of ``[K]``."""
+    order = np.argsort(-rewards, kind="stable")
+    count = len(rewards)
+    chances = np.array([math.comb(count - 1 - place, n - 1) for place in range(count)], dtype=float)
+    # Of equal rewards none comes before another.
+    _, groups = np.unique(-rewards[order], return_inverse=True)
+    even = np.bincount(groups, weights=chances) / np.bincount(groups)
+    return float(even[groups] @ scores[order] / math.comb(count, n))
+
+
+def _judge(item: TaskItem, rewards: np.ndarray) -> float:
+    return best_of(len(rewards), rewards, np.array(item.scores))
+
+
+def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
+    fewest = min(len(each.rewards) for each in judged)
+    counts = [2**power for power in range(20) if 2**power <= fewest]
+    rows = []
+    for n in counts:
+        found = [best_of(n, each.rewards, np.array(each.item.scores)) for each in judged]
+        low, high = bootstrap_interval(np.array(found))
+        rows.append(
+            TaskRow(Level.subset, f"best of {n}", float(np.mean(found)), len(judged), low, high)
+        )
+    most = float(np.mean([max(each.item.scores) for each in judged]))
+    rows.append(TaskRow(Level.section, "the highest score of every prompt", most, len(judged)))
+    return rows
+
+
+TASK = Task(
+    name="best_of_n",
+    file="JSON lines of your own: prompt, responses, and scores that people gave them",
+    read=_read,
+    judge=_judge,
+    summarise=_summarise,
+    sample={"prompt": "2+2?", "responses": ["4", "5", "Four."], "scores": [5, 1, 4]},
+)

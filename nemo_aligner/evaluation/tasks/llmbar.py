@@ -1,0 +1,27 @@
+"""LLMBar (Zeng et al. 2023, arXiv 2310.07641): of two outputs one follows the instruction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_aligner.errors import DataError
+from nemo_aligner.evaluation.tasks.base import Task, TaskItem, asked, first_is_above, pair_rows
+
+_ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
+
+
+def _read(value: dict[str, Any]) -> TaskItem:
+    if value["label"] not in _ORDERS:
+        raise DataError(f"label: got {value['label']!r:.60}, wanted 1 or 2")
+    sides = _ORDERS[value["label"]]
+    return TaskItem("", "", tuple(asked(value["input"], value[side], side) for side in sides))
+
+
+TASK = Task(
+    name="llmbar",
+    file="princeton-nlp/LLMBar, a dataset.json of Dataset/",
+    read=_read,
+    judge=first_is_above,
+    summarise=pair_rows,
+    sample={"input": "2+2?", "output_1": "5", "output_2": "4", "label": 2},
+)

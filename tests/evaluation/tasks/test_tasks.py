@@ -1,0 +1,272 @@
+"""Benchmarks on hand-made rewards: what is read, which verdict is right, how they add up."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.evaluation.run_task import render_task, run_task, write_task, write_verdicts
+from nemo_aligner.evaluation.tasks import TASKS, find_task
+from nemo_aligner.evaluation.tasks.best_of_n import best_of
+from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS, SECTIONS
+from nemo_aligner.evaluation.tasks.rewardbench2 import SUBSETS
+from nemo_aligner.text.contract import OverlongError
+from nemo_aligner.text.messages import Text, reply_of
+from tests import tiny
+
+DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data")) / "eval"
+
+
+def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def by_reply(rewards: dict[str, float]) -> Callable[[Sequence[Text]], np.ndarray]:
+    """A scorer that knows replies."""
+    return lambda texts: np.array([[rewards[reply_of(text)]] for text in texts])
+
+
+def by_number(texts: Sequence[Text]) -> np.ndarray:
+    """A scorer to which a reply is a number."""
+    return np.array([[float(reply_of(text))] for text in texts])
+
+
+def by_length(texts: Sequence[Text]) -> np.ndarray:
+    return np.array([[float(len(reply_of(text)))] for text in texts])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_sample_is_read_and_scored(name: str, tmp_path: Path) -> None:
+    task = find_task(name)
+    path = write(tmp_path / "sample.jsonl", [task.sample])
+    report = run_task(task, path, by_length)
+    (judged,) = report.judged
+    assert len(judged.item.texts) == len(judged.rewards) >= 2
+    assert report.rows
+    shown = render_task(report, {"data": str(path)})
+    assert f"task          {name}" in shown
+    write_task(tmp_path / "report.json", report, {})
+    assert json.loads((tmp_path / "report.json").read_text())["task"] == name
+    write_verdicts(tmp_path / "verdicts.jsonl", report)
+    (line,) = (tmp_path / "verdicts.jsonl").read_text().splitlines()
+    verdict = json.loads(line)
+    assert sum(map(len, verdict["rewards"].values())) == len(judged.rewards)
+
+
+def test_a_task_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean rewardbench"):
+        find_task("reward_bench")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_other_records_are_refused_by_their_line(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "other.jsonl", [find_task(name).sample, {"text": "x"}])
+    with pytest.raises(DataError, match=r"other\.jsonl:2: missing key"):
+        run_task(find_task(name), path, by_length)
+
+
+def pair(subset: str, margin: float) -> dict[str, Any]:
+    return {"subset": subset, "prompt": "?", "chosen": str(margin), "rejected": "0"}
+
+
+def values(report: Any) -> dict[str, float]:
+    return {row.name: row.value for row in report.rows}
+
+
+def test_rewardbench_weighs_subsets_and_prior_sets(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    names = [name for weights in SECTIONS.values() for name in weights]
+    records = [
+        pair(name, rng.choice((1, -1, 0))) for name in (*names, *PRIOR_SETS) for _ in range(7)
+    ]
+    found = values(run_task(TASKS["rewardbench"], write(tmp_path / "b.jsonl", records), by_number))
+    share = {
+        name: np.mean([float(r["chosen"]) > 0 for r in records if r["subset"] == name])
+        for name in (*names, *PRIOR_SETS)
+    }
+    for section, weights in SECTIONS.items():
+        total = sum(share[name] * weight for name, weight in weights.items())
+        assert found[section] == pytest.approx(total / sum(weights.values()))
+    assert found["Prior Sets"] == pytest.approx(np.mean([share[name] for name in PRIOR_SETS]))
+    four = sum(found[section] for section in SECTIONS)
+    assert found["RewardBench"] == pytest.approx((four + 0.5 * found["Prior Sets"]) / 4.5)
+    assert sum(map(len, SECTIONS.values())) == 23
+
+
+def test_a_part_of_rewardbench_has_no_overall(tmp_path: Path) -> None:
+    path = write(tmp_path / "b.jsonl", [pair("hep-cpp", 1), pair("math-prm", -1)])
+    found = values(run_task(TASKS["rewardbench"], path, by_number))
+    assert "RewardBench" not in found
+    assert found["Reasoning"] == pytest.approx(164 / (164 + 984))
+
+
+def four(
+    subset: str, rewards: Sequence[float], name: str = "0", num_right: int = 1
+) -> dict[str, Any]:
+    texts = [str(reward) for reward in rewards]
+    return {
+        "id": name,
+        "subset": subset,
+        "prompt": "?",
+        "chosen": texts[:num_right],
+        "rejected": texts[num_right:],
+    }
+
+
+def test_rewardbench_2_counts_the_best_of_four_and_shares_ties(tmp_path: Path) -> None:
+    records = [
+        four("Math", (3, 1, 2, 0)),
+        four("Math", (1, 3, 2, 0)),
+        four("Math", (3, 3, 3, 0)),
+    ]
+    report = run_task(TASKS["rewardbench2"], write(tmp_path / "b.jsonl", records), by_number)
+    assert [each.right for each in report.judged] == [1, 0, pytest.approx(1 / 3)]
+    assert values(report) == {"Math": pytest.approx(4 / 9)}
+
+
+def test_rewardbench_2_ties_follow_the_published_rule(tmp_path: Path) -> None:
+    """By hand: prompt 1 is right throughout, 2 is right but spreads, 3 is wrong where many are."""
+    records = [
+        four("Ties", (5, 1), "ref:1"),
+        four("Ties", (5, 4, 1), "tied:1", 2),
+        four("Ties", (5, 4), "ref:2"),
+        four("Ties", (9, 3, 2), "tied:2", 2),
+        four("Ties", (1, 2), "ref:3"),
+        four("Ties", (5, 1, 2), "tied:3", 2),
+    ]
+    others = [four(name, (1, 0)) for name in SUBSETS[:-1]]
+    path = write(tmp_path / "b.jsonl", [*records, *others])
+    found = values(run_task(TASKS["rewardbench2"], path, by_number))
+    # Tied and ref: 1 and 2 are right; the margin beats the spread in 1 alone, with ref's, too.
+    ratios = [min(4, 3) / 1, min(1, 1) / 6, min(-1, -1) / 4]
+    tanh = sum(math.tanh(ratio - 1) for ratio in ratios) / 3
+    ties = 0.3 * 2 / 3 + 0.3 * 2 / 3 + 0.2 / 3 + 0.2 / 3 + 0.01 * tanh
+    assert found["Ties"] == pytest.approx(ties)
+    assert found["RewardBench 2"] == pytest.approx((5 + ties) / 6)
+
+
+def test_rm_bench_has_easy_normal_and_hard(tmp_path: Path) -> None:
+    def record(domain: str, right: Sequence[float], wrong: Sequence[float]) -> dict[str, Any]:
+        texts = {"chosen": list(map(str, right)), "rejected": list(map(str, wrong))}
+        return {"id": "1", "domain": domain, "prompt": "?", **texts}
+
+    # By style alone, but that the fancy right reply has the fancy wrong one's reward.
+    fancy = ((1, 2, 3), (0.5, 1.5, 3))
+    domains = ("chat", "math", "code", "safety-refuse", "safety-response")
+    records = [record(name, *fancy) for name in domains]
+    records.append(record("math", (1, 1, 1), (0, 0, 0)))
+    report = run_task(TASKS["rm_bench"], write(tmp_path / "b.jsonl", records), by_number)
+    found = values(report)
+    assert (found["chat, easy"], found["chat, normal"], found["chat, hard"]) == (1, 2 / 3, 0)
+    assert found["chat"] == pytest.approx(5 / 9)
+    assert found["math"] == pytest.approx((5 / 9 + 1) / 2)
+    assert found["safety"] == pytest.approx(5 / 9)
+    assert found["all, hard"] == pytest.approx(1 / 6)
+    assert found["RM-Bench"] == pytest.approx((3 * 5 / 9 + (5 / 9 + 1) / 2) / 4)
+
+
+def test_best_of_n_is_the_mean_over_every_choice() -> None:
+    rng = np.random.RandomState(0)
+    rewards, scores = rng.randn(7), rng.randn(7)
+    for n in (1, 2, 4, 7):
+        every = [max(some, key=rewards.__getitem__) for some in combinations(range(7), n)]
+        assert best_of(n, rewards, scores) == pytest.approx(scores[every].mean())
+
+
+def test_best_of_n_takes_equal_rewards_with_equal_chances() -> None:
+    rewards, scores = np.array([1.0, 1.0, 0.0]), np.array([4.0, 2.0, 0.0])
+    assert best_of(3, rewards, scores) == pytest.approx(3)
+    assert best_of(2, rewards, scores) == pytest.approx((3 + 4 + 2) / 3)
+    assert best_of(1, rewards, scores) == pytest.approx(2)
+
+
+def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "?", "responses": ["3", "2", "1", "0"], "scores": [first, 1, 1, 1]}
+        for first in (5, 1)
+    ]
+    report = run_task(TASKS["best_of_n"], write(tmp_path / "b.jsonl", records), by_number)
+    assert values(report) == {
+        "best of 1": 1.5,
+        "best of 2": 2,
+        "best of 4": 3,
+        "the highest score of every prompt": 3,
+    }
+    last = report.rows[2]
+    assert (last.low, last.high) == (1, 5)
+
+
+def test_texts_that_are_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
+    def encode(text: Text) -> None:
+        if len(reply_of(text)) > 3:
+            raise OverlongError("too long", 4)
+
+    task = find_task("autoj")
+    records = [
+        task.sample,
+        {**task.sample, "response 1": "four"},
+        {**task.sample, "label": 2},
+    ]
+    report = run_task(task, write(tmp_path / "b.jsonl", records), by_length, encode=encode)
+    assert report.left_out == {"too long": 1, "without a verdict": 1}
+    assert "1 scored, 1 too long: left out, 1 without a verdict: left out" in render_task(
+        report, {}
+    )
+
+
+REAL = {
+    "llmbar": [("llmbar/Natural.json", 100, 0), ("llmbar/Adversarial-GPTOut.json", 47, 0)],
+    "humanevalpack": [(f"humanevalpack/{n}.jsonl.gz", 164, 0) for n in ("python", "cpp", "rust")],
+    "autoj": [("autoj_pairwise.jsonl.gz", None, None)],
+    "rewardbench": [("hhh/hhh_pairs.jsonl", 221, 0)],
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_files_are_read_whole(name: str) -> None:
+    for file, count, left_out in REAL[name]:
+        if not (DATA / file).is_file():
+            pytest.skip(f"{DATA / file} is not here; NEMO_ALIGNER_DATA can name its folder")
+        report = run_task(find_task(name), DATA / file, by_length)
+        if count is None:
+            with gzip.open(DATA / file, "rt") as lines:
+                labels = [json.loads(line)["label"] for line in lines]
+            count, left_out = sum(label != 2 for label in labels), labels.count(2)
+        assert len(report.judged) == count
+        assert sum(report.left_out.values()) == left_out
+        assert 0 < report.rows[-1].value < 1
+
+
+@pytest.mark.slow(seconds=5)
+def test_the_verb_reports_a_benchmark(tmp_path: Path) -> None:
+    model = tiny.write_reward_nemo(tmp_path / "rm.nemo", seq_length=128)
+    path = write(
+        tmp_path / "b.jsonl",
+        [{**find_task("rewardbench").sample, "chosen": "4" * count} for count in range(1, 6)],
+    )
+    output, lines = tmp_path / "report.json", tmp_path / "verdicts.jsonl"
+    done = tiny.run_verb(
+        "evaluate",
+        f"rm_model_file={model}",
+        f"data.path={path}",
+        "task=rewardbench",
+        f"output={output}",
+        f"output_rewards={lines}",
+    )
+    verdicts = [json.loads(line) for line in lines.read_text().splitlines()]
+    share = sum(verdict["right"] for verdict in verdicts) / 5
+    rows = {row["name"]: row["value"] for row in json.loads(output.read_text())["rows"]}
+    assert rows == {"alpacaeval-easy": share, "Chat": share}
+    assert f"alpacaeval-easy{share:>10.4f}" in done.stdout

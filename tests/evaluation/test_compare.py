@@ -1,0 +1,132 @@
+"""Two models' verdicts on the same pairs, from the files that an evaluation writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.errors import DataError
+from nemo_aligner.evaluation.compare import compare_files
+from nemo_aligner.metrics.paired import mcnemar, wilson_interval
+from tests import tiny
+
+QUESTION = {"role": "user", "content": "2+2?"}
+# Of ten pairs the margins that two models give, and where the pairs are from.
+FIRST = (1, 2, -1, 3, 0, -2, 1, 1, -4, 2)
+SECOND = (1, 1, 2, -3, 1, -1, 1, 1, 4, 2)
+SOURCES = ("math", "math", "math", "math", "math", "chat", "chat", "chat", "chat", "chat")
+
+
+def write(path: Path, margins: tuple[float, ...], skip: int = 0) -> Path:
+    rows = [
+        {
+            "record": f"pairs.jsonl:{number}",
+            "rewards": {"chosen": margin + 0.5, "rejected": 0.5},
+            "source": source,
+            "texts": {
+                side: [QUESTION, {"role": "assistant", "content": f"{side} {number}"}]
+                for side in ("chosen", "rejected")
+            },
+        }
+        for number, (margin, source) in enumerate(zip(margins, SOURCES, strict=True), start=1)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows[skip:]))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return write(tmp_path / "a.jsonl", FIRST), write(tmp_path / "b.jsonl", SECOND)
+
+
+def test_rows_are_of_all_pairs_and_of_every_source(files: tuple[Path, Path]) -> None:
+    compared = compare_files(*files)
+    assert [(row.source, row.pairs) for row in compared.rows] == [
+        ("all", 10),
+        ("chat", 5),
+        ("math", 5),
+    ]
+    whole = compared.rows[0]
+    assert (whole.first.accuracy, whole.second.accuracy) == (0.65, 0.8)  # a tie is one half
+    assert (whole.first.low, whole.first.high) == wilson_interval(6.5, 10)
+    assert whole.difference == pytest.approx(0.15)
+    assert whole.low < 0.15 < whole.high
+    assert (whole.lost, whole.gained) == (1, 3)
+    assert whole.p_value == mcnemar(1, 3)
+
+
+def test_flips_come_with_both_margins_and_whole_texts_surest_first(
+    files: tuple[Path, Path],
+) -> None:
+    flips = compare_files(*files).flips
+    assert [flip.record.split(":")[1] for flip in flips] == ["9", "4", "3", "5"]
+    assert (flips[0].first_margin, flips[0].second_margin) == (-4, 4)
+    assert flips[0].chosen == [QUESTION, {"role": "assistant", "content": "chosen 9"}]
+
+
+def test_pairs_of_one_file_alone_are_left_out_and_counted(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    fewer = write(tmp_path / "fewer.jsonl", SECOND, skip=4)
+    compared = compare_files(files[0], fewer)
+    assert compared.left_out == (4, 0)
+    assert compared.rows[0].pairs == 6
+
+
+def test_several_pairs_of_a_record_are_told_apart(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", FIRST)
+    path.write_text(path.read_text() * 2)
+    assert compare_files(path, path).rows[0].pairs == 20
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "it is empty"),
+        ("{", "a.jsonl:1: got '{', wanted a pair of evaluate's output_rewards"),
+        ('{"record": "r:1", "rewards": {"helpfulness": 1}}', r"KeyError: 'chosen'"),
+        ('{"record": "r:1", "rewards": {"chosen": null, "rejected": 1}}', "TypeError"),
+    ],
+)
+def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    other = tmp_path / "a.jsonl"
+    other.write_text(content)
+    with pytest.raises(DataError, match=message):
+        compare_files(other, other)
+
+
+def test_files_of_other_data_have_nothing_in_common(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(files[0].read_text().replace("pairs.jsonl", "others.jsonl"))
+    with pytest.raises(DataError, match="no pair in common"):
+        compare_files(files[0], other)
+
+
+@pytest.mark.slow(seconds=5)
+def test_the_verb_takes_what_an_evaluation_writes(tmp_path: Path) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 30)
+    model = tiny.write_reward_nemo(tmp_path / "rm.nemo", seq_length=128)
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    settings = (f"rm_model_file={model}", f"data.path={pairs}")
+    tiny.run_verb("evaluate", *settings, f"output_rewards={first}")
+    rows = [json.loads(line) for line in first.read_text().splitlines()]
+    for row in rows[::3]:  # another model's
+        row["rewards"] = dict(zip(("rejected", "chosen"), row["rewards"].values(), strict=True))
+    second.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    output, flips = tmp_path / "table.json", tmp_path / "flips.jsonl"
+    done = tiny.run_verb(
+        "compare", str(first), str(second), f"--output={output}", f"--flips={flips}", "--show=1"
+    )
+    (row,) = json.loads(output.read_text())["rows"]
+    assert (row["pairs"], row["lost"] + row["gained"]) == (30, 10)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 220
+    assert "10 verdicts differ; the first 1:" in lines
+    flipped = [json.loads(line) for line in flips.read_text().splitlines()]
+    replies = {json.loads(line)["chosen"] for line in pairs.read_text().splitlines()}
+    assert {flip["chosen"][-1]["content"] for flip in flipped} < replies
+    assert len(flipped) == 10

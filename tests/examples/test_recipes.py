@@ -1,0 +1,119 @@
+"""Every recipe runs as its comment says, on its kind of records, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.once import Once
+
+RECIPES = tiny.ROOT / "conf" / "recipes"
+HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
+# Of a recipe what a laptop has not: GPUs, and hours.
+SMALL = (
+    "trainer.precision=fp32",
+    "trainer.rm.max_steps=2",
+    "model.tensor_model_parallel_size=1",
+    "model.pipeline_model_parallel_size=1",
+    "model.sequence_parallel=false",
+    "model.global_batch_size=8",
+    "model.micro_batch_tokens=512",
+    "model.data.seq_length=128",
+    "exp_manager.create_tensorboard_logger=false",
+)
+Record = dict[str, Any]
+
+
+def chat_pair(rng: random.Random) -> Record:
+    """As UltraFeedback (binarized) and Skywork have them."""
+    question = {"role": "user", "content": tiny.sentence(rng)}
+    chosen, rejected = (
+        [question, {"role": "assistant", "content": tiny.sentence(rng)}] for _ in range(2)
+    )
+    scores = {"score_chosen": 8.5, "score_rejected": 4.0}
+    return {"prompt": question["content"], "chosen": chosen, "rejected": rejected, **scores}
+
+
+def rated(rng: random.Random) -> Record:
+    labels = {name: rng.randrange(5) for name in HELPSTEER2}
+    return {"prompt": tiny.sentence(rng), "response": tiny.sentence(rng), **labels}
+
+
+def preference(rng: random.Random) -> Record:
+    texts = {name: tiny.sentence(rng) for name in ("prompt", "response_1", "response_2")}
+    return {**texts, "preference_strength": rng.choice((-3, -2, -1, 1, 2, 3))}
+
+
+LADDER = ("helpsteer2_preference_1_regression", "helpsteer2_preference_2_scaled_bt")
+RECORDS: dict[str, Callable[[random.Random], Record]] = {
+    "ultrafeedback_ranking": chat_pair,
+    "helpsteer2_regression": rated,
+    LADDER[0]: rated,
+    LADDER[1]: preference,
+    "skywork_8b": chat_pair,
+}
+
+
+def write(path: Path, record: Callable[[random.Random], Record], count: int, seed: int) -> Path:
+    rng = random.Random(seed)
+    path.write_text("".join(f"{json.dumps(record(rng))}\n" for _ in range(count)))
+    return path
+
+
+def train(name: str, start: Path, folder: Path) -> Path:
+    """Run the recipe; its model."""
+    folder.mkdir()
+    data = write(folder / "train.jsonl", RECORDS[name], 24, seed=0)
+    heldout = write(folder / "heldout.jsonl", RECORDS[name], 8, seed=1)
+    tiny.run_verb(
+        "train",
+        "--config",
+        str(RECIPES / f"{name}.yaml"),
+        f"pretrained_checkpoint.restore_from_path={start}",
+        f"model.data.data_prefix.train={data}",
+        f"model.data.data_prefix.validation={heldout}",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        *SMALL,
+    )
+    return folder / "run" / "checkpoints" / "megatron_gpt.nemo"
+
+
+def evaluate(model: Path, heldout: Path) -> dict[str, float]:
+    report = heldout.with_suffix(".report.json")
+    tiny.run_verb("evaluate", f"rm_model_file={model}", f"data.path={heldout}", f"output={report}")
+    return json.loads(report.read_text())["metrics"]
+
+
+@pytest.fixture(scope="module")
+def base(once: Once) -> Path:
+    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
+
+
+def test_every_recipe_is_run_here() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == set(RECORDS)
+
+
+@pytest.mark.slow(seconds=10)
+@pytest.mark.parametrize("name", [name for name in RECORDS if name not in LADDER])
+def test_a_recipe_gives_a_model_that_is_evaluated(name: str, base: Path, tmp_path: Path) -> None:
+    model = train(name, base, tmp_path / "first")
+    metrics = evaluate(model, tmp_path / "first" / "heldout.jsonl")
+    assert metrics["loss"] > 0
+
+
+@pytest.mark.slow(seconds=25)
+def test_the_ladder_goes_on_from_rung_to_rung(base: Path, tmp_path: Path) -> None:
+    first = train(LADDER[0], base, tmp_path / "first")
+    second = train(LADDER[1], first, tmp_path / "second")
+    third = tmp_path / "expo.nemo"
+    how = ("--extrapolate", "0.5", "--output", str(third))
+    tiny.run_verb("merge", *how, "--input", str(first), str(second))
+    heldout = tmp_path / "second" / "heldout.jsonl"
+    losses = [evaluate(model, heldout)["loss"] for model in (second, third)]
+    assert losses[0] != losses[1]
