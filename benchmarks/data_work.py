@@ -17,7 +17,7 @@ from nemo_aligner.config.data import DataConfig, DataPrefixConfig
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.training_data import build_training_data
-from nemo_aligner.text.contract import build_contract
+from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.text.tokenizer import load_tokenizer
 
 _GLOBAL_BATCH, _PACK_TOKENS, _QUERY_KEY_COST = 512, 8192, 1e-4

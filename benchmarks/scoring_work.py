@@ -50,7 +50,7 @@ def our_scorer(nemo: Path, precision: Any, layout: Any) -> Ours:
     from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.models.batch_invariant import make_batch_invariant
     from nemo_aligner.scoring.scorer import RewardScorer
-    from nemo_aligner.text.contract import build_contract
+    from nemo_aligner.text.contract_settings import build_contract
 
     config = ModelConfig(data=DataConfig(seq_length=2048, overlong=Overlong.truncate_left))
     pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)

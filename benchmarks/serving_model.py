@@ -88,7 +88,7 @@ def write_reward_model(base: Path, output: Path) -> None:
     from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.text.contract import build_contract
+    from nemo_aligner.text.contract_settings import build_contract
 
     settings = ModelConfig(data=DataConfig(seq_length=SEQ_LENGTH, overlong=Overlong.truncate_left))
     with launch():

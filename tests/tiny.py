@@ -110,7 +110,7 @@ def write_reward_nemo(path: Path, **data: Any) -> Path:
     from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.text.contract import build_contract
+    from nemo_aligner.text.contract_settings import build_contract
 
     settings = ModelConfig(
         reward_model_type=RewardModelType.regression,

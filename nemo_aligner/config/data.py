@@ -13,10 +13,10 @@ class DataPrefixConfig:
     """Files of every part."""
 
     train: list[str] = setting([], "files to train on")
+    validation: list[str] = setting([], "files to validate on, each a set of its own")
     train_weights: list[float] = setting(
         [], "of each training file in the mixture; none: by their records"
     )
-    validation: list[str] = setting([], "files to validate on, each a set of its own")
 
     def __post_init__(self) -> None:
         with Checks("model.data.data_prefix", self) as checks:
@@ -58,7 +58,7 @@ class DataConfig:
     max_malformed: float = setting(0.01, "the most of a file that may be left out so, 0 to 1")
 
     index_dir: str | None = setting(
-        None, "where the tokens of files are kept (null: beside those of 4 MiB and more)"
+        None, "where tokens of files are kept (null: beside those of 4 MiB and more)"
     )
     keep_index: bool = setting(True, "keep tokens on the disk for the next start")
 

@@ -23,8 +23,8 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.base import start_of_learned
 from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.text.contract import build_contract
 from nemo_aligner.text.contract_changes import continue_contract
+from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
 

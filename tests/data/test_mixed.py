@@ -49,7 +49,10 @@ def build(
         regression=RegressionConfig(["help", "brief"]),
         objective=objective,
         objective_kwargs=settings,
-        data=DataConfig(data_prefix=DataPrefixConfig(train, validation), allow_prompt_overlap=True),
+        data=DataConfig(
+            data_prefix=DataPrefixConfig(train=train, validation=validation),
+            allow_prompt_overlap=True,
+        ),
     )
     return build_training_data(config, contract, tokenizer)
 

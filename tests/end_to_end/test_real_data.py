@@ -206,7 +206,7 @@ def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None
     from nemo_aligner.config.model import ModelConfig
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.text.contract import build_contract
+    from nemo_aligner.text.contract_settings import build_contract
 
     reward_model = tmp_path / "rm.nemo"
     with launch():

@@ -22,7 +22,7 @@ from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.scoring.scorer import RewardScorer
-from nemo_aligner.text.contract import build_contract
+from nemo_aligner.text.contract_settings import build_contract
 from tests.scoring.traffic import traffic
 
 LAYOUTS: dict[str, tuple[int, int, bool]] = {

@@ -53,7 +53,7 @@ def scorer_and_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
     from nemo_aligner.scoring.scorer import load_scorer
-    from nemo_aligner.text.contract import build_contract
+    from nemo_aligner.text.contract_settings import build_contract
 
     folder = tmp_path_factory.mktemp("model")
     config = ModelConfig(

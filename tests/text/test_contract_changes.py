@@ -10,8 +10,8 @@ import pytest
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.readout import Readout
-from nemo_aligner.text.contract import build_contract
 from nemo_aligner.text.contract_changes import continue_contract, describe_differences
+from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests.contracts import Contracts
 

@@ -9,7 +9,8 @@ import pytest
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.contract import ScoringContract, build_contract
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.text.reply_marker import find_marker, make_reply_marker, reply_start
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.text.tokenizer import Tokenizer

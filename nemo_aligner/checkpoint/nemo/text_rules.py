@@ -9,7 +9,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.data import DataConfig, RegressionConfig
 from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.text.contract import ScoringContract, build_contract
+from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 
 

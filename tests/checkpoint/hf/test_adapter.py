@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_rewa
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.lora import LoraShape, is_of_adapter
-from nemo_aligner.text.contract import build_contract
+from nemo_aligner.text.contract_settings import build_contract
 from tests import tiny
 from tests.checkpoint.hf.exporting import export, tensors_of
 from tests.contracts import Contracts
