@@ -18,9 +18,9 @@ from nemo_aligner.text.contract import (
     EncodedText,
     OverlongError,
     ScoringContract,
-    build_contract,
 )
 from nemo_aligner.text.contract_changes import check_expected, describe_differences
+from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests.contracts import Contracts
 
