@@ -17,13 +17,17 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import compare, cut, encode_texts, our_logits
 from nemo_aligner.checkpoint.hf.export import exported_contract, exported_head
-from nemo_aligner.checkpoint.hf.folder import choose_pad, write_json, write_tokenizer
+from nemo_aligner.checkpoint.hf.folder import (
+    choose_pad,
+    folder_when_whole,
+    write_json,
+    write_tokenizer,
+)
 from nemo_aligner.checkpoint.hf.reward_archive import RewardArchive, check_head
 from nemo_aligner.checkpoint.hf.tensors import HF_HEAD
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
-from nemo_aligner.checkpoint.nemo.write import scratch_beside, sync_to_disk
 from nemo_aligner.config.common import Precision
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
@@ -63,15 +67,8 @@ def export_adapter(
             or what was written does not score like it.
     """
     output = Path(output)
-    with scratch_beside(output) as scratch, open_nemo(archive) as folder:
-        staging = scratch / "folder"
-        staging.mkdir()
-        said = _export(folder, staging, output, layout, options)
-        for file in staging.iterdir():
-            sync_to_disk(file)
-        staging.rename(output)
-    sync_to_disk(output.parent)
-    return said
+    with folder_when_whole(output) as staging, open_nemo(archive) as folder:
+        return _export(folder, staging, output, layout, options)
 
 
 def _export(

@@ -28,6 +28,7 @@ from nemo_aligner.checkpoint.hf.check import (
 from nemo_aligner.checkpoint.hf.folder import (
     ShardWriter,
     choose_pad,
+    folder_when_whole,
     hf_config,
     write_json,
     write_tokenizer,
@@ -38,7 +39,6 @@ from nemo_aligner.checkpoint.hf.tensors import HEAD_KEY, HF_HEAD
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
-from nemo_aligner.checkpoint.nemo.write import scratch_beside, sync_to_disk
 from nemo_aligner.config.common import Precision
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
@@ -111,15 +111,8 @@ def export_to_hf(
     output = Path(output)
     if layout.tp * layout.pp * layout.dp > 1:
         raise CheckpointError("an export runs in one process")
-    with scratch_beside(output) as scratch, open_nemo(archive) as folder:
-        staging = scratch / "folder"
-        staging.mkdir()
-        summary = _export(folder, staging, output, layout, options)
-        for file in staging.iterdir():
-            sync_to_disk(file)
-        staging.rename(output)
-    sync_to_disk(output.parent)
-    return summary
+    with folder_when_whole(output) as staging, open_nemo(archive) as folder:
+        return _export(folder, staging, output, layout, options)
 
 
 def _export(

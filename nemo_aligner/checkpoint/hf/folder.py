@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families.family import ModelFamily
+from nemo_aligner.checkpoint.nemo.write import scratch_beside, sync_to_disk
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -23,6 +25,23 @@ _TEMPLATE = "chat_template.jinja"
 _NEW_PAD = "<|pad|>"
 # Tokens that models carry and no text ends with, the likeliest first.
 _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
+
+
+@contextmanager
+def folder_when_whole(output: Path) -> Iterator[Path]:
+    """A folder to be filled, that is called ``output`` when the block has ended without an error.
+
+    Raises:
+        CheckpointError: ``output`` exists, or cannot be made.
+    """
+    with scratch_beside(output) as scratch:
+        staging = scratch / "folder"
+        staging.mkdir()
+        yield staging
+        for file in staging.iterdir():
+            sync_to_disk(file)
+        staging.rename(output)
+    sync_to_disk(output.parent)
 
 
 class ShardWriter:
