@@ -57,6 +57,7 @@ RECORDS: dict[str, Callable[[random.Random], Record]] = {
     LADDER[0]: rated,
     LADDER[1]: preference,
     "skywork_8b": chat_pair,
+    "lora_one_gpu": chat_pair,
 }
 
 
