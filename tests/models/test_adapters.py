@@ -23,6 +23,7 @@ from nemo_aligner.models.adapters import (
     train_adapters_alone,
 )
 from nemo_aligner.models.batch_invariant import make_batch_invariant
+from nemo_aligner.models.head_shape import HeadShape
 from nemo_aligner.models.lora import LoraShape, is_of_adapter
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.models.shape import ModelShape
@@ -37,9 +38,11 @@ WITH_LORA = replace(SHAPE, lora=LORA)
 PACK = PackedBatch.pack([list(range(20, 50)), list(range(100, 115)), [7] * 9])
 
 
-def build(layout: Any, lora: LoraShape | None, seed: int = 5) -> GPTRewardModel:
+def build(
+    layout: Any, lora: LoraShape | None, seed: int = 5, head: HeadShape | None = None
+) -> GPTRewardModel:
     """A model of drawn weights, which do not depend on ``lora``."""
-    shape = replace(SHAPE, lora=lora)
+    shape = replace(SHAPE, lora=lora, head=head)
     model = build_reward_model(shape, layout, num_attributes=2, precision=Precision.fp32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -10,6 +10,7 @@ import torch
 
 from nemo_aligner.checkpoint.weights.run_weights import frozen_digest, put_weights, sharded_weights
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.head_shape import HeadShape
 from nemo_aligner.models.lora import is_of_adapter
 from tests.models.test_adapters import LORA, build, perturb
 
@@ -24,6 +25,19 @@ def test_only_adapters_and_head_are_saved(layout: Any) -> None:
     assert {name for name, _ in plain.named_parameters()} <= {
         name.removeprefix("model.") for name in sharded_weights(plain)
     }
+
+
+def test_all_of_a_head_is_saved_and_none_of_it_is_frozen(layout: Any) -> None:
+    model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
+    model.rm_head.learn_beside([1.0])
+    before = frozen_digest(model)
+    of_head = {f"model.rm_head.{name}" for name, _ in model.rm_head.named_parameters()}
+    assert len(of_head) == 5
+    assert of_head < set(sharded_weights(model))
+    with torch.no_grad():
+        for parameter in model.rm_head.parameters():
+            parameter.add_(1)
+    assert frozen_digest(model) == before
 
 
 def test_what_is_put_back_has_to_be_all_of_it(layout: Any) -> None:
