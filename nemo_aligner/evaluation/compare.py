@@ -1,6 +1,7 @@
 """Two models on the same pairs: how far apart, how surely, and where their verdicts part.
 
-What is compared are the files that ``nemo-aligner evaluate output_rewards=...`` writes.
+What is compared are the files that ``nemo-aligner evaluate output_rewards=...`` writes, of pairs or
+of a benchmark.
 """
 
 from __future__ import annotations
@@ -19,28 +20,27 @@ from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_inte
 
 ALL = "all"
 _SIDES = ("chosen", "rejected")
+_BENCHMARK_SIDES = ("right", "wrong")
 
 
 @dataclass(frozen=True)
 class PairVerdict:
-    """What a model made of one pair.
+    """What a model made of one pair, or of one item of a benchmark.
 
     Attributes:
         record: file and line of it, and a number where that has several pairs.
         source: where the record says it is from; "" if it does not.
-        margin: the chosen reply's reward minus the rejected one's.
-        texts: the chosen text and the rejected one.
+        right: of a pair 1 where the chosen reply has the higher reward, one half for a tie, else 0;
+            of a benchmark's item as the benchmark has it.
+        margin: the lowest reward of a right reply minus the highest of a wrong one.
+        texts: of the right reply and the wrong one; lists where there are several.
     """
 
     record: str
     source: str
+    right: float
     margin: float
     texts: tuple[Any, Any]
-
-    @property
-    def right(self) -> float:
-        """1 where the chosen reply has the higher reward, one half for a tie, else 0."""
-        return (np.sign(self.margin) + 1) / 2
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,23 @@ def _read(path: Path) -> Iterator[PairVerdict]:
 
 
 def _verdict(value: dict[str, Any], seen: dict[str, Iterator[int]]) -> PairVerdict:
-    chosen, rejected = (float(value["rewards"][side]) for side in _SIDES)
-    texts = value["texts"]["chosen"], value["texts"]["rejected"]
+    names = _BENCHMARK_SIDES if "right" in value else _SIDES
+    good, bad = (np.array(value["rewards"][name], dtype=float) for name in names)
+    margin = float(good.min() - bad.max())
+    if not np.isfinite(margin):
+        raise ValueError("a reward is missing")
+    texts = _lone(value["texts"][names[0]]), _lone(value["texts"][names[1]])
     # Of three or more completions a record has several pairs.
     occurrence = next(seen.setdefault(str(value["record"]), count(1)))
     record = f"{value['record']}, pair {occurrence}" if occurrence > 1 else str(value["record"])
-    return PairVerdict(record, value.get("source", ""), chosen - rejected, texts)
+    right = float(value["right"]) if "right" in value else (np.sign(margin) + 1) / 2
+    return PairVerdict(record, value.get("source", ""), right, margin, texts)
+
+
+def _lone(texts: Any) -> Any:
+    """Of a list of texts the only one, if it is; a text as it is."""
+    is_list = isinstance(texts, list) and not isinstance(texts[0], dict)
+    return texts[0] if is_list and len(texts) == 1 else texts
 
 
 def _rows(first: Sequence[PairVerdict], second: Sequence[PairVerdict]) -> list[ComparedRow]:
@@ -222,8 +233,10 @@ def _table_line(row: ComparedRow, width: int) -> str:
 
 
 def _ending(text: Any, most: int = 200) -> str:
-    reply = text if isinstance(text, str) else text[-1]["content"]
-    line = " ".join(reply.split())
+    several = isinstance(text, list) and not isinstance(text[0], dict)
+    first = text[0] if several else text
+    reply = first if isinstance(first, str) else first[-1]["content"]
+    line = f"(one of {len(text)}) " * several + " ".join(reply.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 

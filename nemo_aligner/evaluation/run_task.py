@@ -51,7 +51,8 @@ def run_task(
             the message says in which line.
     """
     left_out: Counter[str] = Counter()
-    items = list(_usable(task, path, encode, left_out))
+    found = list(_usable(task, path, encode, left_out))
+    items = [item for _, item in found]
     if not items:
         raise DataError(
             f"{path}: no item of {task.name} in it that can be scored ({task.file}); left out: "
@@ -61,8 +62,8 @@ def run_task(
     rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
     bounds = np.cumsum([len(item.texts) for item in items])[:-1]
     judged = [
-        Judged(item, of_item, task.judge(item, of_item))
-        for item, of_item in zip(items, np.split(rewards, bounds), strict=True)
+        Judged(item, of_item, task.judge(item, of_item), f"{path}:{line}")
+        for (line, item), of_item in zip(found, np.split(rewards, bounds), strict=True)
     ]
     return TaskReport(task.name, task.summarise(judged), judged, dict(left_out))
 
@@ -72,7 +73,8 @@ def _usable(
     path: str | Path,
     encode: Callable[[Text], object] | None,
     left_out: Counter[str],
-) -> Iterator[TaskItem]:
+) -> Iterator[tuple[int, TaskItem]]:
+    """Lines and items."""
     for line in read_lines(path):
         item = _read(task, line, path)
         if item is None:
@@ -86,7 +88,7 @@ def _usable(
         except DataError as error:
             raise DataError(f"{path}:{line.number}: {error}") from error
         else:
-            yield item
+            yield line.number, item
 
 
 def _read(task: Task, line: Line | BadLine, path: str | Path) -> TaskItem | None:
@@ -134,20 +136,25 @@ def write_task(path: str | Path, report: TaskReport, about: Mapping[str, str]) -
 
 
 def write_verdicts(path: str | Path, report: TaskReport) -> None:
-    """A line for every item: the rewards of right texts and of wrong ones, and the verdict."""
+    """A line for every item: the verdict, and rewards and texts of right replies and wrong ones."""
     lines = [json.dumps(_line(each), ensure_ascii=False) + "\n" for each in report.judged]
     _write(Path(path), "".join(lines))
 
 
 def _line(judged: Judged) -> dict[str, Any]:
-    count = judged.item.num_right
-    rewards = [float(reward) for reward in judged.rewards]
+    item, rewards = judged.item, [float(reward) for reward in judged.rewards]
     return {
-        "id": judged.item.id,
-        "subset": judged.item.subset,
+        "record": judged.record,
+        "id": item.id,
+        "source": item.subset,
         "right": judged.right,
-        "rewards": {"right": rewards[:count], "wrong": rewards[count:]},
+        "rewards": _parted(rewards, item.num_right),
+        "texts": _parted(item.texts, item.num_right),
     }
+
+
+def _parted(values: Sequence[Any], num_right: int) -> dict[str, list[Any]]:
+    return {"right": list(values[:num_right]), "wrong": list(values[num_right:])}
 
 
 def _write(path: Path, text: str) -> None:

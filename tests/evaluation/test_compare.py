@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nemo_aligner.errors import DataError
-from nemo_aligner.evaluation.compare import compare_files
+from nemo_aligner.evaluation.compare import compare_files, render_compared
+from nemo_aligner.evaluation.run_task import run_task, write_verdicts
+from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.metrics.paired import mcnemar, wilson_interval
 from tests import tiny
 
@@ -87,7 +90,7 @@ def test_several_pairs_of_a_record_are_told_apart(tmp_path: Path) -> None:
         ("", "it is empty"),
         ("{", "a.jsonl:1: got '{', wanted a pair of evaluate's output_rewards"),
         ('{"record": "r:1", "rewards": {"helpfulness": 1}}', r"KeyError: 'chosen'"),
-        ('{"record": "r:1", "rewards": {"chosen": null, "rejected": 1}}', "TypeError"),
+        ('{"record": "r:1", "rewards": {"chosen": null, "rejected": 1}}', "a reward is missing"),
     ],
 )
 def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
@@ -104,6 +107,27 @@ def test_files_of_other_data_have_nothing_in_common(
     other.write_text(files[0].read_text().replace("pairs.jsonl", "others.jsonl"))
     with pytest.raises(DataError, match="no pair in common"):
         compare_files(files[0], other)
+
+
+def test_verdicts_of_a_benchmark_are_compared_as_it_counts_them(tmp_path: Path) -> None:
+    sample = find_task("rewardbench2").sample
+    items = tmp_path / "items.jsonl"
+    items.write_text("".join(f"{json.dumps({**sample, 'id': str(n)})}\n" for n in range(3)))
+    files = []
+    for name, rewards in (("a", (3, 1, 2, 0)), ("b", (1, 1, 0, 1))):
+        scores = np.array(rewards * 3, dtype=float)[:, None]
+        report = run_task(find_task("rewardbench2"), items, lambda _, found=scores: found)
+        files.append(tmp_path / f"{name}.jsonl")
+        write_verdicts(files[-1], report)
+    compared = compare_files(*files)
+    (row,) = compared.rows
+    assert (row.first.accuracy, row.second.accuracy) == (1, pytest.approx(1 / 3))
+    assert (row.lost, row.gained) == (3, 0)
+    flip = compared.flips[0]
+    assert (flip.record, flip.first_margin, flip.second_margin) == (f"{items}:1", 1, 0)
+    assert flip.chosen[-1]["content"] == "4"
+    assert [text[-1]["content"] for text in flip.rejected] == ["5", "3", "22"]
+    assert "rejected: (one of 3) 5" in render_compared(compared, ["a", "b"], 1)
 
 
 @pytest.mark.slow(seconds=5)

@@ -35,11 +35,15 @@ class TaskItem:
 
 @dataclass(frozen=True)
 class Judged:
-    """An item, the ``[K]`` rewards of its texts, and how right they are, from 0 to 1."""
+    """An item, the ``[K]`` rewards of its texts, and how right they are, from 0 to 1.
+
+    ``record`` is the file and line of it.
+    """
 
     item: TaskItem
     rewards: np.ndarray
     right: float
+    record: str = ""
 
 
 class Level(Enum):
