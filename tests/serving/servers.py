@@ -81,8 +81,12 @@ class Server:
             time.sleep(0.1)
         assert self.processes() == []
         assert list(self.home.iterdir()) == []
-        segments = [f"/dev/shm/pytrtion{rank.pid}-*" for rank in self.ranks]
-        assert [found for segment in segments for found in glob.glob(segment)] == []
+        assert self.segments() == []
+
+    def segments(self) -> list[str]:
+        """Its shared memory."""
+        patterns = [f"/dev/shm/pytrtion{rank.pid}-*" for rank in self.ranks]
+        return [found for pattern in patterns for found in glob.glob(pattern)]
 
 
 @contextlib.contextmanager
@@ -146,6 +150,9 @@ def _running(folder: Path, command: list[str], ranks: int) -> Iterator[Server]:
                 os.kill(pid, signal.SIGKILL)
         for rank_process in server.ranks:
             rank_process.wait()
+        # What clears up was killed, too, and a process to come may have the same number.
+        for segment in server.segments():
+            os.unlink(segment)
         shutil.rmtree(home)
 
 
