@@ -58,7 +58,7 @@ def make(folder: Path) -> Path:
 
 
 @pytest.mark.slow(seconds=6)
-@pytest.mark.parametrize("name", ["tp2", "tp2_sp", "pp2", "dp2"])
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "dp2"])
 def test_layout_trains_like_one_process(
     name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
