@@ -13,7 +13,6 @@ McNemar's, exact. "A only" are pairs that A alone has right.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser
@@ -35,17 +34,16 @@ def new_parser() -> Parser:
 def run(options: argparse.Namespace) -> int:
     """Print the table, and write what was asked for."""
     from nemo_aligner.evaluation.compare import (
-        as_json,
         compare_files,
         render_compared,
         write_flips,
+        write_rows,
     )
 
     compared = compare_files(options.first, options.second)
     print(render_compared(compared, [str(options.first), str(options.second)], options.show))
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(as_json(compared), indent=2) + "\n")
+        write_rows(options.output, compared)
     if options.flips is not None:
         write_flips(options.flips, compared)
     return 0

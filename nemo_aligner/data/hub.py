@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from nemo_aligner.errors import ConfigError, DataError, short
 
@@ -39,29 +37,24 @@ def fetch(
         ) from error
     datasets.disable_progress_bars()
     asked = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
-    try:
-        rows = datasets.load_dataset(name, subset, split=split, revision=revision, streaming=True)
-        return _write(rows, output)
-    except OSError as error:
-        # Of the file that is written: those of the network say which address they meant.
-        if error.filename is not None:
-            raise ConfigError(f"output: {output} cannot be written: {error}") from error
-        raise DataError(f"{asked}: {short(error)}") from error
-    except Exception as error:  # of the many kinds that readers and the hub's client have
-        raise DataError(f"{asked}: {type(error).__name__}: {short(error)}") from error
-
-
-def _write(rows: Iterable[dict[str, Any]], output: Path) -> int:
-    output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f"{output.name}.part")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        lines = part.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output: {output} cannot be written: {error}") from error
     count = 0
     try:
-        with part.open("w", encoding="utf-8") as lines:
-            for row in rows:
+        with lines:
+            for row in datasets.load_dataset(
+                name, subset, split=split, revision=revision, streaming=True
+            ):
                 # What JSON has no kind for, as dates, becomes its text.
                 lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
                 count += 1
         os.replace(part, output)
+    except Exception as error:  # of the many kinds that readers and the hub's client have
+        raise DataError(f"{asked}: {type(error).__name__}: {short(error)}") from error
     finally:
         part.unlink(missing_ok=True)
     return count

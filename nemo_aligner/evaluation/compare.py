@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.data.write import write_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
 
@@ -240,18 +241,16 @@ def _ending(text: Any, most: int = 200) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def as_json(compared: PairedComparison) -> dict[str, Any]:
-    """Rows and how many flips there are, for programs."""
-    return {
+def write_rows(path: Path, compared: PairedComparison) -> None:
+    """Rows and how many flips there are as one JSON object."""
+    content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),
         "left_out": list(compared.left_out),
     }
+    write_lines(path, [json.dumps(content, indent=2)])
 
 
 def write_flips(path: Path, compared: PairedComparison) -> None:
     """A line for every pair that flipped: both margins, and its texts whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as lines:
-        for flip in compared.flips:
-            lines.write(json.dumps(asdict(flip), ensure_ascii=False) + "\n")
+    write_lines(path, (json.dumps(asdict(flip), ensure_ascii=False) for flip in compared.flips))

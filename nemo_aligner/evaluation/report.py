@@ -13,6 +13,7 @@ import numpy as np
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.console import fit_row
 from nemo_aligner.data.malformed import list_first
+from nemo_aligner.data.write import write_lines
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.metrics.by_source import BY_SOURCE
 from nemo_aligner.metrics.table import Shown, all_metrics, find_metric
@@ -57,7 +58,7 @@ def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str,
     """Metrics and counts as one JSON object; a metric without a value is null."""
     metrics = {name: _number(value) for name, value in report.metrics.items()}
     content = {**about, "kind": report.kind.value, "metrics": metrics, "counts": report.counts}
-    _write(Path(path), json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_lines(Path(path), [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
 
 
 def write_rewards(path: str | Path, report: EvaluationReport) -> None:
@@ -76,8 +77,8 @@ def write_rewards(path: str | Path, report: EvaluationReport) -> None:
             row["labels"] = _named(report, report.labels[index])
         if report.spreads is not None:
             row["spread"] = _named(report, report.spreads[index])
-        lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-    _write(Path(path), "".join(lines))
+        lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
+    write_lines(Path(path), lines)
 
 
 def _named(report: EvaluationReport, row: np.ndarray) -> dict[str, float | None]:
@@ -87,8 +88,3 @@ def _named(report: EvaluationReport, row: np.ndarray) -> dict[str, float | None]
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from nemo_aligner.config.evaluation import EvaluateConfig, EvaluateDataConfig
 from nemo_aligner.console import Counter, say
 from nemo_aligner.data.formats.base import PairKeys
@@ -9,10 +12,9 @@ from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.evaluation.evaluate import EvaluationReport, evaluate_file
+from nemo_aligner.evaluation.evaluate import evaluate_file
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
 from nemo_aligner.evaluation.run_task import (
-    TaskReport,
     render_task,
     run_task,
     write_task,
@@ -62,27 +64,35 @@ def evaluate(config: EvaluateConfig) -> None:
             "data": data_file,
         }
         if task is None:
-            _report_file(config, evaluate_file(scorer, data_file, how), about)
+            report = evaluate_file(scorer, data_file, how)
+            _report(
+                config,
+                render_report(report, about),
+                partial(write_report, report=report, about=about),
+                partial(write_rewards, report=report),
+            )
             return
         weights = scorer.contract.attribute_weights
         found = run_task(task, data_file, scorer.score, weights, scorer.encode)
-        _report_task(config, found, about)
+        _report(
+            config,
+            render_task(found, about),
+            partial(write_task, report=found, about=about),
+            partial(write_verdicts, report=found),
+        )
 
 
-def _report_file(config: EvaluateConfig, report: EvaluationReport, about: dict[str, str]) -> None:
-    say(render_report(report, about))
-    if config.output is not None:
-        on_main(lambda: write_report(str(config.output), report, about))
-    if config.output_rewards is not None:
-        on_main(lambda: write_rewards(str(config.output_rewards), report))
-
-
-def _report_task(config: EvaluateConfig, report: TaskReport, about: dict[str, str]) -> None:
-    say(render_task(report, about))
-    if config.output is not None:
-        on_main(lambda: write_task(str(config.output), report, about))
-    if config.output_rewards is not None:
-        on_main(lambda: write_verdicts(str(config.output_rewards), report))
+def _report(
+    config: EvaluateConfig,
+    shown: str,
+    write_all: Callable[[str], None],
+    write_each: Callable[[str], None],
+) -> None:
+    """Say what was found, and write it where ``output`` and ``output_rewards`` ask for it."""
+    say(shown)
+    for path, write in ((config.output, write_all), (config.output_rewards, write_each)):
+        if path is not None:
+            on_main(partial(write, path))
 
 
 def _reading(data: EvaluateDataConfig) -> Reading:

@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_aligner.console import fit_row
 from nemo_aligner.data.sources import BadLine, Line, read_lines
+from nemo_aligner.data.write import write_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.evaluate import Score
 from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, TaskRow
@@ -132,13 +133,13 @@ def write_task(path: str | Path, report: TaskReport, about: Mapping[str, str]) -
     """All rows as one JSON object."""
     rows = [{**asdict(row), "level": row.level.value} for row in report.rows]
     content = {"task": report.task, **about, "rows": rows, "left_out": report.left_out}
-    _write(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_lines(Path(path), [json.dumps(content, indent=2, ensure_ascii=False)])
 
 
 def write_verdicts(path: str | Path, report: TaskReport) -> None:
     """A line for every item: the verdict, and rewards and texts of right replies and wrong ones."""
-    lines = [json.dumps(_line(each), ensure_ascii=False) + "\n" for each in report.judged]
-    _write(Path(path), "".join(lines))
+    lines = (json.dumps(_line(each), ensure_ascii=False) for each in report.judged)
+    write_lines(Path(path), lines)
 
 
 def _line(judged: Judged) -> dict[str, Any]:
@@ -155,8 +156,3 @@ def _line(judged: Judged) -> dict[str, Any]:
 
 def _parted(values: Sequence[Any], num_right: int) -> dict[str, list[Any]]:
     return {"right": list(values[:num_right]), "wrong": list(values[num_right:])}
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.errors import DataError
-from nemo_aligner.evaluation.tasks.base import Task, TaskItem, asked, first_is_above, pair_rows
+from nemo_aligner.evaluation.tasks.base import (
+    Task,
+    TaskItem,
+    first_is_above,
+    labelled_item,
+    pair_rows,
+)
 
-_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1")}
-_TIE = 2
+_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1"), 2: None}
 
 
 def _read(value: dict[str, Any]) -> TaskItem | None:
-    label = value["label"]
-    if label == _TIE:
-        return None
-    if label not in _ORDERS:
-        raise DataError(f"label: got {label!r:.60}, wanted 0, 1 or 2")
-    texts = tuple(asked(value["prompt"], value[side], side) for side in _ORDERS[label])
-    return TaskItem("", str(value["scenario"]), texts)
+    return labelled_item(value, "prompt", _ORDERS, subset=str(value["scenario"]))
 
 
 TASK = Task(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
+from nemo_aligner.data.formats.fields import read_conversation
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics.paired import wilson_interval
-from nemo_aligner.text.messages import Text, check_text
+from nemo_aligner.text.messages import Text
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,51 @@ def asked(prompt: Any, reply: Any, key: str) -> Text:
     Raises:
         DataError: they do not make one.
     """
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(before, list) or not isinstance(reply, str):
+    if not isinstance(reply, str):
         raise DataError(f"{key}: got {reply!r:.60} to {prompt!r:.60}, wanted a reply to a prompt")
-    conversation = [*before, {"role": "assistant", "content": reply}]
-    check_text(conversation)
-    return conversation
+    return read_conversation(prompt, reply, key)
+
+
+def labelled_item(
+    value: dict[str, Any],
+    prompt_key: str,
+    orders: Mapping[Any, tuple[str, str] | None],
+    name: str = "",
+    subset: str = "",
+) -> TaskItem | None:
+    """Two replies by the fields that ``orders`` has for the label, the right one's first.
+
+    None for a label that ``orders`` has nothing for: there is no verdict to get right.
+
+    Raises:
+        DataError: the label is none of ``orders``.
+    """
+    label = value["label"]
+    if label not in [*orders]:  # not by its hash: any JSON value may stand there
+        *others, last = map(str, orders)
+        raise DataError(f"label: got {label!r:.60}, wanted {', '.join(others)} or {last}")
+    sides = orders[label]
+    if sides is None:
+        return None
+    return TaskItem(
+        name, subset, tuple(asked(value[prompt_key], value[side], side) for side in sides)
+    )
+
+
+def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
+    """The texts of ``chosen`` and then of ``rejected``, lists of replies, each of ``count``.
+
+    Raises:
+        DataError: one is no such list.
+    """
+    texts: list[Text] = []
+    for key in ("chosen", "rejected"):
+        replies = value[key]
+        if not isinstance(replies, list) or not replies or len(replies) != (count or len(replies)):
+            wanted = "replies" if count is None else f"{count} replies"
+            raise DataError(f"{key}: got {replies!r:.60}, wanted a list of {wanted}")
+        texts += [asked(value["prompt"], reply, key) for reply in replies]
+    return tuple(texts)
 
 
 def first_is_above(item: TaskItem, rewards: np.ndarray) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_aligner.data.formats.fields import read_string
 from nemo_aligner.evaluation.tasks.base import Task, TaskItem, asked, first_is_above, pair_rows
 
 _SIDES = ("canonical_solution", "buggy_solution")
@@ -14,7 +15,8 @@ _SIDES = ("canonical_solution", "buggy_solution")
 
 def _read(value: dict[str, Any]) -> TaskItem:
     texts = tuple(
-        asked(value["instruction"], value["prompt"] + value[side], side) for side in _SIDES
+        asked(value["instruction"], read_string(value, "prompt") + read_string(value, side), side)
+        for side in _SIDES
     )
     name = str(value["task_id"])
     return TaskItem(name, name.partition("/")[0], texts)

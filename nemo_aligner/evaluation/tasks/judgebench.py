@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.errors import DataError
-from nemo_aligner.evaluation.tasks.base import Task, TaskItem, asked, first_is_above, pair_rows
+from nemo_aligner.evaluation.tasks.base import (
+    Task,
+    TaskItem,
+    first_is_above,
+    labelled_item,
+    pair_rows,
+)
 
 _CATEGORIES = {
     "mmlu-pro": "knowledge",
@@ -20,13 +25,10 @@ _CATEGORIES = {
 _ORDERS = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
-    label, source = value["label"], str(value["source"])
-    if label not in _ORDERS:
-        raise DataError(f"label: got {label!r:.60}, wanted {' or '.join(_ORDERS)}")
+def _read(value: dict[str, Any]) -> TaskItem | None:
+    source = str(value["source"])
     category = next((name for key, name in _CATEGORIES.items() if source.startswith(key)), source)
-    texts = tuple(asked(value["question"], value[side], side) for side in _ORDERS[label])
-    return TaskItem(str(value["pair_id"]), category, texts)
+    return labelled_item(value, "question", _ORDERS, str(value["pair_id"]), category)
 
 
 TASK = Task(

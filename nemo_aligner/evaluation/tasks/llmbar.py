@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.errors import DataError
-from nemo_aligner.evaluation.tasks.base import Task, TaskItem, asked, first_is_above, pair_rows
+from nemo_aligner.evaluation.tasks.base import (
+    Task,
+    TaskItem,
+    first_is_above,
+    labelled_item,
+    pair_rows,
+)
 
 _ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
-    if value["label"] not in _ORDERS:
-        raise DataError(f"label: got {value['label']!r:.60}, wanted 1 or 2")
-    sides = _ORDERS[value["label"]]
-    return TaskItem("", "", tuple(asked(value["input"], value[side], side) for side in sides))
+def _read(value: dict[str, Any]) -> TaskItem | None:
+    return labelled_item(value, "input", _ORDERS)
 
 
 TASK = Task(

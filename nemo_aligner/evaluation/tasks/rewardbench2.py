@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.tasks.base import (
     Judged,
     Level,
     Task,
     TaskItem,
     TaskRow,
-    asked,
     by_subset,
+    listed_replies,
     mean_of,
     share_row,
 )
@@ -33,12 +32,8 @@ TIES = "ties"
 
 
 def _read(value: dict[str, Any]) -> TaskItem:
-    right, wrong = value["chosen"], value["rejected"]
-    for key, replies in (("chosen", right), ("rejected", wrong)):
-        if not isinstance(replies, list) or not replies:
-            raise DataError(f"{key}: got {replies!r:.60}, wanted a list of replies")
-    texts = tuple(asked(value["prompt"], reply, "chosen, rejected") for reply in [*right, *wrong])
-    return TaskItem(str(value["id"]), str(value["subset"]), texts, len(right))
+    texts = listed_replies(value)
+    return TaskItem(str(value["id"]), str(value["subset"]), texts, len(value["chosen"]))
 
 
 def _judge(item: TaskItem, rewards: np.ndarray) -> float:

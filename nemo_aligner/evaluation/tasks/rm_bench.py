@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.tasks.base import (
     Judged,
     Level,
     Task,
     TaskItem,
     TaskRow,
-    asked,
     by_subset,
+    listed_replies,
     mean_of,
     share_row,
 )
@@ -32,11 +31,7 @@ _DOMAINS = ("chat", "math", "code", "safety")
 
 
 def _read(value: dict[str, Any]) -> TaskItem:
-    for key in ("chosen", "rejected"):
-        if not isinstance(value[key], list) or len(value[key]) != _STYLES:
-            raise DataError(f"{key}: got {value[key]!r:.60}, wanted a list of {_STYLES} replies")
-    replies = [*value["chosen"], *value["rejected"]]
-    texts = tuple(asked(value["prompt"], reply, "chosen, rejected") for reply in replies)
+    texts = listed_replies(value, _STYLES)
     return TaskItem(str(value["id"]), str(value["domain"]), texts, _STYLES)
 
 

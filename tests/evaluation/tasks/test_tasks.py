@@ -77,6 +77,27 @@ def test_other_records_are_refused_by_their_line(name: str, tmp_path: Path) -> N
         run_task(find_task(name), path, by_length)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "wrong", "message"),
+    [
+        ("llmbar", "label", 3, "label: got 3, wanted 1 or 2"),
+        ("llmbar", "label", [1], r"label: got \[1\], wanted 1 or 2"),
+        ("autoj", "label", 4, "label: got 4, wanted 0, 1 or 2"),
+        ("judgebench", "label", "A=B", "label: got 'A=B', wanted A>B or B>A"),
+        ("rewardbench2", "rejected", [], r"rejected: got \[\], wanted a list of replies"),
+        ("rm_bench", "chosen", ["4"], r"chosen: got \['4'\], wanted a list of 3 replies"),
+        ("rewardbench", "chosen", None, "chosen: got None to '2.2.', wanted a reply"),
+        ("humanevalpack", "prompt", 1, "prompt: got 1, wanted a string"),
+    ],
+)
+def test_a_value_that_is_none_of_the_benchmarks_is_named(
+    name: str, key: str, wrong: Any, message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "other.jsonl", [{**find_task(name).sample, key: wrong}])
+    with pytest.raises(DataError, match=rf"other\.jsonl:1: {message}"):
+        run_task(find_task(name), path, by_length)
+
+
 def pair(subset: str, margin: float) -> dict[str, Any]:
     return {"subset": subset, "prompt": "?", "chosen": str(margin), "rejected": "0"}
 
