@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
-from nemo_aligner.checkpoint.nemo.into_model import model_shape
+from nemo_aligner.checkpoint.nemo.into_model import head_names, model_shape
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.unread import unread_decoder
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
@@ -169,10 +169,9 @@ def _merged(
     # A reward model has no use for an output layer that its base had.
     outside = [key for key in opened[0][0] if key != PREFIX + OUTPUT_LAYER]
     tensors = {key: summed([own[key] for own, _ in opened]) for key in outside}
-    for name in inputs[-1].folder.tensors:
-        if name.startswith(HEAD_PREFIX):
-            parts = [_unread_head(each.folder, name) for each in inputs]
-            tensors[PREFIX + name] = summed(parts)
+    for name in head_names(inputs[-1].folder):
+        parts = [_unread_head(each.folder, HEAD_PREFIX + name) for each in inputs]
+        tensors[PREFIX + HEAD_PREFIX + name] = summed(parts)
     layers = {
         key: [summed(parts) for parts in zip(*(own[key] for _, own in opened), strict=True)]
         for key in opened[0][1]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import model_shape, read_head
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import contract_of
+from nemo_aligner.checkpoint.nemo.reward_model import contract_of, set_head
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import ModelShape
@@ -56,14 +55,12 @@ def load_first_head(
                 f"{theirs.hidden_size} hidden states, wanted one that is {shape.head or 'linear'}, "
                 f"of {shape.hidden_size}"
             )
-        stored = [name for name in folder.tensors if name.startswith(HEAD_PREFIX)]
-        tensors = {name.removeprefix(HEAD_PREFIX): read_head(folder, name) for name in stored}
+        tensors = read_head(folder)
     chosen = {
         name: tensor if name.startswith(_OF_ALL) else tensor[rows]
         for name, tensor in tensors.items()
     }
-    if model.post_process:
-        model.rm_head.load_state_dict(chosen)
+    set_head(model, chosen)
 
 
 def _choose(folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]) -> list[int]:

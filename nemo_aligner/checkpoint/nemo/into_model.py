@@ -131,8 +131,18 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
         raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
 
 
-def read_head(folder: NemoFolder, name: str) -> Tensor:
-    """A tensor of the reward head in fp32, whole; every rank calls it."""
+def head_names(folder: NemoFolder) -> list[str]:
+    """What the tensors of the reward head are called, behind ``HEAD_PREFIX``."""
+    names = (name for name in folder.tensors if name.startswith(HEAD_PREFIX))
+    return [name.removeprefix(HEAD_PREFIX) for name in names]
+
+
+def read_head(folder: NemoFolder) -> dict[str, Tensor]:
+    """The tensors of the reward head in fp32, whole, by ``head_names``; every rank calls it."""
+    return {name: _read_whole(folder, HEAD_PREFIX + name) for name in head_names(folder)}
+
+
+def _read_whole(folder: NemoFolder, name: str) -> Tensor:
     shape, _ = folder.tensors[name]
     key = folder.prefix + name
     request = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.float32))}

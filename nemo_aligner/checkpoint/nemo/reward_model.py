@@ -18,7 +18,12 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     PREFIX,
 )
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
-from nemo_aligner.checkpoint.nemo.into_model import load_backbone, model_shape, read_head
+from nemo_aligner.checkpoint.nemo.into_model import (
+    head_names,
+    load_backbone,
+    model_shape,
+    read_head,
+)
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.write import write_nemo
 from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights
@@ -262,7 +267,7 @@ def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice:
             "one; `nemo-aligner import` makes an archive that has it in the scoring contract"
             + advice
         )
-    got = {name.removeprefix(HEAD_PREFIX): stored[name][0] for name in _head_names(folder)}
+    got = {name: stored[HEAD_PREFIX + name][0] for name in head_names(folder)}
     if set(got) != set(wanted):
         raise CheckpointError(
             f"{folder.source}: {HEAD_PREFIX}: got {', '.join(sorted(got))}, wanted "
@@ -282,10 +287,6 @@ def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice:
     return True
 
 
-def _head_names(folder: NemoFolder) -> list[str]:
-    return [name for name in folder.tensors if name.startswith(HEAD_PREFIX)]
-
-
 def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str | Path) -> None:
     if tokenizer.fingerprint != contract.tokenizer_fingerprint:
         raise CheckpointError(
@@ -297,12 +298,10 @@ def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str 
 def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:
     load_backbone(model, folder)
     if with_head:
-        head = {name: read_head(folder, name) for name in _head_names(folder)}
-        _set_head(model, head)
+        set_head(model, read_head(folder))
 
 
-def _set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
+def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
     """Make ``tensors``, which fit, the reward head, on the ranks that have one."""
     if model.post_process:
-        plain = {name.removeprefix(HEAD_PREFIX): each for name, each in tensors.items()}
-        model.rm_head.load_state_dict(plain)
+        model.rm_head.load_state_dict(tensors)
