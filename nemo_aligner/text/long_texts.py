@@ -95,6 +95,12 @@ class TextBounds:
         return None
 
 
+def first_cut(text: str) -> int | None:
+    """The first position in ``text`` to cut at (``TextBounds.cuts_at_words``)."""
+    found = _CUT.search(text)
+    return None if found is None else found.start()
+
+
 def last_cut(text: str, stop: int) -> int | None:
     """The last position in ``text[:stop]`` to cut at (``TextBounds.cuts_at_words``)."""
     found = _LAST_CUT.match(text, 0, stop)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_aligner.text.long_texts import last_cut
+from nemo_aligner.text.long_texts import first_cut, last_cut
 from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.text.word_memo import WordIds
 
 
 class WrittenText(NamedTuple):
@@ -37,21 +38,46 @@ def encode_records(
     cuts = tokenizer.bounds.cuts_at_words
     heads = [_common_head(record) if cuts else 0 for record in records]
     pieces: list[str] = []
+    ends: list[str | None] = []
     for record, head in zip(records, heads, strict=True):
         pieces.append(record[0].text[:head])
         for written in record:
-            pieces += [written.text[head:], written.reply or ""]
-    found = iter(tokenizer.words.encode(pieces))
+            rest, reply = written.text[head:], written.reply or ""
+            ends.append(_ends_of(rest, reply) if cuts else None)
+            pieces += [rest, reply if ends[-1] is None else ends[-1]]
+    found, found_ends = iter(tokenizer.words.encode(pieces)), iter(ends)
     encoded = []
     for record in records:
-        begin = next(found)
-        encoded.append([_join(begin, next(found), next(found), written) for written in record])
+        begin = next(found).ids
+        encoded.append(
+            [_join(begin, next(found), next(found), next(found_ends), each) for each in record]
+        )
     return encoded
 
 
-def _join(begin: np.ndarray, rest: np.ndarray, reply: np.ndarray, written: WrittenText) -> TextIds:
-    ids = np.concatenate([begin, rest]).tolist()
-    return TextIds(ids, len(ids) if written.reply is None else len(reply))
+def _ends_of(text: str, reply: str) -> str | None:
+    """What is before the first cut of the reply in a text and what is behind its last.
+
+    Their tokens, and those between the first cut of the text and its last, are the reply's. None
+    where its cuts are not all that the text has.
+    """
+    start = text.find(reply)
+    first, last = first_cut(reply), last_cut(reply, len(reply))
+    if start < 0 or first is None or last is None or first == last:
+        return None
+    if (first_cut(text), last_cut(text, len(text))) != (start + first, start + last):
+        return None
+    return reply[:first] + reply[last:]
+
+
+def _join(
+    begin: np.ndarray, rest: WordIds, counted: WordIds, ends: str | None, written: WrittenText
+) -> TextIds:
+    """``counted``: of the reply, or of its ``ends`` where there are."""
+    ids = np.concatenate([begin, rest.ids]).tolist()
+    if written.reply is None:
+        return TextIds(ids, len(ids))
+    return TextIds(ids, len(counted.ids) + (0 if ends is None else rest.inner))
 
 
 def _common_head(record: Sequence[WrittenText]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,14 @@ _LONGEST = 24
 _MOST_WORDS = 1 << 17
 
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
+_ID = np.dtype(np.int32)
+
+
+class WordIds(NamedTuple):
+    """The ``[L]`` int32 ids of a text, and how many are between its first cut and its last."""
+
+    ids: np.ndarray
+    inner: int = 0
 
 
 class WordMemo:
@@ -33,21 +42,26 @@ class WordMemo:
         self._cuts_at_words = cuts_at_words
         self._ids: dict[str, bytes] = {}
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """``[L]`` int32 ids of each text: those that ``encode_batch`` gives."""
+    def encode(self, texts: Sequence[str]) -> list[WordIds]:
+        """Of each text the ids that ``encode_batch`` gives."""
         if not self._cuts_at_words:
-            return [np.array(ids, dtype=np.int32) for ids in self._encode_batch(texts)]
+            return [WordIds(np.array(ids, dtype=_ID)) for ids in self._encode_batch(texts)]
         parts = [_SPACE.split(text) for text in texts]
         begins = self._encode_batch([first for first, *_ in parts])
         new = set().union(*(rest for _, *rest in parts)) - self._ids.keys()
         self._learn(list(new))
-        look_up = self._ids.__getitem__
         found = [
-            b"".join([_as_bytes(begin), *map(look_up, rest)])
-            for begin, (_, *rest) in zip(begins, parts, strict=True)
+            self._look_up(begin, rest) for begin, (_, *rest) in zip(begins, parts, strict=True)
         ]
         self._forget(new)
-        return [np.frombuffer(ids, dtype=np.int32) for ids in found]
+        return found
+
+    def _look_up(self, begin: list[int], words: list[str]) -> WordIds:
+        found = [_as_bytes(begin), *map(self._ids.__getitem__, words)]
+        ids = b"".join(found)
+        ends = len(found[0]) + len(found[-1])
+        inner = (len(ids) - ends) // _ID.itemsize if words else 0
+        return WordIds(np.frombuffer(ids, dtype=_ID), inner)
 
     def _learn(self, words: list[str]) -> None:
         ids = self._encode_batch([f" {word}" for word in words])
@@ -62,4 +76,4 @@ class WordMemo:
 
 
 def _as_bytes(ids: list[int]) -> bytes:
-    return np.array(ids, dtype=np.int32).tobytes()
+    return np.array(ids, dtype=_ID).tobytes()

@@ -29,7 +29,9 @@ def test_looked_up_words_have_the_ids_of_the_whole(
     rng, words = random.Random(4), tokenizer.words
     for _ in range(20):
         texts = ["", *(make_text(rng) for _ in range(20))]
-        assert [ids.tolist() for ids in words.encode(texts)] == tokenizer.encode_batch(texts)
+        assert [found.ids.tolist() for found in words.encode(texts)] == tokenizer.encode_batch(
+            texts
+        )
 
 
 def test_only_new_words_are_tokenized_and_few_are_kept(
@@ -59,7 +61,9 @@ def test_a_tokenizer_of_another_kind_is_given_whole_texts(tmp_path: Path) -> Non
     tokenizer = make_tokenizer(tmp_path, pre_tokenizers.Metaspace())
     assert not tokenizer.bounds.cuts_at_words
     texts = ["the cat sings", "a dog"]
-    assert [ids.tolist() for ids in tokenizer.words.encode(texts)] == tokenizer.encode_batch(texts)
+    assert [
+        found.ids.tolist() for found in tokenizer.words.encode(texts)
+    ] == tokenizer.encode_batch(texts)
 
 
 @pytest.mark.parametrize("template", ["chatml", "plain", "llama3"])
