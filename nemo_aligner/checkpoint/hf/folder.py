@@ -22,6 +22,7 @@ from nemo_aligner.text.tokenizer import Tokenizer
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
+_CLASS_OF_5, _CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
 _NEW_PAD = "<|pad|>"
 # Tokens that models carry and no text ends with, the likeliest first.
 _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
@@ -130,7 +131,8 @@ def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, in
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
 ) -> None:
-    """The tokenizer's files byte for byte, but for its pad token and the contract's template.
+    """The tokenizer's files byte for byte, but for its pad token, its class and the contract's
+    template.
 
     A token that ``tokenizer.json`` does not have is added by transformers, behind all others.
     """
@@ -143,12 +145,34 @@ def write_tokenizer(
         (folder / _TEMPLATE).unlink(missing_ok=True)
         if contract.template:
             (folder / _TEMPLATE).write_text(contract.template, encoding="utf-8", newline="")
-    for name in (_TOKENIZER_CONFIG, _SPECIAL_TOKENS):
-        path = folder / name
-        if changes and (path.is_file() or name == _TOKENIZER_CONFIG):
-            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            content = {**content, **changes}
-            write_json(path, {key: value for key, value in content.items() if value is not None})
+    config = _read_json(folder / _TOKENIZER_CONFIG)
+    _change_json(folder / _TOKENIZER_CONFIG, {**changes, **_for_transformers_4(config)})
+    if (folder / _SPECIAL_TOKENS).is_file():
+        _change_json(folder / _SPECIAL_TOKENS, changes)
+
+
+def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``tokenizer_config.json`` must have for transformers 4, where 5 wrote it.
+
+    Version 5 names a class of its own for any ``tokenizer.json``, which 4 refuses; and 4's class
+    gives token types, which decoders refuse, unless it is told what the model takes.
+    """
+    if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
+        return {}
+    inputs = config.get("model_input_names") or ["input_ids", "attention_mask"]
+    return {"tokenizer_class": _CLASS_OF_BOTH, "model_input_names": inputs}
+
+
+def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
+    """Set these keys, or drop those that are None; a file that would be the same stays as it is."""
+    content = _read_json(path)
+    changed = {k: v for k, v in {**content, **changes}.items() if v is not None}
+    if changed != content:
+        write_json(path, changed)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def hf_config(

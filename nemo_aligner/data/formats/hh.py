@@ -27,20 +27,25 @@ def is_hh(value: dict[str, Any]) -> bool:
 def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
     prompt = read_string(values[0], "prompt") if "prompt" in values[0] else ""
     chosen, rejected = (
-        _conversation(prompt + read_string(values[0], key), key) for key in ("chosen", "rejected")
+        checked(turns_of(prompt + read_string(values[0], key), key), key)
+        for key in ("chosen", "rejected")
     )
     return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
 
 
-def _conversation(text: str, key: str) -> Conversation:
+def turns_of(text: str, key: str) -> Conversation:
+    """The messages of a text in this writing, whoever speaks last.
+
+    Raises:
+        DataError: it is in another; ``key`` is the field that it stands in.
+    """
     before, *rest = _TURN.split(text)
     if before.strip() or not rest:
         raise DataError(f"{key}: got {text[:40]!r}, wanted a text that begins with '\\n\\nHuman:'")
-    conversation = [
+    return [
         {"role": _ROLES[speaker], "content": said.strip()}
         for speaker, said in zip(rest[::2], rest[1::2], strict=True)
     ]
-    return checked(conversation, key)
 
 
 FORMAT = Format(

@@ -7,6 +7,7 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.tasks import (
     autoj,
     best_of_n,
+    hhh,
     humanevalpack,
     judgebench,
     llmbar,
@@ -24,6 +25,7 @@ _MODULES = (
     llmbar,
     autoj,
     humanevalpack,
+    hhh,
     best_of_n,
 )
 TASKS = {module.TASK.name: module.TASK for module in _MODULES}

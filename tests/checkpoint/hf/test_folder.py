@@ -26,9 +26,42 @@ def test_tokenizer_files_are_carried_over_byte_for_byte(
     three: Path, layout: Any, tmp_path: Path
 ) -> None:
     export(three, tmp_path / "out", layout)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "chat_template.jinja"):
         original = (three.parent / "hf" / name).read_bytes()
         assert (tmp_path / "out" / name).read_bytes() == original
+
+
+def test_the_tokenizer_is_of_a_class_that_transformers_4_has_too(
+    three: Path, layout: Any, tmp_path: Path
+) -> None:
+    """tests/readers/test_rewardbench.py has transformers 4 read it."""
+    name = "tokenizer_config.json"
+    original = json.loads((three.parent / "hf" / name).read_text())
+    assert original["tokenizer_class"] == "TokenizersBackend"
+    export(three, tmp_path / "out", layout)
+    assert json.loads((tmp_path / "out" / name).read_text()) == {
+        **original,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+
+
+def test_a_tokenizer_of_another_class_is_left_as_it_is(tokenizer: Any, tmp_path: Path) -> None:
+    from nemo_aligner.checkpoint.hf.folder import write_tokenizer
+    from nemo_aligner.text.tokenizer import load_tokenizer
+    from tests.contracts import Contracts
+
+    (tmp_path / "llama").mkdir()
+    tokenizer.save(tmp_path / "llama")
+    path = tmp_path / "llama" / "tokenizer_config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "tokenizer_class": "LlamaTokenizer"})
+    )
+    llama = load_tokenizer(tmp_path / "llama")
+    contract = Contracts(llama)()
+    (tmp_path / "out").mkdir()
+    write_tokenizer(tmp_path / "out", llama, contract, llama.pad_token)
+    assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_the_template_is_the_contract_s(three: Path, layout: Any, tmp_path: Path) -> None:

@@ -88,6 +88,10 @@ def test_other_records_are_refused_by_their_line(name: str, tmp_path: Path) -> N
         ("rm_bench", "chosen", ["4"], r"chosen: got \['4'\], wanted a list of 3 replies"),
         ("rewardbench", "chosen", None, "chosen: got None to '2.2.', wanted a reply"),
         ("humanevalpack", "prompt", 1, "prompt: got 1, wanted a string"),
+        ("hhh", "input", None, "input: got None, wanted a string"),
+        ("hhh", "targets", ["4"], r"targets: got \['4'\], wanted two choices"),
+        ("hhh", "targets", {"choices": ["4", "5"], "labels": [1, 1]}, "targets: .* wanted two"),
+        ("hhh", "targets", {"choices": ["4"], "labels": [1, 0]}, "targets: .* wanted two"),
     ],
 )
 def test_a_value_that_is_none_of_the_benchmarks_is_named(
@@ -96,6 +100,19 @@ def test_a_value_that_is_none_of_the_benchmarks_is_named(
     path = write(tmp_path / "other.jsonl", [{**find_task(name).sample, key: wrong}])
     with pytest.raises(DataError, match=rf"other\.jsonl:1: {message}"):
         run_task(find_task(name), path, by_length)
+
+
+def test_a_query_of_hhh_has_its_turns(tmp_path: Path) -> None:
+    query = "Hi.\n\nAssistant:  Hello?\n\nHuman: 2+2?"
+    path = write(tmp_path / "b.jsonl", [{**find_task("hhh").sample, "input": query}])
+    (judged,) = run_task(find_task("hhh"), path, by_number).judged
+    turns = [("user", "Hi."), ("assistant", "Hello?"), ("user", "2+2?")]
+    texts = [
+        [{"role": role, "content": text} for role, text in (*turns, ("assistant", reply))]
+        for reply in ("4", "5")
+    ]
+    assert [*judged.item.texts] == texts
+    assert judged.right == 0
 
 
 def pair(subset: str, margin: float) -> dict[str, Any]:

