@@ -8,8 +8,10 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
@@ -99,6 +101,33 @@ def show_duration(seconds: float) -> str:
 def show_bytes(count: float) -> str:
     """In GB, or MB below one."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+@contextmanager
+def waiting_for(
+    what: str, tell: Callable[[str], None] = say, first: float = LINE_SECONDS
+) -> Iterator[None]:
+    """Say how long the block takes, for work that does not know how far it is.
+
+    A line after ``first`` seconds, one after twice as many, and so on; ``tell`` says it.
+    """
+    over, begun = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        pause = first
+        while not over.wait(pause):
+            pause = time.monotonic() - begun
+            tell(f"{what}: {show_duration(pause)} so far")
+
+    watcher = threading.Thread(target=watch, name="waiting", daemon=True)
+    if is_main():
+        watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if watcher.is_alive():
+            watcher.join()
 
 
 class Progress:

@@ -77,6 +77,7 @@ IMPORTERS = {
     "lightning": ["training/loggers.py"],
     "transformers": ["checkpoint/hf/"],
     "pyarrow": ["data/tables.py"],
+    "matplotlib": ["evaluation/html/"],
     "datasets": ["data/hub.py"],
     "trl": [],
     "nemo_rl": ["integrations/"],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from nemo_aligner import console
@@ -14,6 +17,7 @@ from nemo_aligner.console import (
     show_bytes,
     show_duration,
     show_number,
+    waiting_for,
     width,
 )
 
@@ -109,3 +113,27 @@ def test_quick_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         counter.show(done, 99)
     counter.close()
     assert capsys.readouterr().out == ""
+
+
+def test_work_without_a_measure_says_how_long_it_takes() -> None:
+    said: list[str] = []
+    enough = threading.Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            enough.set()
+
+    with waiting_for("loading", tell, first=0.01):
+        assert enough.wait(10)
+    count = len(said)
+    assert said[:2] == ["loading: 0 s so far", "loading: 0 s so far"]
+    time.sleep(0.1)
+    assert len(said) == count
+
+
+def test_what_is_soon_over_says_nothing() -> None:
+    said: list[str] = []
+    with pytest.raises(KeyError), waiting_for("loading", said.append):
+        raise KeyError
+    assert said == []

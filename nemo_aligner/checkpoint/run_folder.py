@@ -8,7 +8,13 @@ from pathlib import Path
 from nemo_aligner.errors import CheckpointError
 
 CHECKPOINTS_NAME = "checkpoints"
+CONFIG_NAME = "config.yaml"
+FACTS_NAME = "run_facts.json"
+HELDOUT_NAME = "heldout"
+METRICS_NAME = "metrics.jsonl"
 MODEL_NAME = "megatron_gpt.nemo"
+REPORT_NAME = "report.html"
+ROBUSTNESS_NAME = "robustness.json"
 RUN_STATE_NAME = "run_state.json"
 STATE_NAME = "state"
 STEP_NAME = re.compile(r"step_(\d{8,})")
@@ -46,7 +52,7 @@ def _find_run(folder: Path) -> tuple[str, Path | None]:
     if _holds_checkpoints(folder):
         return "the checkpoints of a training run", folder
     inside = folder / CHECKPOINTS_NAME
-    is_run = (folder / "config.yaml").is_file() and inside.is_dir()
+    is_run = (folder / CONFIG_NAME).is_file() and inside.is_dir()
     return "a training run", inside if is_run or _holds_checkpoints(inside) else None
 
 

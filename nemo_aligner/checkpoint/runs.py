@@ -153,6 +153,13 @@ class RunCheckpoints:
         ranked = self.ranked()
         return ranked[0] if ranked else None
 
+    def leader(self) -> Saved | None:
+        """The best so far, that which is being written among them; it is not waited for."""
+        saved = on_main(lambda: _list_saved(self.folder))
+        pending = [] if self._pending is None else [self._pending[0]]
+        ranked = self._ranked([*saved, *pending])
+        return ranked[0] if ranked else None
+
     def ranked(self) -> list[Saved]:
         """The checkpoints that are there and have a value of ``monitor``, the best first."""
         return self._ranked(self.list_saved())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from nemo_aligner.cli.parser import Parser
+from nemo_aligner.cli.report import check_report
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.evaluation import EvaluateConfig
 
@@ -18,8 +19,10 @@ def new_parser() -> Parser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the metrics, and write what ``output`` and ``output_rewards`` ask for."""
+    """Print the metrics, and write what ``output``, ``output_rewards`` and ``report`` ask for."""
     config = read_settings(EvaluateConfig, options, ["rm_model_file", "data.path"])
+    if config.report is not None:
+        check_report("report")
     if starts_ranks(options):
         return start_ranks("evaluate", options)
     from nemo_aligner.evaluation.run import evaluate

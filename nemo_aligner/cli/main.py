@@ -18,6 +18,7 @@ VERBS = {
     "train": "train a reward model on pairs or rated replies",
     "evaluate": "measure a reward model on held-out data",
     "compare": "two reward models on the same pairs, and where they differ",
+    "report": "runs and evaluations as one HTML page, several overlaid",
     "serve": "answer texts with rewards over HTTP",
     "serve-critic": "the critic of PPO over HTTP: values, training, saving",
     "gateway": "OpenRLHF, vLLM, NeMo Gym and plain JSON in front of servers",

@@ -27,6 +27,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "zarr": "zarr",
     "ml_dtypes": "zarr",
+    "matplotlib": "report",
     "wandb": "wandb",
     "mlflow": "mlflow",
 }

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser
+from nemo_aligner.cli.report import check_report, write_run_report
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.processes import find_process
+from nemo_aligner.processes import find_process, is_first_rank
 
 _NEEDED = ("pretrained_checkpoint.restore_from_path", "model.data.data_prefix.train")
 
@@ -39,9 +41,13 @@ def run(options: argparse.Namespace) -> int:
 
         say(check_run(config, options.processes or find_process(os.environ).world_size))
         return 0
+    if config.exp_manager.report:
+        check_report("exp_manager.report")
     if starts_ranks(options):
         return start_ranks("train", options)
     from nemo_aligner.training.run import train
 
     train(config)
+    if config.exp_manager.report and is_first_rank():
+        write_run_report(Path(config.exp_manager.explicit_log_dir))
     return 0

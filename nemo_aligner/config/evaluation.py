@@ -44,3 +44,4 @@ class EvaluateConfig:
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     output: str | None = setting(None, "JSON file to write: metrics and counts")
     output_rewards: str | None = setting(None, "JSONL file to write: a line for each record")
+    report: str | None = setting(None, "HTML file to write: figures, tables, mistakes in full text")

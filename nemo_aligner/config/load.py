@@ -181,3 +181,14 @@ class _Merging:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their whole keys, as ``a.b``."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

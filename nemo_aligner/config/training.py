@@ -138,6 +138,7 @@ class ExpManagerConfig(RunFolderConfig):
         default_factory=CheckpointCallbackConfig
     )
     early_stopping_callback_params: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    report: bool = setting(False, "write report.html into the run's folder when it ends or stops")
 
 
 @dataclass

@@ -58,12 +58,16 @@ def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -
     ``query_key_cost`` is that of attention between one query and one key
     (``ModelShape.query_key_cost``).
     """
+    return packed_size(dataset, record) + query_key_cost * query_keys(dataset, record)
+
+
+def query_keys(dataset: TokenizedDataset, record: int) -> float:
+    """Pairs of a query and a key that it attends to, in one record in a pack."""
     lengths = dataset.lengths(record)
     prefix = int(dataset.prefixes[record])
     # Every token sees itself and all before it; the prefix attends once.
-    query_keys = sum(length * (length + 1) for length in lengths) / 2
-    query_keys -= (len(lengths) - 1) * prefix * (prefix + 1) / 2
-    return packed_size(dataset, record) + query_key_cost * query_keys
+    seen = sum(length * (length + 1) for length in lengths) / 2
+    return seen - (len(lengths) - 1) * prefix * (prefix + 1) / 2
 
 
 def share_out(costs: Sequence[float], count: int) -> list[list[int]]:

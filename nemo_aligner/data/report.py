@@ -52,14 +52,15 @@ class FileReport:
         """Two columns under the file's name, and under them the first malformed and far out."""
         summary = self.summary
         lines = [f"{self.name}: {self.path} ({summary.format})"]
-        lines += [fit_row(f"  {name}", value, 28) for name, value in self._rows()]
+        lines += [fit_row(f"  {name}", value, 28) for name, value in self.rows()]
         count = self.counts.get("malformed", 0)
         lines += _listed("malformed", self.malformed, most_malformed, count)
         far = summary.far_labels
         lines += _listed("labels that are far out", far, _SHOWN, len(far))
         return "\n".join(lines)
 
-    def _rows(self) -> Iterable[tuple[str, object]]:
+    def rows(self) -> Iterable[tuple[str, object]]:
+        """The two columns."""
         counts, summary = self.counts, self.summary
         is_pairs = summary.kind is RecordKind.comparison
         dropped = {name: counts[name] for name in _DROPPED if counts.get(name)}

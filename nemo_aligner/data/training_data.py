@@ -66,7 +66,7 @@ def build_training_data(
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
     objective = build_objective(config, contract.attributes, contract.attribute_weights)
-    how = _reading(config, objective)
+    how = how_to_read(config, objective)
     indexes = open_indexes(
         [*prefix.train, *prefix.validation],
         IndexRules(how, contract, tokenizer),
@@ -94,7 +94,8 @@ def build_training_data(
     return TrainingData(train.centred_on(means), centred, contract, objective)
 
 
-def _reading(config: ModelConfig, objective: Objective) -> Reading:
+def how_to_read(config: ModelConfig, objective: Objective) -> Reading:
+    """By which rules the files of ``model.data.data_prefix`` become records."""
     is_rating = objective.record_kind is RecordKind.rating
     return Reading(
         kind=None if getattr(objective, "takes_comparisons", False) else objective.record_kind,

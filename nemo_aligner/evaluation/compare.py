@@ -7,7 +7,7 @@ of a benchmark.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.data.reward_rows import PAIR_COLUMNS
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
+from nemo_aligner.text.messages import Text
 
 ALL = "all"
-_SIDES = ("chosen", "rejected")
 _BENCHMARK_SIDES = ("right", "wrong")
 
 
@@ -35,6 +36,7 @@ class PairVerdict:
             of a benchmark's item as the benchmark has it.
         margin: the lowest reward of a right reply minus the highest of a wrong one.
         texts: of the right reply and the wrong one; lists where there are several.
+        rewards: the two that the margin is of, and ``judged`` their texts.
     """
 
     record: str
@@ -42,6 +44,8 @@ class PairVerdict:
     right: float
     margin: float
     texts: tuple[Any, Any]
+    rewards: tuple[float, float]
+    judged: tuple[Text, Text]
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
     Raises:
         DataError: a file cannot be read, holds no verdicts on pairs, or they share no pair.
     """
-    verdicts = [{each.record: each for each in _read(Path(path))} for path in (first, second)]
+    paths = (Path(first), Path(second))
+    verdicts = [{each.record: each for each in read_verdicts(path)} for path in paths]
     common = [record for record in verdicts[0] if record in verdicts[1]]
     if not common:
         raise DataError(
@@ -120,7 +125,12 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
     )
 
 
-def _read(path: Path) -> Iterator[PairVerdict]:
+def read_verdicts(path: Path) -> Iterator[PairVerdict]:
+    """What a file of ``output_rewards`` says of every pair, or item of a benchmark.
+
+    Raises:
+        DataError: it cannot be read, or holds something else.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -138,24 +148,45 @@ def _read(path: Path) -> Iterator[PairVerdict]:
             ) from error
 
 
-def _verdict(value: dict[str, Any], seen: dict[str, Iterator[int]]) -> PairVerdict:
-    names = _BENCHMARK_SIDES if "right" in value else _SIDES
+def verdicts_of(rows: Iterable[Mapping[str, Any]]) -> list[PairVerdict]:
+    """``read_verdicts`` of lines that are in memory."""
+    seen: dict[str, Iterator[int]] = {}
+    return [_verdict(row, seen) for row in rows]
+
+
+def _verdict(value: Mapping[str, Any], seen: dict[str, Iterator[int]]) -> PairVerdict:
+    names = _BENCHMARK_SIDES if "right" in value else PAIR_COLUMNS
     good, bad = (np.array(value["rewards"][name], dtype=float) for name in names)
-    margin = float(good.min() - bad.max())
+    lowest, highest = int(good.argmin()), int(bad.argmax())
+    rewards = float(good.flat[lowest]), float(bad.flat[highest])
+    margin = rewards[0] - rewards[1]
     if not np.isfinite(margin):
         raise ValueError("a reward is missing")
-    texts = _lone(value["texts"][names[0]]), _lone(value["texts"][names[1]])
+    sides = [value["texts"][name] for name in names]
     # Of three or more completions a record has several pairs.
     occurrence = next(seen.setdefault(str(value["record"]), count(1)))
-    record = f"{value['record']}, pair {occurrence}" if occurrence > 1 else str(value["record"])
-    right = float(value["right"]) if "right" in value else (np.sign(margin) + 1) / 2
-    return PairVerdict(record, value.get("source", ""), right, margin, texts)
+    return PairVerdict(
+        record=f"{value['record']}, pair {occurrence}" if occurrence > 1 else str(value["record"]),
+        source=value.get("source", ""),
+        right=float(value["right"]) if "right" in value else (np.sign(margin) + 1) / 2,
+        margin=margin,
+        texts=(_lone(sides[0]), _lone(sides[1])),
+        rewards=rewards,
+        judged=(_at(sides[0], lowest), _at(sides[1], highest)),
+    )
+
+
+def _is_list_of_texts(texts: Any) -> bool:
+    return isinstance(texts, list) and not isinstance(texts[0], dict)
+
+
+def _at(texts: Any, index: int) -> Any:
+    return texts[index] if _is_list_of_texts(texts) else texts
 
 
 def _lone(texts: Any) -> Any:
     """Of a list of texts the only one, if it is; a text as it is."""
-    is_list = isinstance(texts, list) and not isinstance(texts[0], dict)
-    return texts[0] if is_list and len(texts) == 1 else texts
+    return texts[0] if _is_list_of_texts(texts) and len(texts) == 1 else texts
 
 
 def _rows(first: Sequence[PairVerdict], second: Sequence[PairVerdict]) -> list[ComparedRow]:
@@ -217,7 +248,7 @@ def render_compared(compared: PairedComparison, names: Sequence[str], show: int)
         where = f"{flip.record}{f' ({flip.source})' if flip.source else ''}"
         margins = f"margin of A {flip.first_margin:+.3f}, of B {flip.second_margin:+.3f}"
         lines += ["", f"{where}: {margins}"]
-        lines += [f"  {side}: {_ending(getattr(flip, side))}" for side in _SIDES]
+        lines += [f"  {side}: {_ending(getattr(flip, side))}" for side in PAIR_COLUMNS]
     return "\n".join(lines)
 
 
@@ -234,7 +265,7 @@ def _table_line(row: ComparedRow, width: int) -> str:
 
 
 def _ending(text: Any, most: int = 200) -> str:
-    several = isinstance(text, list) and not isinstance(text[0], dict)
+    several = _is_list_of_texts(text)
     first = text[0] if several else text
     reply = first if isinstance(first, str) else first[-1]["content"]
     line = f"(one of {len(text)}) " * several + " ".join(reply.split())

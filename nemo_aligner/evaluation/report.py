@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nemo_aligner.config.common import RecordKind
 from nemo_aligner.console import fit_row
 from nemo_aligner.data.malformed import list_first
+from nemo_aligner.data.reward_rows import reward_row, write_rows
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.metrics.by_source import BY_SOURCE
@@ -63,27 +63,23 @@ def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str,
 
 def write_rewards(path: str | Path, report: EvaluationReport) -> None:
     """One line per row: where it came from, rewards, texts; of ratings labels and spread, too."""
-    lines = []
+    write_rows(Path(path), list(reward_rows(report)))
+
+
+def reward_rows(report: EvaluationReport) -> Iterator[dict[str, Any]]:
+    """What ``write_rewards`` writes of every row."""
     for index, origin in enumerate(report.origins):
-        row: dict[str, Any] = {
-            "record": str(origin),
-            "rewards": _named(report, report.rewards[index]),
-        }
-        if report.sources[index]:
-            row["source"] = report.sources[index]
-        sides = report.columns if report.kind is RecordKind.comparison else ("response",)
-        row["texts"] = dict(zip(sides, report.texts[index], strict=True))
+        more = {}
         if report.labels.shape[1]:
-            row["labels"] = _named(report, report.labels[index])
+            more["labels"] = _named(report, report.labels[index])
         if report.spreads is not None:
-            row["spread"] = _named(report, report.spreads[index])
-        lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
-    write_lines(Path(path), lines)
+            more["spread"] = _named(report, report.spreads[index])
+        rewards, source = _named(report, report.rewards[index]), report.sources[index]
+        yield reward_row(report.kind, origin, source, rewards, report.texts[index], **more)
 
 
-def _named(report: EvaluationReport, row: np.ndarray) -> dict[str, float | None]:
-    values = map(_number, row.tolist())
-    return dict(zip(report.columns, values, strict=True))
+def _named(report: EvaluationReport, row: np.ndarray) -> dict[str, float]:
+    return dict(zip(report.columns, row.tolist(), strict=True))
 
 
 def _number(value: float) -> float | None:

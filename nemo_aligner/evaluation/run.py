@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from nemo_aligner.config.evaluation import EvaluateConfig, EvaluateDataConfig
+from nemo_aligner.config.load import config_to_dict, flatten
 from nemo_aligner.console import Counter, say
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
@@ -13,6 +16,8 @@ from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.html.evaluated import of_report, of_task
+from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
 from nemo_aligner.evaluation.run_task import (
     render_task,
@@ -70,6 +75,7 @@ def evaluate(config: EvaluateConfig) -> None:
                 render_report(report, about),
                 partial(write_report, report=report, about=about),
                 partial(write_rewards, report=report),
+                partial(of_report, report=report, about=about, contract=scorer.contract),
             )
             return
         weights = scorer.contract.attribute_weights
@@ -79,6 +85,7 @@ def evaluate(config: EvaluateConfig) -> None:
             render_task(found, about),
             partial(write_task, report=found, about=about),
             partial(write_verdicts, report=found),
+            partial(of_task, report=found, about=about, contract=scorer.contract),
         )
 
 
@@ -87,12 +94,24 @@ def _report(
     shown: str,
     write_all: Callable[[str], None],
     write_each: Callable[[str], None],
+    collect: Callable[[str], Reported],
 ) -> None:
-    """Say what was found, and write it where ``output`` and ``output_rewards`` ask for it."""
+    """Say what was found, and write it where the settings ask for it."""
     say(shown)
     for path, write in ((config.output, write_all), (config.output_rewards, write_each)):
         if path is not None:
             on_main(partial(write, path))
+    if config.report is not None:
+        on_main(partial(_write_page, config, collect))
+        say(f"report: {config.report}")
+
+
+def _write_page(config: EvaluateConfig, collect: Callable[[str], Reported]) -> None:
+    # Figures take a package that is not always there, and a second to import.
+    from nemo_aligner.evaluation.html.page import save_page
+
+    found = collect(Path(str(config.report)).stem)
+    save_page([replace(found, settings=flatten(config_to_dict(config)))], Path(str(config.report)))
 
 
 def _reading(data: EvaluateDataConfig) -> Reading:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.console import fit_row
+from nemo_aligner.data.reward_rows import write_rows
 from nemo_aligner.data.sources import BadLine, Line, read_lines
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.errors import DataError
@@ -131,15 +132,24 @@ def _table_line(row: TaskRow, width: int) -> str:
 
 def write_task(path: str | Path, report: TaskReport, about: Mapping[str, str]) -> None:
     """All rows as one JSON object."""
-    rows = [{**asdict(row), "level": row.level.value} for row in report.rows]
+    rows = task_rows(report)
     content = {"task": report.task, **about, "rows": rows, "left_out": report.left_out}
     write_lines(Path(path), [json.dumps(content, indent=2, ensure_ascii=False)])
 
 
 def write_verdicts(path: str | Path, report: TaskReport) -> None:
     """A line for every item: the verdict, and rewards and texts of right replies and wrong ones."""
-    lines = (json.dumps(_line(each), ensure_ascii=False) for each in report.judged)
-    write_lines(Path(path), lines)
+    write_rows(Path(path), list(verdict_rows(report)))
+
+
+def task_rows(report: TaskReport) -> list[dict[str, Any]]:
+    """The figures of a benchmark as plain JSON values."""
+    return [{**asdict(row), "level": row.level.value} for row in report.rows]
+
+
+def verdict_rows(report: TaskReport) -> Iterator[dict[str, Any]]:
+    """What ``write_verdicts`` writes of every item."""
+    return map(_line, report.judged)
 
 
 def _line(judged: Judged) -> dict[str, Any]:

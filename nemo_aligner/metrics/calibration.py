@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,19 +14,37 @@ _BINS = 15
 _PAIRS_PER_BIN = 10
 
 
-def expected_calibration_error(pairs: PairRewards) -> float:
-    """The gap of ``sigmoid(|margin|)``, as the confidence of the verdict, and its being right.
+@dataclass(frozen=True)
+class ConfidenceBin:
+    """Pairs of about the same ``sigmoid(|margin|)``: how many, its mean, and how many are right."""
 
-    Over 15 bins of equal numbers of pairs, or as many as get 10 pairs each (Nguyen and O'Connor
-    2015, "Posterior calibration and exploratory analysis for natural language processing models",
-    sec. 3).
+    count: int
+    confidence: float
+    right: float
+
+
+def reliability(pairs: PairRewards) -> list[ConfidenceBin]:
+    """Pairs by ``sigmoid(|margin|)``, the confidence of the verdict, the least sure first.
+
+    15 bins of equal numbers of pairs, or as many as get 10 pairs each (Nguyen and O'Connor 2015,
+    "Posterior calibration and exploratory analysis for natural language processing models",
+    sec. 3); of no pairs none.
     """
     confidence, order = torch.sigmoid(pairs.margins.abs()).sort(stable=True)
     right = pairs.right[order]
     number = min(_BINS, max(1, len(right) // _PAIRS_PER_BIN))
     bins = zip(confidence.tensor_split(number), right.tensor_split(number), strict=True)
-    gaps = [abs(float((sure - true).sum())) for sure, true in bins]
-    return sum(gaps) / max(1, len(right))
+    return [
+        ConfidenceBin(len(sure), float(sure.mean()), float(true.sum()))
+        for sure, true in bins
+        if len(sure)
+    ]
+
+
+def expected_calibration_error(pairs: PairRewards) -> float:
+    """The gap of the verdict's confidence and its being right, over the bins of ``reliability``."""
+    gaps = [abs(each.count * each.confidence - each.right) for each in reliability(pairs)]
+    return sum(gaps) / max(1, len(pairs.margins))
 
 
 def brier(pairs: PairRewards) -> float:

@@ -154,12 +154,15 @@ RATINGS: list[Metric] = [
 ]
 
 RUN: list[Metric] = [
+    Metric("tokens_per_second", "of all ranks together", None, shown=Shown.step),
+    Metric("mfu", "share of the GPUs' peak, where it is known", None, shown=Shown.step),
     Metric("grad_norm", "before clipping", None, shown=Shown.step),
     Metric("lr", "learning rate", None, shown=Shown.step),
     Metric("loss_scale", "of fp16", None, shown=Shown.step),
     Metric("skipped_steps", "steps that overflowed fp16", None, True, Shown.step),
     Metric("tie_parameter", "where it is learned", None, shown=_EVERYWHERE),
-    Metric("tokens_per_second", "of all ranks together", None, shown=Shown.step),
+    Metric("gpu_memory_gb", "in use on the first rank's GPU", None, True, Shown.step),
+    Metric("gpu_power_watts", "of the first rank's GPU", None, shown=Shown.step),
 ]
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.config_file import read_model_config
-from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
+from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, REPORT_NAME
 from nemo_aligner.data.texts import write_first_replies
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.gain import render_gain
@@ -73,6 +73,7 @@ def run_quickstart(asked: Quickstart) -> None:
         f"rm_model_file={reward_model}",
         f"data.path={heldout}",
         f"output={evaluation}",
+        f"report={asked.output / 'evaluation.html'}",
         f"model.tensor_model_parallel_size={machine.tensor_parallel}",
     )
     _serve_and_score(asked.output, reward_model, heldout)
@@ -80,6 +81,7 @@ def run_quickstart(asked: Quickstart) -> None:
     heading(f"Done in {seconds // 60} min {seconds % 60} s")
     print(render_gain(asked.output / "run", evaluation))
     print(_summary(asked.output, reward_model, model, (train, heldout)))
+    print(f"\nThe report, for a browser:\n  {asked.output / 'run' / REPORT_NAME}")
 
 
 def _get_base(asked: Quickstart, machine: LocalMachine) -> Path:
@@ -137,6 +139,7 @@ def _train(asked: Quickstart, machine: LocalMachine, model: Path, data: tuple[Pa
         f"model.data.data_prefix.train={data[0]}",
         f"model.data.data_prefix.validation={data[1]}",
         f"exp_manager.explicit_log_dir={asked.output / 'run'}",
+        "exp_manager.report=true",
         *training_settings(machine, layers, is_demo=asked.data is None),
         *asked.settings,
     )
@@ -164,6 +167,7 @@ def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Pa
         "": data[1],
         "settings, metrics": output / "run",
         "evaluation": output / "evaluation.json",
+        "its report": output / "evaluation.html",
         "server's log": output / "server.log",
     }
     listed = "\n".join(f"  {name:<20}{path}" for name, path in rows.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.first_head import check_first_head, load_first_head
@@ -23,6 +24,7 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.base import start_of_learned
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.planning.cost import Packs, Plan, step_flops
 from nemo_aligner.text.contract_changes import continue_contract
 from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.training.learner import RewardLearner
@@ -101,8 +103,14 @@ def build_learner(
         layout,
         options.micro_batch_tokens,
         query_key_cost,
+        partial(count_flops, ModelShape.from_config(pretrained.config), options.freeze_layers),
     )
     return learner, pretrained, total_steps
+
+
+def count_flops(shape: ModelShape, freeze_layers: int, packs: Packs) -> float:
+    """Of a step on ``packs``, over all ranks, without what is recomputed."""
+    return step_flops(shape, Plan(packs=packs, freeze_layers=freeze_layers))
 
 
 def _begin_head(config: TrainConfig, data: TrainingData, pretrained: PretrainedModel) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from nemo_aligner.checkpoint.runs import Saved
 from nemo_aligner.console import Progress, join_fields, show_number
 from nemo_aligner.metrics.by_source import BY_SOURCE
 from nemo_aligner.metrics.table import Shown, all_metrics, is_shown
 
 # So few are all shown, however fast they are.
 _FEW_STEPS = 20
+# Of what has a unit or a name of its own; others are ``name number``.
+_SHOWN_AS: dict[str, Callable[[float], str]] = {
+    "tokens_per_second": lambda rate: f"{show_number(rate)} tokens/s",
+    "mfu": lambda share: f"MFU {share:.1%}",
+    "gpu_memory_gb": lambda size: f"GPU {size:.1f} GB",
+    "gpu_power_watts": lambda power: f"{power:.0f} W",
+}
 
 
 class StepProgress(Progress):
@@ -31,10 +39,10 @@ class StepProgress(Progress):
         self._since -= self._validating_seconds
         self._validations += self._validated
 
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Come to ``step``, counted from 1."""
+    def show(self, step: int, metrics: Mapping[str, float], best: str | None = None) -> None:
+        """Come to ``step``, counted from 1; ``best`` says which checkpoint is the best so far."""
         if self.line_is_due() or step in self._always:
-            fields = [f"step {step}/{self._total}", self.time_left(step), *_fields(metrics)]
+            fields = [f"step {step}/{self._total}", self.time_left(step), *_fields(metrics), best]
             self.say(join_fields(field for field in fields if field))
         self.move(step)
 
@@ -53,7 +61,20 @@ class StepProgress(Progress):
 
 
 def _fields(metrics: Mapping[str, float]) -> list[str]:
-    return [f"{name.partition('/')[2]} {show_number(value)}" for name, value in metrics.items()]
+    return [_field(name.partition("/")[2], value) for name, value in metrics.items()]
+
+
+def _field(name: str, value: float) -> str:
+    shown_as = _SHOWN_AS.get(name)
+    return f"{name} {show_number(value)}" if shown_as is None else shown_as(value)
+
+
+def render_best(saved: Saved | None, monitor: str | None) -> str | None:
+    """The best checkpoint so far, as a field of a line; None where there is none."""
+    if saved is None or monitor is None:
+        return None
+    value = show_number(saved.state.metrics[monitor])
+    return f"best {monitor.partition('/')[2]} {value} at step {saved.state.step}"
 
 
 def render_validation(step: int, metrics: Mapping[str, float]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.console import join_fields, show_number
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance
 from nemo_aligner.data.mixture import weighted_order
 from nemo_aligner.data.training_data import TrainingData
@@ -16,6 +20,11 @@ from nemo_aligner.parallel.device import lacks_bf16
 from nemo_aligner.parallel.layout import LayoutSizes
 
 _STEPS_FOR_BALANCE = 20
+# What a model is measured by, and what the length of a reply alone would give.
+_BASELINES = {
+    "accuracy": ("longer_reply_accuracy", "always the longer reply"),
+    "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
+}
 
 
 def describe_model(
@@ -54,7 +63,7 @@ def describe_steps(
         f"run: {total_steps} steps of {options.global_batch_size} records",
         *_mixture(config, data),
         f"objective: {describe_objective(options, data.objective)}",
-        f"balance: {imbalance(range(some))} (first {some} steps)",
+        join_fields([f"balance: {imbalance(range(some))}", f"(first {some} steps)"]),
     ]
     lines += [
         f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones every time"
@@ -79,3 +88,37 @@ def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
         f"{size} ({share / size:.2f} passes)"
         for share, size, report in zip(shares, sizes, data.train.reports, strict=True)
     ]
+
+
+def describe_heldout(metrics: Mapping[str, float]) -> str:
+    """The figures of the exported model on each validation set, beside the length-only baseline."""
+    if not metrics:
+        return "held out: it was not validated"
+    lines = []
+    for name in dict.fromkeys(key.partition("/")[0] for key in metrics):
+        fields = [
+            f"{metric} {show_number(metrics[f'{name}/{metric}'])} "
+            f"({what}: {show_number(metrics[f'{name}/{baseline}'])})"
+            for metric, (baseline, what) in _BASELINES.items()
+            if f"{name}/{metric}" in metrics and f"{name}/{baseline}" in metrics
+        ]
+        loss = f"loss {show_number(metrics[f'{name}/loss'])}"
+        lines += [f"held out: {name}", join_fields([*fields, loss], first="  ")]
+    return "\n".join(lines)
+
+
+def next_commands(model: Path, heldout: Sequence[TokenizedDataset]) -> str:
+    """What a person may type next, to measure, serve and export the model of a run."""
+    paths = [report.path for dataset in heldout for report in dataset.reports]
+    measured = shlex.quote(f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl")
+    setting = shlex.quote(f"rm_model_file={model}")
+    folder = model.with_suffix(".hf")
+    return "\n".join(
+        [
+            "next:",
+            f"  nemo-aligner evaluate {setting} {measured}",
+            f"  nemo-aligner serve {setting}",
+            f"  nemo-aligner export --input {shlex.quote(str(model))} "
+            f"--output {shlex.quote(str(folder))}",
+        ]
+    )

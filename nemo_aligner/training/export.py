@@ -13,9 +13,10 @@ from torch import Tensor
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run_folder import MODEL_NAME
 from nemo_aligner.checkpoint.runs import RunCheckpoints, Saved
-from nemo_aligner.console import say
+from nemo_aligner.console import Counter, say, waiting_for
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.training.describe import describe_heldout, next_commands
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.trainer import Outcome
 
@@ -80,9 +81,12 @@ def export(
         # What NeMo makes the head's width.
         "regression": {"num_attributes": len(contract.attributes) * contract.outputs_per_attribute},
     }
-    save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
+    with waiting_for(f"writing {path}"):
+        save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
     say(f"wrote {path} with {what}")
     say(f"scoring contract: {contract.hash}")
+    say(describe_heldout(chosen.state.metrics))
+    say(next_commands(path, learner.data.validation))
 
 
 def _average(
@@ -91,7 +95,8 @@ def _average(
     """Load the mean of their weights: what it is as a checkpoint, and what people are told."""
     _load_mean(saved, checkpoints, learner.model)
     best = saved[0]
-    mean = replace(best, state=replace(best.state, metrics=learner.validate()))
+    watch = Counter("validation of the mean", "records").show
+    mean = replace(best, state=replace(best.state, metrics=learner.validate(watch)))
     steps = ", ".join(str(each.state.step) for each in saved)
     name = checkpoints.monitor
     return mean, (

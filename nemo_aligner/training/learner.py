@@ -13,6 +13,7 @@ from nemo_aligner.batch import LabelColumns, PackedBatch, Records
 from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance, TrainLoader, validation_batches
+from nemo_aligner.data.packing import packed_size, query_keys
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.models.step import (
     count_parts,
@@ -30,6 +31,7 @@ from nemo_aligner.objectives.base import (
 from nemo_aligner.objectives.measure import measure_set, measure_step
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.planning.cost import Packs
 from nemo_aligner.training.finite import (
     StepRecords,
     check_rewards,
@@ -40,7 +42,14 @@ from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
 
 
 class RewardLearner:
-    """A reward model, its optimizer and its data, spread over the ranks by ``layout``."""
+    """A reward model, its optimizer and its data, spread over the ranks by ``layout``.
+
+    ``count_flops`` says what a step on all of these packs takes, over all ranks.
+    ``keep_heldout`` is called in every validation with a set and its ``[S, A]`` rewards, label
+    means added; by default nothing is done with them.
+    """
+
+    keep_heldout: Callable[[TokenizedDataset, Tensor], None]
 
     def __init__(
         self,
@@ -51,12 +60,15 @@ class RewardLearner:
         layout: ParallelLayout,
         micro_batch_tokens: int,
         query_key_cost: float = 0.0,
+        count_flops: Callable[[Packs], float] | None = None,
     ) -> None:
         self._ddp = model
+        self._count_flops = count_flops
         self._loader = loader
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
         self._query_key_cost = query_key_cost
+        self.keep_heldout = _forget
         self.objective = data.objective
         self.model = model.module
         self.optimizer = optimizer
@@ -97,6 +109,8 @@ class RewardLearner:
         metrics = measure_step(self.objective, rewards, done.records)
         metrics |= self._update(done, loss_scale)
         tokens = sum(dataset.num_tokens(record) for record in plan.record_ids)
+        if self._count_flops is not None:
+            metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))
         return {**metrics, "lr": lr, "tokens": float(tokens)}
 
     def _update(self, done: StepRecords, loss_scale: float | None) -> dict[str, float]:
@@ -147,7 +161,20 @@ class RewardLearner:
         mine = infer_in_parts(self._ddp, batches, layout, parts, after_part)
         rewards = self._gather(mine, batches, dataset.records)
         check_validation(dataset, rewards)
+        self.keep_heldout(dataset, whole_rewards(self.objective, dataset.records.labels, rewards))
         return describe_rewards(self.objective, dataset, rewards)
+
+
+def _forget(dataset: TokenizedDataset, rewards: Tensor) -> None:
+    """A ``keep_heldout`` for where nobody reads them."""
+
+
+def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
+    """All that is computed of these records, whatever packs they are in."""
+    tokens = sum(packed_size(dataset, record) for record in record_ids)
+    seen = sum(query_keys(dataset, record) for record in record_ids)
+    sequences = sum(len(dataset.lengths(record)) for record in record_ids)
+    return Packs(tokens, sequences, keys=seen / tokens)
 
 
 def _show_share(watch: Watch, before: int, size: int, total: int, share: float) -> None:
@@ -168,14 +195,19 @@ def describe_rewards(
     }
 
 
-def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict[str, float]:
-    """Mean and deviation of every attribute, offsets included, for the scoring contract."""
+def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
+    """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
     means = dict(zip(labels.names, labels.means, strict=True))
     offsets = [means.get(name) or 0.0 for name in objective.attributes]
     learned = len(start_of_learned(objective))
-    of_texts = rewards[:, : rewards.size(1) - learned]
+    of_texts = outputs[:, : outputs.size(1) - learned]
     read = rewards_of(readout_of(objective), of_texts)
-    whole = read.double() + torch.tensor(offsets, dtype=torch.float64)
+    return read.double() + torch.tensor(offsets, dtype=torch.float64)
+
+
+def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict[str, float]:
+    """Mean and deviation of every attribute, offsets included, for the scoring contract."""
+    whole = whole_rewards(objective, labels, rewards)
     averages, deviations = whole.mean(0).tolist(), whole.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
     for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):

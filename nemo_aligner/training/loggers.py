@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.checkpoint.run_folder import METRICS_NAME
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.collectives import is_main
+from nemo_aligner.training.metrics_file import MetricsFile
 
 
 def check_loggers(config: RunFolderConfig) -> None:
@@ -34,17 +36,21 @@ def check_loggers(config: RunFolderConfig) -> None:
 
 
 class MetricLoggers:
-    """Lightning's loggers on rank 0; nothing on the others."""
+    """The run's own file and Lightning's loggers on rank 0; nothing on the others."""
 
-    def __init__(self, loggers: list[Any]) -> None:
-        self._loggers = loggers
+    def __init__(self, file: MetricsFile | None = None, loggers: Sequence[Any] = ()) -> None:
+        self._file, self._loggers = file, loggers
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of a step, counted from 1."""
+        if self._file is not None:
+            self._file.log(metrics, step)
         for logger in self._loggers:
             logger.log_metrics(dict(metrics), step)
 
     def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
         for logger in self._loggers:
             logger.finalize("success")
 
@@ -52,19 +58,15 @@ class MetricLoggers:
 def build_loggers(
     config: RunFolderConfig, settings: Mapping[str, Any], start_step: int
 ) -> MetricLoggers:
-    """The loggers asked for, in ``explicit_log_dir``; ``settings`` is the run's resolved config.
+    """``metrics.jsonl`` and the loggers asked for, in ``explicit_log_dir``.
 
+    ``settings`` is the run's resolved config.
     A run that goes on keeps what was logged up to ``start_step``; later steps are logged anew.
     """
-    wanted = (
-        config.create_tensorboard_logger,
-        config.create_csv_logger,
-        config.create_wandb_logger,
-        config.create_mlflow_logger,
-    )
-    if not is_main() or not any(wanted):
-        return MetricLoggers([])
+    if not is_main():
+        return MetricLoggers()
     folder = Path(config.explicit_log_dir)
+    file = MetricsFile(folder / METRICS_NAME, start_step)
     loggers: list[Any] = []
     if config.create_tensorboard_logger:
         loggers.append(_tensorboard_logger(folder, start_step))
@@ -82,7 +84,7 @@ def build_loggers(
         loggers.append(MLFlowLogger(**options))
     for logger in loggers:
         logger.log_hyperparams(dict(settings))
-    return MetricLoggers(loggers)
+    return MetricLoggers(file, loggers)
 
 
 def _tensorboard_logger(folder: Path, start_step: int) -> Any:
@@ -93,7 +95,8 @@ def _tensorboard_logger(folder: Path, start_step: int) -> Any:
         name="tensorboard",
         version="",
         default_hp_metric=False,
-        purge_step=start_step + 1 if start_step else None,
+        # Of a run that was killed before its first checkpoint nothing is kept.
+        purge_step=start_step + 1 if start_step else 0,
     )
 
 
@@ -113,8 +116,8 @@ def _csv_logger(folder: Path, start_step: int) -> Any:
 
 
 def _rows_until(path: Path, last_step: int) -> list[tuple[int, dict[str, float]]]:
-    """Step and metrics of every whole row up to ``last_step``."""
-    if not path.is_file():
+    """Step and metrics of every whole row up to ``last_step``; none of a run that begins anew."""
+    if last_step == 0 or not path.is_file():
         return []
     rows = []
     with path.open(newline="") as lines:

@@ -9,9 +9,9 @@ from typing import Any
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
 from nemo_aligner.checkpoint.weights.run_weights import frozen_digest
-from nemo_aligner.config.load import config_to_dict, save_config
+from nemo_aligner.config.load import config_to_dict, flatten, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
-from nemo_aligner.console import say
+from nemo_aligner.console import say, waiting_for
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.shape import ModelShape
@@ -55,7 +55,8 @@ def resume(
     latest = find_latest(checkpoints, config, fresh, learner.data)
     if latest is not None:
         say(f"loading {latest.path} ...")
-        checkpoints.load(latest, learner.model, learner.optimizer)
+        with waiting_for(f"loading {latest.path}"):
+            checkpoints.load(latest, learner.model, learner.optimizer)
         say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
         for line in changes_since(latest, fresh):
             say(line)
@@ -186,19 +187,9 @@ def fingerprint(
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """``key: old -> new`` for every setting that differs between two nested mappings."""
-    old, new = _flatten(before), _flatten(now)
+    old, new = flatten(before), flatten(now)
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key)
     ]
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

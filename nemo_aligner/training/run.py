@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.checkpoint.runs import RunCheckpoints
@@ -12,8 +15,9 @@ from nemo_aligner.config.training import (
     MonitorMode,
     TrainConfig,
 )
-from nemo_aligner.console import say
-from nemo_aligner.data.training_data import TrainingData
+from nemo_aligner.console import say, waiting_for
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.training_data import TrainingData, how_to_read
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.metrics.table import lower_is_better
 from nemo_aligner.models.shape import ModelShape
@@ -23,7 +27,9 @@ from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.training.build import build_data, build_learner
 from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.export import finish
-from nemo_aligner.training.learner import validation_metric_names
+from nemo_aligner.training.facts import RunFacts
+from nemo_aligner.training.heldout import HeldoutRewards
+from nemo_aligner.training.learner import RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import build_loggers, check_loggers
 from nemo_aligner.training.patience import Patience
 from nemo_aligner.training.resume import resume
@@ -45,16 +51,24 @@ def train(config: TrainConfig) -> None:
             config.model.sequence_parallel,
             config.model.seed,
         )
-        data = build_data(config)
+        with waiting_for("reading and tokenizing"):
+            data = build_data(config)
         say(data.table())
-        learner, pretrained, total_steps = build_learner(config, data, layout)
+        with waiting_for("loading the model"):
+            learner, pretrained, total_steps = build_learner(config, data, layout)
         checkpoints = open_checkpoints(config.exp_manager, data)
         patience = open_patience(config.exp_manager, data)
+        described: list[str] = []
         if is_main():
             shape = ModelShape.from_config(pretrained.config)
-            say(describe_model(config, shape, layout, head_is_new=pretrained.head_is_new))
-            say(describe_steps(config, data, total_steps, learner.imbalance, checkpoints))
+            described = [
+                describe_model(config, shape, layout, head_is_new=pretrained.head_is_new),
+                describe_steps(config, data, total_steps, learner.imbalance, checkpoints),
+            ]
+            say("\n".join(described))
         start = resume(checkpoints, config, pretrained.config, learner)
+        if is_main():
+            keep_for_report(config, data, learner, described, world.world_size)
         patience.go_on_from(start)
         if start.step >= total_steps or patience.is_over:
             say(f"step {start.step} is the last; the model is written again")
@@ -66,6 +80,26 @@ def train(config: TrainConfig) -> None:
         loggers.close()
         average_best = config.exp_manager.checkpoint_callback_params.average_best
         finish(outcome, checkpoints, learner, pretrained, average_best)
+
+
+def keep_for_report(
+    config: TrainConfig,
+    data: TrainingData,
+    learner: RewardLearner,
+    described: Sequence[str],
+    ranks: int,
+) -> None:
+    """Have the run's folder hold what a report shows beside metrics and settings; on rank 0."""
+    folder = Path(config.exp_manager.explicit_log_dir)
+    lines = [line for text in described for line in text.splitlines()]
+    facts = RunFacts(folder, data, lines, ranks)
+    heldout = HeldoutRewards(folder, how_to_read(config.model, data.objective), data.contract)
+
+    def keep(dataset: TokenizedDataset, rewards: Tensor) -> None:
+        heldout.keep(dataset, rewards)
+        facts.write()
+
+    learner.keep_heldout = keep
 
 
 def check_settings(config: TrainConfig) -> None:

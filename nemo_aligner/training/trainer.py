@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,14 +12,15 @@ import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.console import Counter, Watch, say
+from nemo_aligner.console import Counter, Watch, say, waiting_for
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.metrics.table import Shown, all_metrics
 from nemo_aligner.parallel.collectives import agree, agree_on, gather_objects
 from nemo_aligner.parallel.cpu.malloc import FreedMemory
 from nemo_aligner.parallel.device import wait_for_device
 from nemo_aligner.training.clock import Timers
-from nemo_aligner.training.console import StepProgress, render_validation
+from nemo_aligner.training.console import StepProgress, render_best, render_validation
+from nemo_aligner.training.gauges import Gauges
 from nemo_aligner.training.patience import Patience
 from nemo_aligner.training.stop import StopRequest
 
@@ -87,6 +89,8 @@ class SupervisedTrainer:
         self._saving_since = 0.0
         self._progress = StepProgress(total_steps, start.step, self._loop.val_check_interval)
         self._validating = Counter("validation", "records")
+        self._gauges = Gauges.of(device, config.trainer.precision)
+        self._best: str | None = None
 
     def fit(self) -> Outcome:
         """Train, log, validate, save; a run that was stopped goes on from its newest checkpoint."""
@@ -108,6 +112,7 @@ class SupervisedTrainer:
     def _run(self) -> bool:
         """The loop; whether it was asked to stop."""
         stopping = False
+        self._find_best()
         if self._step == 0 and self._loop.val_before_training:
             self._validate()
             stopping = self._check_in()
@@ -128,7 +133,9 @@ class SupervisedTrainer:
         return self._step >= self._total_steps or self._patience.is_over
 
     def _train(self) -> None:
-        with self._timers.measure("train_step"):
+        is_first = self._step == self._start.step
+        what = f"step {self._step + 1}, which also warms up"
+        with self._timers.measure("train_step"), waiting_for(what) if is_first else nullcontext():
             metrics = self._learner.train_step(self._step)
             wait_for_device()  # for the update, which is a part of the step
         self._step += 1
@@ -136,7 +143,9 @@ class SupervisedTrainer:
             self._freed.end_step()
         timing = self._timers.take()
         tokens = metrics.pop("tokens")
-        metrics["tokens_per_second"] = tokens / timing["timing/train_step"]
+        seconds = timing["timing/train_step"]
+        metrics["tokens_per_second"] = tokens / seconds
+        metrics |= self._gauges.read(metrics.pop("flops", None), seconds)
         metrics["consumed_samples"] = float(self._step * self._global_batch_size)
         named = {f"train/{name}": value for name, value in metrics.items()}
         self._logger.log({**named, **timing}, self._step)
@@ -145,7 +154,8 @@ class SupervisedTrainer:
             self._progress.say(
                 f"step {self._step}: skipped, fp16 overflowed at loss scale {scale:g}"
             )
-        self._progress.show(self._step, {name: named[name] for name in _SHOWN if name in named})
+        shown = {name: named[name] for name in _SHOWN if name in named}
+        self._progress.show(self._step, shown, self._best)
 
     def _validate(self) -> dict[str, float]:
         start = time.perf_counter()
@@ -181,11 +191,17 @@ class SupervisedTrainer:
             self._checkpoints.save(state, self._learner.model, self._learner.optimizer)
         self._saving_since = time.perf_counter()
         self._logger.log(self._timers.take(), self._step)
+        if metrics:
+            self._find_best()
+
+    def _find_best(self) -> None:
+        self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
 
     def _publish(self) -> None:
         """Publish the checkpoint that is being written, if one is, when it is written."""
         start = time.perf_counter()
-        saved = self._checkpoints.publish()
+        with waiting_for("writing a checkpoint", self._progress.say):
+            saved = self._checkpoints.publish()
         if saved is not None:
             self._timers.add_since(start, "publish")
             self._timers.add_since(self._saving_since, "save_in_background")

@@ -24,6 +24,14 @@ def last_validation(folder: Path) -> dict[str, float]:
     }
 
 
+def assert_same_rows(kept: Path, evaluated: Path) -> None:
+    both = [[json.loads(line) for line in path.open()] for path in (kept, evaluated)]
+    assert len(both[0]) == len(both[1]) > 0
+    for one, other in zip(*both, strict=True):
+        assert one.pop("rewards") == pytest.approx(other.pop("rewards"), abs=1e-5)
+        assert one == other
+
+
 @pytest.mark.slow(seconds=25)
 def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
@@ -35,19 +43,21 @@ def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> No
         f"model.data.data_prefix.train=[{tiny.write_pairs(tmp_path / 'train.jsonl', 16)}]",
         f"model.data.data_prefix.validation=[{held_out}]",
         f"exp_manager.explicit_log_dir={run}",
+        "exp_manager.report=true",
         "model.data.seq_length=64",
         "model.micro_batch_tokens=300",
         "model.global_batch_size=8",
         "model.optim.lr=1e-3",
         "trainer.rm.max_steps=2",
     )
-    report, rewards = tmp_path / "report.json", tmp_path / "rewards.jsonl"
+    report, rewards, page = (tmp_path / f"report.{end}" for end in ("json", "jsonl", "html"))
     done = tiny.run_script(
         EVALUATE,
         f"rm_model_file={run / 'checkpoints' / 'megatron_gpt.nemo'}",
         f"data.path={held_out}",
         f"output={report}",
         f"output_rewards={rewards}",
+        f"report={page}",
         "model.tensor_model_parallel_size=2",
         "model.micro_batch_tokens=128",
         processes=2,
@@ -73,6 +83,11 @@ def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> No
     assert len(rewards.read_text().splitlines()) == counts["kept"]
     # Once, though two ranks ran.
     assert done.stdout.count(content["contract"]) == 1
+    # The run kept what its last validation gave every record, in the same lines.
+    assert_same_rows(run / "heldout" / "validation-held_out.jsonl", rewards)
+    assert done.stdout.count(f"report: {page}") == 1
+    for made in (page, run / "report.html"):
+        assert content["contract"] in made.read_text(encoding="utf-8")
 
 
 def test_what_is_missing_is_one_line(tmp_path: Path) -> None:

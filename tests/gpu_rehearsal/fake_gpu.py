@@ -64,7 +64,10 @@ def _play_cuda(watch: Watch) -> None:
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = contextlib.nullcontext
     cuda.get_device_properties = lambda *unused: watch
-    cuda.memory_allocated = lambda *unused: watch.allocated()
+    cuda.memory_allocated = cuda.max_memory_allocated = lambda *unused: watch.allocated()
+    cuda.get_device_name = lambda *unused: "NVIDIA H200"
+    cuda.mem_get_info = lambda *unused: (0, watch.allocated())
+    cuda.power_draw = lambda *unused: 500_000
     cuda.default_generators = defaultdict(torch.Generator)
     cuda.cudart = lambda: watch
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from nemo_aligner.training.console import StepProgress, render_validation
+from nemo_aligner.checkpoint.runs import RunState, Saved
+from nemo_aligner.training.console import StepProgress, render_best, render_validation
 
 STEP = {
     "train/loss": 0.693147,
@@ -49,8 +52,26 @@ def test_a_line_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[0].startswith("step 1/1000  ")
     shown = " ".join(" ".join(lines).split())
     assert shown.endswith(
-        "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 tokens_per_second 123457"
+        "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 123457 tokens/s"
     )
+
+
+def test_a_line_has_speed_device_and_the_best_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved = Saved(Path("step_00000500"), RunState(500, 4000, {"validation-heldout/accuracy": 0.71}))
+    best = render_best(saved, "validation-heldout/accuracy")
+    gauges = {"train/mfu": 0.4123, "train/gpu_memory_gb": 61.23, "train/gpu_power_watts": 652.4}
+    StepProgress(1000, 0, 10).show(1, {**STEP, **gauges}, best)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(" ".join(lines).split())
+    ending = "123457 tokens/s MFU 41.2% GPU 61.2 GB 652 W best accuracy 0.71 at step 500"
+    assert shown.endswith(ending)
+
+
+def test_without_validation_no_checkpoint_is_the_best() -> None:
+    assert render_best(None, "validation-heldout/accuracy") is None
 
 
 def test_time_left_knows_steps_and_validations() -> None:

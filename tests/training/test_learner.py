@@ -8,10 +8,11 @@ import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import ExpManagerConfig, MonitorMode
+from nemo_aligner.data.packing import pack_records
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.masked_mse import MaskedMse
-from nemo_aligner.training.learner import validation_metric_names
+from nemo_aligner.training.learner import as_one_pack, validation_metric_names
 from nemo_aligner.training.resume import changed_settings
 from nemo_aligner.training.run import open_checkpoints
 from tests.data.test_packing import dataset
@@ -42,6 +43,19 @@ def test_monitor_is_one_of_the_metrics() -> None:
         "validation-c/length_correlation/y",
         "validation-c/by_source/x/loss",
     } <= set(names)
+
+
+def test_the_work_of_a_step_is_that_of_its_packs() -> None:
+    data = dataset([30, 12, 55, 7, 41, 9])
+    record_ids = [2, 0, 1]
+    packs = pack_records(data, record_ids, 100)
+    assert len(packs) > 1
+    counted = as_one_pack(data, record_ids)
+    assert counted.tokens == sum(pack.num_tokens for pack in packs)
+    assert counted.sequences == sum(pack.rows.numel() for pack in packs)
+    # A token sees those before it in its sequence, and itself.
+    keys = sum(int((pack.position_ids + 1).sum()) for pack in packs)
+    assert counted.keys * counted.tokens == pytest.approx(keys)
 
 
 def test_the_mode_suits_the_metric_unless_it_is_set() -> None:

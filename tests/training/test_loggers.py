@@ -9,11 +9,20 @@ from nemo_aligner.config.training import ExpManagerConfig
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.training import loggers
 from nemo_aligner.training.loggers import build_loggers, check_loggers
+from nemo_aligner.training.metrics_file import read_metrics
 
 
 def read(folder: Path) -> list[dict[str, str]]:
     with (folder / "csv" / "metrics.csv").open(newline="") as lines:
         return [{k: v for k, v in row.items() if v} for row in csv.DictReader(lines)]
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, round(event.value, 5)) for event in events.Scalars(name)]
 
 
 def test_csv_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
@@ -41,24 +50,34 @@ def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
     config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
     for value in (1.0, 2.0):
         logger = build_loggers(config, {}, 0)
+        logger.log({"validation/loss": value}, 0)
         logger.log({"train/loss": value}, 1)
         logger.close()
-    assert read(tmp_path) == [{"step": "1", "train/loss": "2.0"}]
+    assert read(tmp_path) == [
+        {"step": "0", "validation/loss": "2.0"},
+        {"step": "1", "train/loss": "2.0"},
+    ]
+
+
+def test_a_new_run_takes_the_place_of_one_without_a_checkpoint(tmp_path: Path) -> None:
+    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_csv_logger=False)
+    for value in (1.0, 2.0):
+        logger = build_loggers(config, {}, 0)
+        for step in (0, 1):
+            logger.log({"validation/loss": value}, step)
+        logger.close()
+    assert scalars(tmp_path, "validation/loss") == [(0, 2.0), (1, 2.0)]
+    assert [row["validation/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2, 2]
 
 
 def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_csv_logger=False)
     for start, values in ((0, (0.1, 0.2, 0.3)), (2, (0.33,))):
         logger = build_loggers(config, {}, start)
         for step, value in enumerate(values, start=start + 1):
             logger.log({"train/loss": value}, step)
         logger.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    found = [(event.step, round(event.value, 5)) for event in events.Scalars("train/loss")]
-    assert found == [(1, 0.1), (2, 0.2), (3, 0.33)]
+    assert scalars(tmp_path, "train/loss") == [(1, 0.1), (2, 0.2), (3, 0.33)]
 
 
 def test_a_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,67 @@
+"""``metrics.jsonl`` in the folder of a run: every number that is logged, a JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends to the file of a run; a line is on its way to the disk before ``log`` returns.
+
+    What a run before this one had logged after ``start_step`` is cut off; at 0 that is all.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        _forget_after(path, start_step)
+        self._lines = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A line of ``step`` and the metrics; null for NaN and infinity, which JSON has not."""
+        row = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line, in the order of the file; the last one may be half of one.
+
+    A step has one line of its training, and others of its validation and of its checkpoint.
+    """
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            row = _as_row(line)
+            if row is not None:
+                yield row
+
+
+def _as_row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _forget_after(path: Path, last_step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unnamed = path.with_name(path.name + ".partial")
+    with unnamed.open("w", encoding="utf-8") as kept:
+        for row in read_metrics(path):
+            if last_step > 0 and row["step"] <= last_step:
+                kept.write(json.dumps(row) + "\n")
+    os.replace(unnamed, path)
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None

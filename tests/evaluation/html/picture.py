@@ -1,0 +1,32 @@
+"""The README's picture: ``python -m tests.evaluation.html.picture PAGE docs/report.png``.
+
+PAGE is what ``nemo-aligner report`` wrote. It takes a Chromium with chromedriver.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.evaluation.html import browser
+
+WIDTH, HEIGHT, SCALE = 1360, 820, 0.6
+MOST_BYTES = 200_000
+_FROM = "curves"
+
+
+def take(page: Path, target: Path) -> None:
+    """Take the page from its learning curves on."""
+    with browser.started() as window:
+        window.open(page, WIDTH)
+        top = window.ask(f'document.getElementById("{_FROM}").offsetTop')
+        picture = window.picture(top, HEIGHT, WIDTH, SCALE)
+    if len(picture) > MOST_BYTES:
+        sys.exit(f"{target}: got {len(picture)} bytes, wanted at most {MOST_BYTES}")
+    target.write_bytes(picture)
+
+
+if __name__ == "__main__":
+    if browser.why_not() is not None:
+        sys.exit(browser.why_not())
+    take(Path(sys.argv[1]), Path(sys.argv[2]))
