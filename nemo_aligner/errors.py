@@ -48,6 +48,11 @@ class LostRankError(AlignerError, RuntimeError):
     """Another rank is gone, and nobody has said why."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says the first line; its type where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def one_line(text: object) -> str:
     """What another program says, without line breaks, and not more than fits an answer."""
     return " ".join(str(text).split())[:_MOST_IN_LINE]

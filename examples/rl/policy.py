@@ -217,7 +217,8 @@ def print_table(before: HeldOut, after: HeldOut, seconds: float) -> None:
 
 def read_prompts(file: Path, most: int | None = None) -> list[str]:
     """The different prompts of a file of pairs, in their order."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with file.open(encoding="utf-8") as lines:  # splitlines() would break at more than "\n"
+        rows = [json.loads(line) for line in lines]
     return list(dict.fromkeys(row["prompt"] for row in rows))[:most]
 
 

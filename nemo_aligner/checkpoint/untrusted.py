@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, first_line
 
 MAX_TEXT_BYTES = 2**20
 _MAX_NODES = 100_000
@@ -96,4 +96,4 @@ def _check_size(root: yaml.Node, where: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.suggest import suggestion
-from nemo_aligner.errors import ConfigError, SettingsError, shown
+from nemo_aligner.errors import ConfigError, SettingsError, first_line, shown
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class _Merging:
         try:
             update = OmegaConf.from_dotlist([text.lstrip("+")])
         except Exception as error:  # as of a YAML file
-            self._complain("", f"{text}: {_first_line(error)}")
+            self._complain("", f"{text}: {first_line(error)}")
             return
         self.add(update, "")
 
@@ -147,7 +147,7 @@ class _Merging:
             try:
                 value = node[item.name]
             except OmegaConfBaseException as error:
-                self._complain("", f"{prefix}{item.name}: {_first_line(error)}")
+                self._complain("", f"{prefix}{item.name}: {first_line(error)}")
                 continue
             if is_dataclass(kind):
                 value = self._build(kind, value, f"{prefix}{item.name}.")
@@ -177,10 +177,6 @@ class _Merging:
             for where, problems in ordered
             for problem in problems
         ]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.data.reward_rows import PAIR_COLUMNS
+from nemo_aligner.data.sources import BadLine, read_lines
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
@@ -131,20 +132,19 @@ def read_verdicts(path: Path) -> Iterator[PairVerdict]:
     Raises:
         DataError: it cannot be read, or holds something else.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    lines = read_lines(path)
     if not lines:
         raise DataError(f"{path}: it is empty, wanted what evaluate's output_rewards writes")
     seen: dict[str, Iterator[int]] = {}
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
+        if isinstance(line, BadLine):
+            raise DataError(f"{path}:{line.number}: {line.reason}")
         try:
-            yield _verdict(json.loads(line), seen)
+            yield _verdict(line.value, seen)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path}:{number}: got {line[:60]!r}, wanted a pair of evaluate's output_rewards "
-                f"({type(error).__name__}: {error})"
+                f"{path}:{line.number}: got {line.raw[:60]!r}, wanted a pair of evaluate's "
+                f"output_rewards ({type(error).__name__}: {error})"
             ) from error
 
 

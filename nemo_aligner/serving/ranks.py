@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.errors import ServingError
+from nemo_aligner.errors import ServingError, first_line
 from nemo_aligner.parallel.cpu.malloc import FreedMemory
 from nemo_aligner.parallel.device import wait_for_device
 
@@ -188,7 +188,7 @@ class ModelRanks:
         try:
             yield
         except Exception as error:
-            why = f"the ranks lost each other: {str(error).splitlines()[0][:200]}"
+            why = f"the ranks lost each other: {first_line(error)[:200]}"
             self.lose(why)
             raise RanksLostError(why) from error
 
@@ -215,7 +215,7 @@ class ModelRanks:
         try:
             wait_for_device()
         except Exception as error:
-            self.lose(f"the device of rank {self.rank} is lost: {str(error).splitlines()[0][:200]}")
+            self.lose(f"the device of rank {self.rank} is lost: {first_line(error)[:200]}")
 
     def _acknowledge(self, error: Exception | None) -> list[str]:
         mine = None if error is None else f"{type(error).__name__}: {error}"
@@ -241,7 +241,7 @@ class ModelRanks:
             try:
                 dist.all_reduce(leaving, op=dist.ReduceOp.MAX, group=self._pulse)
             except Exception as error:
-                self.lose(f"a rank died or froze: {str(error).splitlines()[0][:200]}")
+                self.lose(f"a rank died or froze: {first_line(error)[:200]}")
                 return
             if leaving.item():
                 return

@@ -84,11 +84,19 @@ def test_several_pairs_of_a_record_are_told_apart(tmp_path: Path) -> None:
     assert compare_files(path, path).rows[0].pairs == 20
 
 
+def test_a_line_ends_where_json_says(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", FIRST)
+    # As evaluate writes them, which escapes ASCII's line breaks alone.
+    path.write_text(path.read_text().replace("chosen 1", "chosen\u2028\x851"), encoding="utf-8")
+    assert compare_files(path, path).rows[0].pairs == 10
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "it is empty"),
-        ("{", "a.jsonl:1: got '{', wanted a pair of evaluate's output_rewards"),
+        ("{", "a.jsonl:1: malformed JSON"),
+        ('{"a": 1}\n{', "a.jsonl:1: got '{\"a\": 1}', wanted a pair of evaluate's output_rewards"),
         ('{"record": "r:1", "rewards": {"helpfulness": 1}}', r"KeyError: 'chosen'"),
         ('{"record": "r:1", "rewards": {"chosen": null, "rejected": 1}}', "a reward is missing"),
     ],
