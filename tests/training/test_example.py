@@ -13,6 +13,8 @@ import torch
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.weights.store import open_weights
+from nemo_aligner.checkpoint.weights.tensor_store import is_optimizer_state
+from nemo_aligner.models.lora import is_of_adapter
 from tests import tiny
 
 EXAMPLE = "examples/train_reward_model.py"
@@ -73,11 +75,15 @@ def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow(seconds=10)
-def test_the_model_may_be_the_mean_of_the_best(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=2", "model.lora.alpha=4")])
+def test_the_model_may_be_the_mean_of_the_best(
+    base: Path, tmp_path: Path, lora: tuple[str, ...]
+) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
     done = tiny.run_script(
         EXAMPLE,
         *common(base, tmp_path / "run", pairs, pairs),
+        *lora,
         "trainer.rm.max_steps=8",
         "exp_manager.checkpoint_callback_params.save_top_k=3",
         "exp_manager.checkpoint_callback_params.average_best=2",
@@ -86,14 +92,18 @@ def test_the_model_may_be_the_mean_of_the_best(base: Path, tmp_path: Path) -> No
     told = re.search(r"the mean of the weights of steps (\d+), (\d+): .*/accuracy", done.stdout)
     assert told is not None
     checkpoints = tmp_path / "run/checkpoints"
-    steps = [
-        open_weights(checkpoints / f"step_{int(step):08d}/state").read("model.rm_head.weight")
-        for step in told.groups()
-    ]
+    steps = [open_weights(checkpoints / f"step_{int(step):08d}/state") for step in told.groups()]
     with open_nemo(checkpoints / "megatron_gpt.nemo") as folder:
-        mean = folder.store.read("model.rm_head.weight")
-    assert not torch.equal(*steps)
-    torch.testing.assert_close(mean, (steps[0] + steps[1]) / 2, rtol=0, atol=1e-8)
+        adapters = [n for n in steps[0].tensors if is_of_adapter(n) and not is_optimizer_state(n)]
+        assert bool(adapters) == bool(lora)
+        for name in (*adapters, "model.rm_head.weight"):
+            first, second = (state.read(name) for state in steps)
+            assert not torch.equal(first, second), name
+            # An archive has all layers in one tensor.
+            layer = re.search(r"layers\.(\d+)\.", name)
+            stacked = name if layer is None else name.replace(layer[0], "layers.")
+            mean = folder.store.read(stacked, None if layer is None else int(layer[1]))
+            torch.testing.assert_close(mean, (first + second) / 2, rtol=0, atol=1e-8)
 
 
 @pytest.mark.slow(seconds=4)
