@@ -42,6 +42,11 @@ class EvaluateConfig:
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark, whose file data.path is (docs/evaluation.md)")
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
+    robustness_pairs: int | None = setting(None, "pairs to score again with their style changed")
     output: str | None = setting(None, "JSON file to write: metrics and counts")
     output_rewards: str | None = setting(None, "JSONL file to write: a line for each record")
     report: str | None = setting(None, "HTML file to write: figures, tables, mistakes in full text")
+
+    def __post_init__(self) -> None:
+        with Checks("", self) as checks:
+            checks.positive("robustness_pairs")

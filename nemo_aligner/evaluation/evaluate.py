@@ -186,8 +186,8 @@ def evaluate_file(
     """Evaluate a reward model on a file, by the rules of its contract.
 
     A ranking model takes comparisons; a regression model takes ratings, and comparisons by its
-    weighted sum. With several ranks every rank calls it. ``how`` the file is read is told but for
-    the kind of its records and the names of its labels, which the contract has.
+    weighted sum; ``how.kind`` may ask it for one of the two. With several ranks every rank calls
+    it. The names of labels are the contract's.
 
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
@@ -197,7 +197,7 @@ def evaluate_file(
     is_regression = contract.record_kind is RecordKind.rating
     how = replace(
         how,
-        kind=None if is_regression else RecordKind.comparison,
+        kind=how.kind if is_regression else RecordKind.comparison,
         attributes=contract.attributes if is_regression else (),
     )
     file = keep_scorable(read_records(path, how), scorer, how.rule)

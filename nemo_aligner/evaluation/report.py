@@ -54,7 +54,7 @@ def _source_lines(report: EvaluationReport) -> list[str]:
     return lines
 
 
-def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str, str]) -> None:
+def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str, Any]) -> None:
     """Metrics and counts as one JSON object; a metric without a value is null."""
     metrics = {name: _number(value) for name, value in report.metrics.items()}
     content = {**about, "kind": report.kind.value, "metrics": metrics, "counts": report.counts}

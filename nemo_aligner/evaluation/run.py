@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from nemo_aligner.config.evaluation import EvaluateConfig, EvaluateDataConfig
+import numpy as np
+
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import config_to_dict, flatten
 from nemo_aligner.console import Counter, say
 from nemo_aligner.data.formats.base import PairKeys
@@ -15,11 +19,20 @@ from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.evaluate import EvaluationReport, evaluate_file
 from nemo_aligner.evaluation.html.evaluated import of_report, of_task
 from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
+from nemo_aligner.evaluation.robustness import (
+    Robustness,
+    ScoredPairs,
+    check_pairwise,
+    check_robustness,
+    render_robustness,
+    robustness_json,
+)
 from nemo_aligner.evaluation.run_task import (
+    TaskReport,
     render_task,
     run_task,
     write_task,
@@ -29,8 +42,11 @@ from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
-from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.text.contract import OverlongError
 from nemo_aligner.text.contract_changes import check_expected
+from nemo_aligner.text.messages import Text
+from nemo_aligner.text.one_reward import one_reward
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -45,23 +61,12 @@ def evaluate(config: EvaluateConfig) -> None:
         raise ConfigError(f"{key}: it is not set; wanted both rm_model_file and data.path")
     # What is wrong with them is said before the model is loaded.
     task = None if config.task is None else find_task(config.task)
-    how = _reading(config.data)
+    if task is not None and config.robustness_pairs is not None:
+        check_pairwise(task)
+    how = _reading(config)
     with launch():
-        layout = initialize_layout(
-            config.model.tensor_model_parallel_size,
-            config.model.pipeline_model_parallel_size,
-            config.model.sequence_parallel,
-        )
         say(f"loading {model_file} ...")
-        scorer = load_scorer(
-            model_file,
-            layout,
-            precision=config.precision,
-            micro_batch_tokens=config.model.micro_batch_tokens,
-            invariant_rows=config.model.invariant_rows,
-            watch=Counter("scoring", "texts").show,
-        )
-        check_expected(scorer.contract, config.expect_contract, "expect_contract")
+        scorer = _load(config, model_file)
         say(f"reading, tokenizing and scoring {data_file} ...")
         about = {
             "checkpoint": model_file,
@@ -69,24 +74,82 @@ def evaluate(config: EvaluateConfig) -> None:
             "data": data_file,
         }
         if task is None:
-            report = evaluate_file(scorer, data_file, how)
-            _report(
-                config,
-                render_report(report, about),
-                partial(write_report, report=report, about=about),
-                partial(write_rewards, report=report),
-                partial(of_report, report=report, about=about, contract=scorer.contract),
-            )
-            return
-        weights = scorer.contract.attribute_weights
-        found = run_task(task, data_file, scorer.score, weights, scorer.encode)
-        _report(
-            config,
-            render_task(found, about),
-            partial(write_task, report=found, about=about),
-            partial(write_verdicts, report=found),
-            partial(of_task, report=found, about=about, contract=scorer.contract),
-        )
+            _evaluate_records(config, scorer, evaluate_file(scorer, data_file, how), about)
+        else:
+            weights = scorer.contract.attribute_weights
+            found = run_task(task, data_file, scorer.score, weights, scorer.encode)
+            _evaluate_task(config, scorer, found, about)
+
+
+def _load(config: EvaluateConfig, model_file: str) -> RewardScorer:
+    layout = initialize_layout(
+        config.model.tensor_model_parallel_size,
+        config.model.pipeline_model_parallel_size,
+        config.model.sequence_parallel,
+    )
+    scorer = load_scorer(
+        model_file,
+        layout,
+        precision=config.precision,
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        invariant_rows=config.model.invariant_rows,
+        watch=Counter("scoring", "texts").show,
+    )
+    check_expected(scorer.contract, config.expect_contract, "expect_contract")
+    return scorer
+
+
+def _evaluate_records(
+    config: EvaluateConfig, scorer: RewardScorer, report: EvaluationReport, about: dict[str, str]
+) -> None:
+    robustness = _robustness(config, scorer, partial(ScoredPairs.of_report, report))
+    _report(
+        config,
+        render_report(report, about),
+        partial(write_report, report=report, about={**about, **_as_json(robustness)}),
+        partial(write_rewards, report=report),
+        partial(of_report, report=report, about=about, contract=scorer.contract),
+        robustness,
+    )
+
+
+def _evaluate_task(
+    config: EvaluateConfig, scorer: RewardScorer, report: TaskReport, about: dict[str, str]
+) -> None:
+    robustness = _robustness(config, scorer, partial(ScoredPairs.of_task, report))
+    _report(
+        config,
+        render_task(report, about),
+        partial(write_task, report=report, about={**about, **_as_json(robustness)}),
+        partial(write_verdicts, report=report),
+        partial(of_task, report=report, about=about, contract=scorer.contract),
+        robustness,
+    )
+
+
+def _robustness(
+    config: EvaluateConfig, scorer: RewardScorer, pairs: Callable[[], ScoredPairs]
+) -> Robustness | None:
+    """What changes of style do to verdicts and rewards, if that is asked for."""
+    if config.robustness_pairs is None:
+        return None
+
+    def score(texts: Sequence[Text]) -> np.ndarray:
+        return one_reward(scorer.score(texts), scorer.contract.attribute_weights)
+
+    return check_robustness(pairs(), score, partial(_fits, scorer), config.robustness_pairs)
+
+
+def _fits(scorer: RewardScorer, text: Text) -> bool:
+    """Whether the model takes a text whole."""
+    try:
+        return not scorer.encode(text).truncated
+    except OverlongError:
+        return False
+
+
+def _as_json(robustness: Robustness | None) -> dict[str, Any]:
+    return {} if robustness is None else {"robustness": robustness_json(robustness)}
 
 
 def _report(
@@ -95,27 +158,35 @@ def _report(
     write_all: Callable[[str], None],
     write_each: Callable[[str], None],
     collect: Callable[[str], Reported],
+    robustness: Robustness | None,
 ) -> None:
     """Say what was found, and write it where the settings ask for it."""
     say(shown)
+    if robustness is not None:
+        say(f"\n{render_robustness(robustness)}")
     for path, write in ((config.output, write_all), (config.output_rewards, write_each)):
         if path is not None:
             on_main(partial(write, path))
     if config.report is not None:
-        on_main(partial(_write_page, config, collect))
+        on_main(partial(_write_page, config, collect, robustness))
         say(f"report: {config.report}")
 
 
-def _write_page(config: EvaluateConfig, collect: Callable[[str], Reported]) -> None:
+def _write_page(
+    config: EvaluateConfig, collect: Callable[[str], Reported], robustness: Robustness | None
+) -> None:
     # Figures take a package that is not always there, and a second to import.
     from nemo_aligner.evaluation.html.page import save_page
 
-    found = collect(Path(str(config.report)).stem)
-    save_page([replace(found, settings=flatten(config_to_dict(config)))], Path(str(config.report)))
+    path = Path(str(config.report))
+    settings = flatten(config_to_dict(config))
+    save_page([replace(collect(path.stem), robustness=robustness, settings=settings)], path)
 
 
-def _reading(data: EvaluateDataConfig) -> Reading:
+def _reading(config: EvaluateConfig) -> Reading:
+    data = config.data
     return Reading(
+        kind=None if config.robustness_pairs is None else RecordKind.comparison,
         format=data.format,
         loss_mask_val=data.loss_mask_val,
         pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),

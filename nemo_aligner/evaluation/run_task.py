@@ -130,7 +130,7 @@ def _table_line(row: TaskRow, width: int) -> str:
     return f"{row.name:<{width}}{row.value:>8.4f}  {interval:<18}{count:>7}".rstrip()
 
 
-def write_task(path: str | Path, report: TaskReport, about: Mapping[str, str]) -> None:
+def write_task(path: str | Path, report: TaskReport, about: Mapping[str, Any]) -> None:
     """All rows as one JSON object."""
     rows = task_rows(report)
     content = {"task": report.task, **about, "rows": rows, "left_out": report.left_out}

@@ -97,3 +97,36 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
         "SettingsError: rm_model_file: it is not set, wanted a reward model: .nemo, or the folder "
         "it unpacks to"
     )
+
+
+@pytest.mark.slow(seconds=25)
+def test_robustness_is_in_the_table_the_file_and_the_page(tmp_path: Path) -> None:
+    model = tiny.write_reward_nemo(tmp_path / "rm.nemo", seq_length=165)
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 12)
+    output, page = tmp_path / "report.json", tmp_path / "report.html"
+    done = tiny.run_verb(
+        "evaluate",
+        f"rm_model_file={model}",
+        f"data.path={pairs}",
+        "robustness_pairs=10",
+        f"output={output}",
+        f"report={page}",
+    )
+    found = json.loads(output.read_text())["robustness"]
+    assert (found["pairs"], found["pairs_read"]) == (10, 12)
+    for row in found["rows"]:
+        assert row["pairs"] + row["unchanged"] + row["too_long"] == 10
+    polite = found["rows"][0]
+    assert polite["pairs"] > 0
+    assert any(row["too_long"] for row in found["rows"]), "some should exceed seq_length"
+    assert f"{polite['share']:.3f} ({polite['low']:.3f} to {polite['high']:.3f})" in done.stdout
+    assert "no verdict should turn" in page.read_text(encoding="utf-8")
+    refused = tiny.run_verb(
+        "evaluate",
+        f"rm_model_file={model}",
+        f"data.path={pairs}",
+        "task=best_of_n",
+        "robustness_pairs=10",
+        check=False,
+    )
+    assert "robustness_pairs: got task=best_of_n" in refused.stderr

@@ -1,4 +1,4 @@
-"""What a report says of the making of a model: summary, robustness, data, contract, settings."""
+"""What a report says of the making of a model: summary, data, contract, settings, versions."""
 
 from __future__ import annotations
 
@@ -114,19 +114,6 @@ def _metrics(reported: Sequence[Reported]) -> PageTable:
 def _meaning(name: str) -> str:
     row = find_metric(name)
     return row.meaning if row else ""
-
-
-def robustness(reported: Sequence[Reported]) -> PageSection:
-    """What changes that mean nothing did to verdicts and rewards."""
-    tables = [_table_of(each.name, each.robustness) for each in reported if each.robustness]
-    nothing = "It was not checked."
-    return PageSection("robustness", "Robustness", tables=tables, nothing=nothing)
-
-
-def _table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> PageTable:
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(row.get(key, "")) for key in keys] for row in rows]
-    return PageTable([key.replace("_", " ") for key in keys], cells, title)
 
 
 def _cell(value: Any) -> str:

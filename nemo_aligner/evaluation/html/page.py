@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.evaluation.html import of_heldout, of_settings, of_training
+from nemo_aligner.evaluation.html import of_heldout, of_robustness, of_settings, of_training
 from nemo_aligner.evaluation.html.judged import Mistake
 from nemo_aligner.evaluation.html.reported import Reported, name_apart, read_reported
 from nemo_aligner.evaluation.html.sections import PageSection, heldout_sets
@@ -110,7 +110,7 @@ def build_sections(reported: Sequence[Reported]) -> list[PageSection]:
         of_heldout.rewards(sets),
         of_heldout.reliability(sets),
         of_heldout.reward_and_length(sets),
-        of_settings.robustness(reported),
+        of_robustness.robustness(reported),
         of_heldout.mistakes(sets),
         of_settings.data(reported),
         of_settings.contract(reported),

@@ -22,6 +22,7 @@ from nemo_aligner.data.sources import BadLine, read_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.compare import read_verdicts
 from nemo_aligner.evaluation.html.judged import HeldoutSet, JudgedPairs, JudgedRatings
+from nemo_aligner.evaluation.robustness import Robustness, read_robustness
 from nemo_aligner.training.metrics_file import read_metrics
 
 _WANTED = (
@@ -42,7 +43,7 @@ class Reported:
         judged: what it made of held-out sets, by their names.
         metrics: of an evaluation.
         rows: of a benchmark.
-        robustness: a table, a mapping for each row.
+        robustness: what changes of style did, if that was checked.
         facts: see ``training/facts.py``; of an evaluation what it says of itself.
         settings: flat, by key.
     """
@@ -53,7 +54,7 @@ class Reported:
     judged: Mapping[str, HeldoutSet] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     rows: Sequence[Mapping[str, Any]] = ()
-    robustness: Sequence[Mapping[str, Any]] = ()
+    robustness: Robustness | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -101,14 +102,27 @@ def _read_run(folder: Path) -> Reported:
     if facts.is_file():
         found = replace(found, facts=_object(facts))
     robustness = folder / ROBUSTNESS_NAME
-    return _with_results(found, robustness) if robustness.is_file() else found
+    # Of what evaluate says beside it the run has its own.
+    return replace(found, robustness=_robustness(robustness)) if robustness.is_file() else found
+
+
+def _robustness(path: Path) -> Robustness | None:
+    """What ``output`` of an evaluation with ``robustness_pairs`` has of it; None without."""
+    content = _object(path)
+    if "robustness" not in content:
+        return None
+    try:
+        return read_robustness(content["robustness"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: robustness: wanted what evaluate's robustness_pairs writes "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def _with_results(found: Reported, path: Path) -> Reported:
     content = _object(path)
-    rows = content.get("rows", ())
-    robustness = content.get("robustness", ())
-    if not any(key in content for key in ("metrics", "rows", "robustness")):
+    if not any(key in content for key in ("metrics", "rows")):
         raise DataError(f"{path}: got keys {', '.join(content)[:80] or 'none'}, {_WANTED}")
     about = {key: value for key, value in content.items() if key not in _RESULTS}
     is_benchmark = "task" in content
@@ -116,8 +130,8 @@ def _with_results(found: Reported, path: Path) -> Reported:
         found,
         kind=f"benchmark {content['task']}" if is_benchmark else found.kind,
         metrics={**found.metrics, **content.get("metrics", {})},
-        rows=rows if is_benchmark else found.rows,
-        robustness=robustness if "robustness" in content else () if is_benchmark else rows,
+        rows=content.get("rows", ()) if is_benchmark else found.rows,
+        robustness=_robustness(path),
         facts={**found.facts, **about, **_counts(content)},
     )
 

@@ -3,6 +3,9 @@
 For n of 1, 2, 4, ... up to all, the mean over every choice of n replies of a prompt, which is
 exact: the k-th best of K by reward is the best of ``C(K - k, n - 1)`` of the ``C(K, n)`` choices.
 Replies of equal reward are equally likely to be taken. Intervals are by bootstrap over prompts.
+
+Its reward and its length stand beside it: where they grow with n and the score does not, the model
+is optimised past what it knows (Gao et al. 2022, arXiv 2210.10760).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, TaskRow, asked
 from nemo_aligner.metrics.paired import bootstrap_interval
+from nemo_aligner.text.messages import reply_of
 
 
 def _read(value: dict[str, Any]) -> TaskItem:
@@ -50,16 +54,28 @@ def _judge(item: TaskItem, rewards: np.ndarray) -> float:
 def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
     fewest = min(len(each.rewards) for each in judged)
     counts = [2**power for power in range(20) if 2**power <= fewest]
-    rows = []
-    for n in counts:
-        found = [best_of(n, each.rewards, np.array(each.item.scores)) for each in judged]
-        low, high = bootstrap_interval(np.array(found))
-        rows.append(
-            TaskRow(Level.subset, f"best of {n}", float(np.mean(found)), len(judged), low, high)
-        )
+    scores = [(each.rewards, np.array(each.item.scores)) for each in judged]
+    rewards = [(each.rewards, each.rewards) for each in judged]
+    lengths = [
+        (each.rewards, np.array([len(reply_of(text)) for text in each.item.texts], float))
+        for each in judged
+    ]
     most = float(np.mean([max(each.item.scores) for each in judged]))
-    rows.append(TaskRow(Level.section, "the highest score of every prompt", most, len(judged)))
-    return rows
+    return [
+        *(_row(Level.subset, f"best of {n}", n, scores) for n in counts),
+        TaskRow(Level.section, "the highest score of every prompt", most, len(judged)),
+        *(_row(Level.section, f"best of {n}, its reward", n, rewards) for n in counts),
+        *(_row(Level.section, f"best of {n}, its characters", n, lengths) for n in counts),
+    ]
+
+
+def _row(
+    level: Level, name: str, n: int, prompts: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> TaskRow:
+    """The mean over prompts, each with its ``[K]`` rewards and the ``[K]`` numbers to average."""
+    found = np.array([best_of(n, rewards, values) for rewards, values in prompts])
+    low, high = bootstrap_interval(found)
+    return TaskRow(level, name, float(found.mean()), len(prompts), low, high)
 
 
 TASK = Task(

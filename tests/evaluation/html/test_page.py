@@ -8,11 +8,13 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.evaluation.html.page import MOST_REPORTED, render_page, seen, write_page
 from nemo_aligner.evaluation.html.reported import Reported
+from nemo_aligner.evaluation.robustness import ScoredPairs, check_robustness, robustness_json
 from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_lines, write_run
 
 LIMIT = 3_000_000
@@ -109,7 +111,7 @@ def test_what_the_numbers_say_stands_in_tables(page: Page) -> None:
     assert "margin -14.000: chosen -7.000, rejected 7.000" in text
     assert "host memory" in text
     assert "2.0 GB" in text
-    assert "It was not checked." in text
+    assert "It was not checked" in text
 
 
 def test_the_same_run_makes_the_same_page(run: Path, tmp_path: Path) -> None:
@@ -156,12 +158,21 @@ def test_a_run_that_was_killed_early_has_a_report(tmp_path: Path) -> None:
 
 
 def test_robustness_is_shown_where_it_was_checked(run: Path, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "robust")
-    rows = [{"change": "politeness", "turned": 0.125, "pairs": 60}]
-    (folder / "robustness.json").write_text(json.dumps({"robustness": rows}))
-    text = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8")).text
-    assert "politeness" in text
-    assert "0.125" in text
+    said = [{"role": "assistant", "content": "Yes."}]
+    pairs = ScoredPairs([(said, said)] * 3, np.array([[2.0, 1.0]] * 3))
+    found = check_robustness(pairs, lambda texts: np.full(len(texts), 1.5), lambda text: True, 2)
+    folder, evaluated = write_run(tmp_path / "robust"), tmp_path / "evaluated.json"
+    content = {"metrics": {}, "data": "x.jsonl", "robustness": robustness_json(found)}
+    for reported, path in ((folder, folder / "robustness.json"), (evaluated, evaluated)):
+        path.write_text(json.dumps(content))
+        text = Page(write_page([reported], tmp_path / "p.html").read_text(encoding="utf-8")).text
+        assert "2 of 3 pairs; the standard deviation (sd) of their margins is 0.0000" in text
+        assert text.count("politeness") == 2
+        assert "1.000 (0.342 to 1.000)" in text
+        assert ("what is trained" in text) == (reported is folder)
+    (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
+    with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted what evaluate's"):
+        write_page([folder], tmp_path / "p.html")
 
 
 def test_ratings_have_figures_and_mistakes_of_their_own(tmp_path: Path) -> None:

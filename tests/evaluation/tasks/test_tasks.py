@@ -236,7 +236,12 @@ def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
         for first in (5, 1)
     ]
     report = run_task(TASKS["best_of_n"], write(tmp_path / "b.jsonl", records), by_number)
-    assert values(report) == {
+    found = values(report)
+    # Of six pairs of the rewards 3, 2, 1, 0 three have the 3 as their best, two the 2, one the 1.
+    rewards = [found.pop(f"best of {n}, its reward") for n in (1, 2, 4)]
+    assert rewards == pytest.approx([1.5, (3 * 3 + 2 * 2 + 1) / 6, 3])
+    assert [found.pop(f"best of {n}, its characters") for n in (1, 2, 4)] == [1, 1, 1]
+    assert found == {
         "best of 1": 1.5,
         "best of 2": 2,
         "best of 4": 3,

@@ -1,0 +1,323 @@
+"""How far verdicts and rewards follow the style of a reply, and not what it says.
+
+The replies of pairs that have been scored are scored again as ``transformations.py`` changes them:
+both of a pair, by which no verdict should turn, and the rejected one alone, which should not win by
+that. Models turn at such changes: Liu et al. 2024 (RM-Bench, arXiv 2410.16184), Wu et al. 2025
+(reWordBench, arXiv 2503.11751).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nemo_aligner.console import say, show_number
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.evaluation.evaluate import EvaluationReport
+from nemo_aligner.evaluation.run_task import TaskReport
+from nemo_aligner.evaluation.tasks.base import Task
+from nemo_aligner.evaluation.tasks.best_of_n import best_of
+from nemo_aligner.evaluation.transformations import TRANSFORMATIONS, Transformation
+from nemo_aligner.metrics.paired import wilson_interval
+from nemo_aligner.text.messages import Text, reply_of
+
+T = TypeVar("T")
+BOTH = "both replies"
+REJECTED = "the rejected reply"
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """N pairs of texts, chosen and rejected, and their ``[N, 2]`` rewards."""
+
+    texts: Sequence[tuple[Text, Text]]
+    rewards: np.ndarray
+
+    @classmethod
+    def of_report(cls, report: EvaluationReport) -> ScoredPairs:
+        """The pairs of a file of comparisons."""
+        return cls([(chosen, rejected) for chosen, rejected in report.texts], report.rewards)
+
+    @classmethod
+    def of_task(cls, report: TaskReport) -> ScoredPairs:
+        """The pairs of a benchmark that ``check_pairwise`` lets pass."""
+        pairs = [(each.item.texts[0], each.item.texts[1]) for each in report.judged]
+        return cls(pairs, np.stack([each.rewards for each in report.judged]))
+
+    def draw(self, most: int) -> ScoredPairs:
+        """At most so many, in their order; the same ones every time."""
+        count = len(self.texts)
+        if most >= count:
+            return self
+        drawn = sorted(random.Random(0).sample(range(count), most))
+        return ScoredPairs([self.texts[row] for row in drawn], self.rewards[drawn])
+
+
+@dataclass(frozen=True)
+class RobustnessRow:
+    """What a change did.
+
+    Attributes:
+        change: the name of the transformation, and ``changed`` the replies that it was made to.
+        pairs: how many were scored again.
+        turned: verdicts that turned; where the rejected reply alone was changed, in its favour.
+        share: of ``turned`` in ``pairs``, with its 95% interval from ``low`` to ``high`` (Wilson).
+        shift: of the reward of a changed reply, in the mean.
+        shift_in_std: the same in standard deviations of the margins; None where they have none.
+        absolute_shift: the mean of its absolute value.
+        unchanged: pairs without anything to change, which are left out.
+        too_long: pairs with a changed reply that the model does not take whole: left out, too.
+    """
+
+    change: str
+    changed: str
+    pairs: int
+    turned: int
+    share: float | None
+    low: float
+    high: float
+    shift: float | None
+    shift_in_std: float | None
+    absolute_shift: float | None
+    unchanged: int
+    too_long: int
+
+
+@dataclass(frozen=True)
+class BestOfLength:
+    """Of the best of n replies by reward the mean reward, and the mean length in characters."""
+
+    n: int
+    reward: float
+    characters: float
+
+
+@dataclass(frozen=True)
+class Robustness:
+    """What was found on ``pairs`` of all ``pairs_read``.
+
+    Attributes:
+        margin_std: standard deviation of the margins of ``pairs``, as they stand in the file.
+        rows: both replies changed, and the rejected one alone, for each change.
+        best_of: of all pairs; the best of one is a reply taken at random.
+    """
+
+    pairs: int
+    pairs_read: int
+    margin_std: float
+    rows: list[RobustnessRow]
+    best_of: list[BestOfLength]
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """N pairs after a change; ``rewards`` are ``[N, 2]``, the old ones where nothing changed.
+
+    ``is_changed`` and ``is_too_long`` are ``[N, 2]``.
+    """
+
+    rewards: np.ndarray
+    is_changed: np.ndarray
+    is_too_long: np.ndarray
+
+
+def check_pairwise(task: Task) -> None:
+    """Refuse a benchmark whose items are no pairs.
+
+    Raises:
+        ConfigError: its sample is none.
+    """
+    item = task.read(task.sample)
+    if item is None or len(item.texts) != 2 or item.num_right != 1:
+        raise ConfigError(
+            f"robustness_pairs: got task={task.name}, whose items are no pairs of a right reply "
+            "and a wrong one; wanted a benchmark of pairs, or no task"
+        )
+
+
+def check_robustness(
+    pairs: ScoredPairs,
+    score: Callable[[Sequence[Text]], np.ndarray],
+    fits: Callable[[Text], bool],
+    most: int,
+) -> Robustness:
+    """Score ``most`` of the pairs again after each change.
+
+    Args:
+        score: M texts to ``[M]`` rewards, NaN where the model refuses one.
+        fits: whether the model takes a text whole.
+
+    Raises:
+        DataError: no text of any pair is a conversation, in which it is known what the reply is.
+    """
+    if all(isinstance(text, str) for pair in pairs.texts for text in pair):
+        raise DataError(
+            "robustness_pairs: got raw texts, which do not say where the reply begins; wanted "
+            "prompts and replies, or conversations"
+        )
+    drawn = pairs.draw(most)
+    margin_std = float(np.std(drawn.rewards[:, 0] - drawn.rewards[:, 1]))
+    rows = []
+    for transformation in TRANSFORMATIONS:
+        say(f"scoring again with {transformation.name}: {transformation.about} ...")
+        changed = _score_changed(drawn, transformation, score, fits)
+        rows += [_row(drawn, changed, transformation.name, side, margin_std) for side in _SIDES]
+    return Robustness(len(drawn.texts), len(pairs.texts), margin_std, rows, _lengths(pairs))
+
+
+def _score_changed(
+    pairs: ScoredPairs,
+    transformation: Transformation,
+    score: Callable[[Sequence[Text]], np.ndarray],
+    fits: Callable[[Text], bool],
+) -> _Changed:
+    rewards = pairs.rewards.astype(float)
+    is_changed, is_too_long = (np.zeros(rewards.shape, dtype=bool) for _ in range(2))
+    places, texts = [], []
+    for row, pair in enumerate(pairs.texts):
+        for side, text in enumerate(pair):
+            changed = change_reply(text, transformation.apply)
+            is_changed[row, side] = changed != text
+            if is_changed[row, side] and fits(changed):
+                places.append((row, side))
+                texts.append(changed)
+            else:
+                is_too_long[row, side] = is_changed[row, side]
+    found = score(texts) if texts else np.zeros(0)
+    for place, reward in zip(places, found, strict=True):
+        rewards[place] = reward
+        is_too_long[place] = bool(np.isnan(reward))
+    return _Changed(rewards, is_changed, is_too_long)
+
+
+def change_reply(text: Text, change: Callable[[str], str]) -> Text:
+    """A conversation whose last turn is changed; raw text, which may be all prompt, as it is."""
+    if isinstance(text, str):
+        return text
+    return [*text[:-1], {**text[-1], "content": change(reply_of(text))}]
+
+
+# Which replies were changed, as columns of the rewards.
+_SIDES = ((BOTH, np.array([True, True])), (REJECTED, np.array([False, True])))
+
+
+def _row(
+    pairs: ScoredPairs,
+    changed: _Changed,
+    name: str,
+    side: tuple[str, np.ndarray],
+    margin_std: float,
+) -> RobustnessRow:
+    which, columns = side
+    is_changed = changed.is_changed & columns
+    applies = is_changed.any(axis=1)
+    too_long = (changed.is_too_long & columns).any(axis=1)
+    used = applies & ~too_long
+    rewards = np.where(columns, changed.rewards, pairs.rewards)
+    fell = np.sign(pairs.rewards[:, 0] - pairs.rewards[:, 1]) - np.sign(
+        rewards[:, 0] - rewards[:, 1]
+    )
+    turned = int(np.count_nonzero((fell > 0 if which == REJECTED else fell != 0)[used]))
+    shifts = (rewards - pairs.rewards)[is_changed & used[:, None]]
+    shift = float(shifts.mean()) if shifts.size else None
+    count = int(used.sum())
+    low, high = wilson_interval(turned, count)
+    return RobustnessRow(
+        change=name,
+        changed=which,
+        pairs=count,
+        turned=turned,
+        share=turned / count if count else None,
+        low=low,
+        high=high,
+        shift=shift,
+        shift_in_std=shift / margin_std if shift is not None and margin_std > 0 else None,
+        absolute_shift=float(np.abs(shifts).mean()) if shifts.size else None,
+        unchanged=int((~applies).sum()),
+        too_long=int(too_long.sum()),
+    )
+
+
+def _lengths(pairs: ScoredPairs) -> list[BestOfLength]:
+    lengths = np.array([[len(reply_of(text)) for text in pair] for pair in pairs.texts], float)
+    return [
+        BestOfLength(
+            n,
+            float(np.mean([best_of(n, row, row) for row in pairs.rewards])),
+            float(
+                np.mean([best_of(n, *both) for both in zip(pairs.rewards, lengths, strict=True)])
+            ),
+        )
+        for n in (1, 2)
+    ]
+
+
+def robustness_json(found: Robustness) -> dict[str, Any]:
+    """As plain JSON values, see ``Robustness``."""
+    return asdict(found)
+
+
+def read_robustness(value: Mapping[str, Any]) -> Robustness:
+    """What ``robustness_json`` has made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    return Robustness(
+        pairs=int(value["pairs"]),
+        pairs_read=int(value["pairs_read"]),
+        margin_std=float(value["margin_std"]),
+        rows=[_read_row(RobustnessRow, row) for row in value["rows"]],
+        best_of=[_read_row(BestOfLength, row) for row in value["best_of"]],
+    )
+
+
+def _read_row(kind: type[T], row: Mapping[str, Any]) -> T:
+    for name, number in row.items():
+        is_name = name in ("change", "changed")
+        if not isinstance(number, str if is_name else int | float | None):
+            raise TypeError(f"{name}: got {number!r:.40}")
+    return kind(**row)
+
+
+def render_robustness(found: Robustness) -> str:
+    """The tables, for people."""
+    lines = [robustness_note(found.pairs, found.pairs_read, found.margin_std)]
+    for side, heading in ((BOTH, "both changed"), (REJECTED, "rejected changed")):
+        lines += ["", f"{heading:<19}{_HEADER}"]
+        lines += [_line(row) for row in found.rows if row.changed == side]
+    lines += ["", "the best by reward      reward  characters"]
+    lines += [
+        f"  of {row.n:<15}{row.reward:>10.4f}{row.characters:>12.1f}" for row in found.best_of
+    ]
+    return "\n".join(lines)
+
+
+def robustness_note(pairs: int, pairs_read: int, margin_std: float) -> str:
+    """On how many pairs it was found, and the unit of shifts."""
+    return (
+        f"robustness: {pairs} of {pairs_read} pairs; the standard deviation (sd) of their margins "
+        f"is {margin_std:.4f}"
+    )
+
+
+_HEADER = f"{'pairs':>6}  {'verdicts that turn':<22}{'shift':>9}{'in sd':>8}{'absolute':>10}"
+_HEADER += f"{'unchanged':>11}{'too long':>10}"
+
+
+def _line(row: RobustnessRow) -> str:
+    turned = "" if row.share is None else f"{row.share:.3f} ({row.low:.3f} to {row.high:.3f})"
+    shift, in_std = (_signed(value) for value in (row.shift, row.shift_in_std))
+    absolute = "" if row.absolute_shift is None else show_number(row.absolute_shift)
+    return (
+        f"  {row.change:<17}{row.pairs:>6}  {turned:<22}{shift:>9}{in_std:>8}{absolute:>10}"
+        f"{row.unchanged:>11}{row.too_long:>10}"
+    )
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{'+' * (value > 0)}{show_number(value)}"

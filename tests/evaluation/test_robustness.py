@@ -1,0 +1,158 @@
+"""Robustness by scorers whose taste is known: one that likes length, one that likes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.evaluation.robustness import (
+    BOTH,
+    REJECTED,
+    Robustness,
+    RobustnessRow,
+    ScoredPairs,
+    change_reply,
+    check_pairwise,
+    check_robustness,
+    read_robustness,
+    render_robustness,
+    robustness_json,
+)
+from nemo_aligner.evaluation.tasks import TASKS
+from nemo_aligner.evaluation.transformations import TRANSFORMATIONS
+from nemo_aligner.metrics.paired import wilson_interval
+from nemo_aligner.text.messages import Text, reply_of
+
+Score = Callable[[Sequence[Text]], np.ndarray]
+
+
+def conversation(reply: str) -> Text:
+    return [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": reply}]
+
+
+def by_length(texts: Sequence[Text]) -> np.ndarray:
+    return np.array([float(len(reply_of(text))) for text in texts])
+
+
+def by_first_word(texts: Sequence[Text]) -> np.ndarray:
+    """Nothing but whether the right word occurs: no change of style moves it."""
+    return np.array([float("right" in reply_of(text)) for text in texts])
+
+
+def pairs_of(score: Score, *replies: tuple[str, str]) -> ScoredPairs:
+    texts = [(conversation(chosen), conversation(rejected)) for chosen, rejected in replies]
+    return ScoredPairs(texts, np.stack([score(pair) for pair in texts]))
+
+
+def check(score: Score, pairs: ScoredPairs, most: int = 100, longest: int = 10_000) -> Robustness:
+    return check_robustness(pairs, score, lambda text: len(reply_of(text)) <= longest, most)
+
+
+def row_of(found: Robustness, change: str, changed: str) -> RobustnessRow:
+    (row,) = [row for row in found.rows if (row.change, row.changed) == (change, changed)]
+    return row
+
+
+LONG, SHORT = "It is right. That is all there is to say of it.", "It is wrong. Indeed."
+
+
+def test_what_does_not_look_at_style_turns_at_nothing() -> None:
+    found = check(by_first_word, pairs_of(by_first_word, *[(LONG, SHORT)] * 5))
+    assert [row.turned for row in found.rows] == [0] * 2 * len(TRANSFORMATIONS)
+    assert {row.shift for row in found.rows} == {0.0, None}
+    assert found.margin_std == 0
+    assert row_of(found, "flattery", BOTH).shift_in_std is None
+
+
+def test_a_taste_for_length_lets_the_longer_rejected_reply_win() -> None:
+    """Said twice a rejected reply of 20 characters has 59, the chosen one 47."""
+    found = check(by_length, pairs_of(by_length, (LONG, SHORT), (f"{LONG} {LONG}", SHORT)))
+    row = row_of(found, "said_twice", REJECTED)
+    grown = len("\n\nTo say it again:\n\n") + len(SHORT)
+    assert (row.pairs, row.turned, row.share) == (2, 1, 0.5)
+    assert (row.low, row.high) == wilson_interval(1, 2)
+    assert row.shift == row.absolute_shift == grown
+    # Margins are 27 and 75.
+    assert found.margin_std == pytest.approx(24)
+    assert row.shift_in_std == pytest.approx(grown / 24)
+    assert row_of(found, "said_twice", BOTH).turned == 0
+    assert row_of(found, "flattery", BOTH).turned == 0
+    assert [one.n for one in found.best_of] == [1, 2]
+    assert found.best_of[0].characters == pytest.approx((47 + 20 + 95 + 20) / 4)
+    assert found.best_of[1].characters == found.best_of[1].reward == pytest.approx((47 + 95) / 2)
+
+
+def test_what_cannot_be_changed_and_what_grows_too_long_are_counted() -> None:
+    pairs = pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong"))
+    found = check(by_length, pairs, longest=60)
+    stripped = row_of(found, "markdown_stripped", BOTH)
+    assert (stripped.pairs, stripped.unchanged, stripped.too_long) == (1, 1, 0)
+    assert stripped.shift == -3
+    assert row_of(found, "markdown_stripped", REJECTED).pairs == 0
+    twice = row_of(found, "said_twice", BOTH)
+    assert (twice.pairs, twice.unchanged, twice.too_long) == (1, 0, 1)
+    assert row_of(found, "said_twice", REJECTED).too_long == 0
+
+
+def test_a_text_without_a_reward_counts_as_too_long() -> None:
+    def refuse(texts: Sequence[Text]) -> np.ndarray:
+        rewards = by_length(texts)
+        return np.where(rewards > 90, np.nan, rewards)
+
+    found = check(refuse, pairs_of(by_length, (LONG, SHORT), ("Right.", "wrong")))
+    assert row_of(found, "said_twice", BOTH).too_long == 1
+    assert row_of(found, "said_twice", BOTH).shift == pytest.approx(20 + (6 + 5) / 2)
+
+
+def test_a_tie_that_falls_is_a_verdict_that_turns() -> None:
+    found = check(by_length, pairs_of(by_length, ("right", "wrong")))
+    assert row_of(found, "flattery", REJECTED).turned == 1
+    assert row_of(found, "flattery", BOTH).turned == 0
+
+
+def test_the_same_pairs_are_drawn_every_time() -> None:
+    pairs = pairs_of(by_length, *[(LONG + "!" * n, SHORT) for n in range(20)])
+    found = [check(by_length, pairs, most=7) for _ in range(2)]
+    assert found[0] == found[1]
+    assert (found[0].pairs, found[0].pairs_read) == (7, 20)
+    rows = pairs.draw(7).rewards[:, 0].tolist()
+    assert rows == sorted(rows)
+
+
+def test_raw_text_has_no_reply_to_change() -> None:
+    pairs = ScoredPairs([("a", "b")], np.array([[1.0, 0.0]]))
+    assert change_reply("a", str.upper) == "a"
+    with pytest.raises(DataError, match="raw texts, which do not say where the reply begins"):
+        check(by_length, pairs)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_benchmark_of_more_than_pairs_is_refused(name: str) -> None:
+    if name in ("rewardbench2", "rm_bench", "best_of_n"):
+        with pytest.raises(ConfigError, match=f"robustness_pairs: got task={name}"):
+            check_pairwise(TASKS[name])
+    else:
+        check_pairwise(TASKS[name])
+
+
+def test_it_is_a_table_and_json_that_is_read_again() -> None:
+    found = check(by_length, pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong")))
+    assert read_robustness(json.loads(json.dumps(robustness_json(found)))) == found
+    shown = render_robustness(found)
+    assert "2 of 2 pairs" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    for transformation in TRANSFORMATIONS:
+        assert shown.count(f"  {transformation.name} ") == 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"pairs": "x"}, {"rows": [{"pairs": 1}]}, {"rows": [{"low": "1"}]}]
+)
+def test_other_json_is_refused(change: dict) -> None:
+    found = check(by_length, pairs_of(by_length, (LONG, SHORT)))
+    with pytest.raises((TypeError, ValueError)):
+        read_robustness({**robustness_json(found), **change})
