@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_aligner.data.reading import Reading, read_records
 from tests import tiny
 
-SCRIPT = tiny.ROOT / "examples/pairs_from_ratings.py"
+SCRIPT = tiny.ROOT / "examples/data/pairs_from_ratings.py"
 RATINGS = (5, 1, None, 3, 3)
 
 

@@ -1,6 +1,7 @@
 """Pairs to rank from rated replies: the better rated is the chosen one.
 
-    python examples/pairs_from_ratings.py ratings.jsonl --attribute helpfulness --output pairs.jsonl
+    python examples/data/pairs_from_ratings.py ratings.jsonl --attribute helpfulness \\
+        --output pairs.jsonl
 
 A line of the input has ``prompt``, ``response`` and numbers, as HelpSteer's. Each reply is paired
 with others drawn at random, whatever their prompt, whose rating is another; Bradley-Terry needs no
