@@ -87,6 +87,18 @@ def report(error: Exception, describe: Callable[[Exception], str] = describe_err
     return 1
 
 
+def leave_together(code: int) -> int:
+    """The exit code of this rank where all have succeeded, and ``code`` is that of the whole.
+
+    The first rank alone has it, and leaves last: launchers end all ranks with the first whose code
+    is not 0, and the code of one that they ended would count.
+    """
+    if code == 0 or not is_first_rank():
+        return 0
+    _wait_to_be_ended()
+    return code
+
+
 def _speaker_of_many() -> str:
     """Before the ranks know each other: most likely all have met the same."""
     if is_first_rank():
@@ -96,7 +108,7 @@ def _speaker_of_many() -> str:
 
 
 def _wait_to_be_ended() -> None:
-    """Stay until the launcher has seen another rank fail, whose exit code then counts."""
+    """Stay until the launcher has seen how others ended."""
     if is_launched():
         with suppress(KeyboardInterrupt):
             time.sleep(HOLD_BACK_S)

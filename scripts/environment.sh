@@ -121,6 +121,6 @@ use_environment() {
         fi
     fi
     echo "installing nemo_aligner[$extras] and what it needs (a few minutes)"
-    _pip_install packaging -e "$REPO[$extras]" || return 1
+    _pip_install packaging -e "${REPO}[$extras]" || return 1
     _is_complete "$extras" || return 1
 }

@@ -74,7 +74,7 @@ IMPORTERS = {
     "uvicorn": ["serving/transports/http"],
     "prometheus_client": ["serving/transports/http"],
     "pydantic": ["serving/wire/", "integrations/nemo_gym/"],
-    "lightning": ["training/loggers.py"],
+    "lightning": ["training/loggers.py", "training/tracking.py"],
     "transformers": ["checkpoint/hf/"],
     "pyarrow": ["data/tables.py"],
     "matplotlib": ["evaluation/html/"],

@@ -43,6 +43,8 @@ SCRIPT = re.compile(r"(?:examples|scripts|conf|tests|docs)/[\w./-]+\.(?:py|sh|sb
 STARTS = {
     "nemo-aligner": [],
     "scripts/slurm/train_reward_model.sbatch": ["train"],
+    "scripts/slurm/train_on_one_node.sbatch": ["train"],
+    "scripts/slurm/train_seeds.sbatch": ["train"],
     "scripts/quickstart.sh": ["quickstart"],
     "examples/train_reward_model.py": ["train"],
     "examples/evaluate_reward_model.py": ["evaluate"],

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_aligner import processes
 from nemo_aligner.errors import ConfigError, PeerError
-from nemo_aligner.processes import find_process, first_host, report, settle
+from nemo_aligner.processes import find_process, first_host, leave_together, report, settle
 from tests.launching import TORCHRUN
 
 SLURM = {
@@ -124,6 +124,19 @@ def test_a_rank_whose_peer_failed_is_silent_and_ends_later(
     start_as(0, monkeypatch)
     assert report(PeerError("another")) == 1
     assert (capsys.readouterr().err, waits) == ("", [processes.HOLD_BACK_S])
+
+
+def test_the_first_rank_alone_has_an_exit_code_and_leaves_last(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert leave_together(138) == 138  # without a launcher there is nobody to wait for
+    start_as(5, monkeypatch)
+    assert leave_together(138) == 0
+    start_as(0, monkeypatch)
+    assert leave_together(0) == 0
+    assert waits == []
+    assert leave_together(138) == 138
+    assert waits == [processes.HOLD_BACK_S]
 
 
 def test_torchrun_is_told(

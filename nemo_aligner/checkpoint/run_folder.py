@@ -18,6 +18,7 @@ ROBUSTNESS_NAME = "robustness.json"
 RUN_STATE_NAME = "run_state.json"
 STATE_NAME = "state"
 STEP_NAME = re.compile(r"step_(\d{8,})")
+TRACKING_NAME = "tracking.json"
 
 
 def refuse_run(folder: Path, source: Path) -> None:

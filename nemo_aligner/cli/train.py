@@ -4,7 +4,8 @@
       model.data.data_prefix.train=pairs.jsonl \\
       exp_manager.explicit_log_dir=results/first
 
-The same command again goes on where a run stopped. Ctrl-C and SIGTERM save before they stop it.
+The same command again goes on where a run stopped. Ctrl-C and SIGTERM save before they stop it;
+so does SIGUSR1, which has it end with exit code 138, for a script that starts it again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nemo_aligner.cli.parser import Parser
 from nemo_aligner.cli.report import check_report, write_run_report
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.processes import find_process, is_first_rank
+from nemo_aligner.processes import find_process, is_first_rank, leave_together
 
 _NEEDED = ("pretrained_checkpoint.restore_from_path", "model.data.data_prefix.train")
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         return start_ranks("train", options)
     from nemo_aligner.training.run import train
 
-    train(config)
+    stopped_by = train(config).stopped_by
     if config.exp_manager.report and is_first_rank():
         write_run_report(Path(config.exp_manager.explicit_log_dir))
-    return 0
+    return leave_together(stopped_by.exit_code) if stopped_by is not None else 0

@@ -125,9 +125,9 @@ class RunFolderConfig:
     create_tensorboard_logger: bool = setting(True, "log to TensorBoard")
     create_csv_logger: bool = setting(True, "log to a CSV file")
     create_wandb_logger: bool = setting(False, "log to Weights & Biases")
-    wandb_logger_kwargs: dict[str, Any] = setting({}, "settings of that logger, key by key")
+    wandb_logger_kwargs: dict[str, Any] = setting({}, "of Lightning's WandbLogger, key by key")
     create_mlflow_logger: bool = setting(False, "log to MLflow")
-    mlflow_logger_kwargs: dict[str, Any] = setting({}, "settings of that logger, key by key")
+    mlflow_logger_kwargs: dict[str, Any] = setting({}, "of Lightning's MLFlowLogger, key by key")
 
 
 @dataclass

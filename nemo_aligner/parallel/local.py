@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
 _GRACE_S = 30.0
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Rank = subprocess.Popen[bytes]
 

@@ -15,6 +15,7 @@ from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.training.metrics_file import MetricsFile
+from nemo_aligner.training.tracking import build_tracked_loggers
 
 
 def check_loggers(config: RunFolderConfig) -> None:
@@ -36,7 +37,7 @@ def check_loggers(config: RunFolderConfig) -> None:
 
 
 class MetricLoggers:
-    """The run's own file and Lightning's loggers on rank 0; nothing on the others."""
+    """The run's own file and loggers as Lightning has them on rank 0; nothing on the others."""
 
     def __init__(self, file: MetricsFile | None = None, loggers: Sequence[Any] = ()) -> None:
         self._file, self._loggers = file, loggers
@@ -61,30 +62,26 @@ def build_loggers(
     """``metrics.jsonl`` and the loggers asked for, in ``explicit_log_dir``.
 
     ``settings`` is the run's resolved config.
-    A run that goes on keeps what was logged up to ``start_step``; later steps are logged anew.
+    A run that goes on keeps what was logged up to ``start_step``; later steps are logged anew, but
+    not by services that take nothing back.
+
+    Raises:
+        ConfigError, CheckpointError: see ``build_tracked_loggers``.
     """
     if not is_main():
         return MetricLoggers()
     folder = Path(config.explicit_log_dir)
+    # They ask the file of the run before, which the next line cuts.
+    tracked = build_tracked_loggers(config, settings, start_step)
     file = MetricsFile(folder / METRICS_NAME, start_step)
     loggers: list[Any] = []
     if config.create_tensorboard_logger:
         loggers.append(_tensorboard_logger(folder, start_step))
     if config.create_csv_logger:
         loggers.append(_csv_logger(folder, start_step))
-    if config.create_wandb_logger:
-        from lightning.pytorch.loggers import WandbLogger
-
-        options = {"name": folder.name, **config.wandb_logger_kwargs}
-        loggers.append(WandbLogger(save_dir=str(folder), **options))
-    if config.create_mlflow_logger:
-        from lightning.pytorch.loggers import MLFlowLogger
-
-        options = {"run_name": folder.name, **config.mlflow_logger_kwargs}
-        loggers.append(MLFlowLogger(**options))
     for logger in loggers:
         logger.log_hyperparams(dict(settings))
-    return MetricLoggers(file, loggers)
+    return MetricLoggers(file, [*loggers, *tracked])
 
 
 def _tensorboard_logger(folder: Path, start_step: int) -> Any:

@@ -34,10 +34,10 @@ from nemo_aligner.training.loggers import build_loggers, check_loggers
 from nemo_aligner.training.patience import Patience
 from nemo_aligner.training.resume import resume
 from nemo_aligner.training.stop import StopRequest
-from nemo_aligner.training.trainer import SupervisedTrainer
+from nemo_aligner.training.trainer import Outcome, SupervisedTrainer
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig) -> Outcome:
     """Build the parts in the order in which data flows through them, and let the trainer run.
 
     Raises:
@@ -80,6 +80,7 @@ def train(config: TrainConfig) -> None:
         loggers.close()
         average_best = config.exp_manager.checkpoint_callback_params.average_best
         finish(outcome, checkpoints, learner, pretrained, average_best)
+    return outcome
 
 
 def keep_for_report(

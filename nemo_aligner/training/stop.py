@@ -1,4 +1,4 @@
-"""When a run is to stop: its time is up, or Ctrl-C (SIGINT) or SIGTERM came.
+"""When a run is to stop: its time is up, or Ctrl-C (SIGINT), SIGTERM or SIGUSR1 came.
 
 The first signal ends the run in good order: while it trains, the step is finished and saved; before
 the first step there is nothing to save, and after the last the model is still written. A second
@@ -7,6 +7,9 @@ Ctrl-C leaves at once.
 torchrun, its workers in sessions of their own, passes Ctrl-C on as SIGINT, and a second one as
 SIGTERM; srun and a terminal without a launcher reach every process themselves. The same Ctrl-C may
 so come twice within milliseconds, and only what comes a second later is a second one.
+
+Who sends SIGUSR1 means to start the same command again, and is told by the exit code whether there
+is anything left to do. It is the signal that jobs under Slurm ask for before their time is up.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 
@@ -27,7 +31,9 @@ from nemo_aligner.training.clock import parse_max_time
 
 _STDERR = 2
 _SECOND_AFTER = 1.0
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+# As a shell has it of a process that the signal ended.
+GO_ON_EXIT_CODE = 128 + signal.SIGUSR1
 _AT_ONCE = "Ctrl-C again leaves at once"
 
 
@@ -39,11 +45,22 @@ class Phase(Enum):
     finishing = f"training is over, and its model is still written ({_AT_ONCE})"
 
 
+@dataclass(frozen=True)
+class StopReason:
+    """Why a run stops, as a person is told, and what its process ends with once all is saved."""
+
+    text: str
+    exit_code: int = 0
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class StopRequest:
     """Why this process should stop after its step; None to go on.
 
-    As a context manager it takes both signals over. While the run starts a signal raises SystemExit
-    with the exit code that shells give it (130, 143).
+    As a context manager it takes the signals over. While the run starts a signal raises SystemExit
+    with the exit code that shells give it (130, 143, 138).
     """
 
     def __init__(
@@ -58,12 +75,14 @@ class StopRequest:
         self._is_main = is_first_rank()
 
     @property
-    def reason(self) -> str | None:
-        """What a person is told; None to go on."""
+    def reason(self) -> StopReason | None:
+        """None to go on."""
         if self._signal is not None:
-            return _NAMES[signal.Signals(self._signal)]
+            is_to_go_on = self._signal == signal.SIGUSR1
+            name = _NAMES[signal.Signals(self._signal)]
+            return StopReason(name, GO_ON_EXIT_CODE if is_to_go_on else 0)
         if self._deadline is not None and self._now() >= self._deadline:
-            return f"the time limit (trainer.max_time={self._max_time})"
+            return StopReason(f"the time limit (trainer.max_time={self._max_time})")
         return None
 
     @contextmanager

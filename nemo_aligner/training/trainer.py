@@ -22,7 +22,7 @@ from nemo_aligner.training.clock import Timers
 from nemo_aligner.training.console import StepProgress, render_best, render_validation
 from nemo_aligner.training.gauges import Gauges
 from nemo_aligner.training.patience import Patience
-from nemo_aligner.training.stop import StopRequest
+from nemo_aligner.training.stop import StopReason, StopRequest
 
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
@@ -51,7 +51,7 @@ class Outcome:
     """How far a run came; ``stopped_by`` is None when it came to its end."""
 
     step: int
-    stopped_by: str | None = None
+    stopped_by: StopReason | None = None
 
 
 class SupervisedTrainer:
@@ -224,5 +224,5 @@ class SupervisedTrainer:
             self._publish()
         return stopping
 
-    def _why_stopped(self) -> str:
+    def _why_stopped(self) -> StopReason:
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)

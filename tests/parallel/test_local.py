@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_cannot_say_so(tmp_path: Path) -> None:
     assert run(program, tmp_path) == (137, "", "rank 1: it was ended by SIGKILL\n")
 
 
-@pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_request_to_stop_is_passed_on_once_and_waited_for(
     order: signal.Signals, tmp_path: Path
 ) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from nemo_aligner.training import stop as stop_module
-from nemo_aligner.training.stop import StopRequest
+from nemo_aligner.training.stop import StopReason, StopRequest
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -33,23 +35,28 @@ def test_stops_when_the_time_is_up() -> None:
     now = 64.9
     assert stop.reason is None
     now = 65.0
-    assert stop.reason == "the time limit (trainer.max_time=00:00:01:00)"
+    assert stop.reason == StopReason("the time limit (trainer.max_time=00:00:01:00)", exit_code=0)
     assert StopRequest(None).reason is None
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+    ("number", "name", "code"),
+    [
+        (signal.SIGINT, "Ctrl-C", 0),
+        (signal.SIGTERM, "SIGTERM", 0),
+        (signal.SIGUSR1, "SIGUSR1", 138),
+    ],
 )
 def test_the_first_signal_stops_a_run_that_trains(
-    said: list[str], number: signal.Signals, name: str
+    said: list[str], number: signal.Signals, name: str, code: int
 ) -> None:
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(each) for each in SIGNALS]
     with StopRequest() as stop, stop.while_training():
         assert stop.reason is None
         os.kill(os.getpid(), number)
-        assert stop.reason == name
+        assert stop.reason == StopReason(name, code)
         wait_for(lambda: said)
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert said == [
         f"{name}: stopping; the step under way is finished and saved first "
@@ -57,7 +64,9 @@ def test_the_first_signal_stops_a_run_that_trains(
     ]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+)
 def test_before_the_first_step_a_run_ends_at_once(
     said: list[str], number: signal.Signals, code: int
 ) -> None:

@@ -105,7 +105,7 @@ def fit(
     )
     outcome = trainer.fit()
     assert outcome.step == diary.step
-    return outcome.stopped_by
+    return outcome.stopped_by and str(outcome.stopped_by)
 
 
 def test_validates_and_saves_at_intervals_and_at_the_end() -> None:

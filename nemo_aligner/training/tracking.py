@@ -1,0 +1,222 @@
+"""Weights & Biases and MLflow: a run that goes on stays the one run that it is there.
+
+A service takes nothing back. So ``tracking.json`` in the run's folder has the id of the run there,
+and how far it was logged: steps that are computed again after a checkpoint are not told twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_aligner.checkpoint.run_folder import METRICS_NAME, TRACKING_NAME
+from nemo_aligner.checkpoint.untrusted import read_json
+from nemo_aligner.config.load import flatten
+from nemo_aligner.config.training import RunFolderConfig
+from nemo_aligner.errors import CheckpointError, ConfigError, one_line
+from nemo_aligner.training.metrics_file import read_metrics
+
+_LONGEST_PARAMETER = 250  # what Lightning cuts MLflow's to
+_WANDB_ID_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Logged:
+    """How far a run is logged: whatever there is before ``step``, and of it these metrics."""
+
+    step: int = -1
+    names: frozenset[str] = frozenset()
+
+    def has(self, name: str, step: int) -> bool:
+        return step < self.step or (step == self.step and name in self.names)
+
+    def and_also(self, other: Logged) -> Logged:
+        """What either has."""
+        if self.step != other.step:
+            return max(self, other, key=lambda each: each.step)
+        return Logged(self.step, self.names | other.names)
+
+
+class TrackedRun(Protocol):
+    """A run at one service."""
+
+    @property
+    def id(self) -> str: ...
+
+    def log_settings(self, settings: Mapping[str, Any], start_step: int) -> None: ...
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WandbRun:
+    """At W&B, online or offline; its files are in ``wandb/`` of the run's folder."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], run_id: str | None) -> None:
+        from lightning.pytorch.loggers import WandbLogger
+
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = {
+            "name": folder.name,
+            "save_dir": str(folder),
+            "id": run_id or secrets.token_hex(_WANDB_ID_BYTES),
+        }
+        self._logger = WandbLogger(**{**ours, **options})
+
+    @property
+    def id(self) -> str:
+        return str(self._logger.experiment.id)
+
+    def log_settings(self, settings: Mapping[str, Any], start_step: int) -> None:
+        self._logger.log_hyperparams(dict(settings))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._logger.log_metrics(metrics, step)
+
+    def close(self) -> None:
+        # Else a second run of this process would be logged as the first.
+        self._logger.experiment.finish()
+
+
+class MlflowRun:
+    """At an MLflow server; without one in ``mlflow.db`` of the run's folder."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], run_id: str | None) -> None:
+        from lightning.pytorch.loggers import MLFlowLogger
+
+        folder.mkdir(parents=True, exist_ok=True)
+        ours: dict[str, Any] = {"run_name": folder.name, "run_id": run_id}
+        is_told = {"tracking_uri", "save_dir"} & {*options}
+        if not is_told and "MLFLOW_TRACKING_URI" not in os.environ:
+            path = folder.resolve()
+            # MLflow 3 refuses to write plain files.
+            ours["tracking_uri"] = f"sqlite:///{path / 'mlflow.db'}"
+            ours["artifact_location"] = (path / "mlflow_artifacts").as_uri()
+        self._logger = MLFlowLogger(**{**ours, **options})
+
+    @property
+    def id(self) -> str:
+        return str(self._logger.run_id)
+
+    def log_settings(self, settings: Mapping[str, Any], start_step: int) -> None:
+        """As parameters, which MLflow lets nobody change: what has changed since is a tag."""
+        client = self._logger.experiment
+        client.update_run(self.id, status="RUNNING")
+        before = client.get_run(self.id).data.params
+        now = {key: str(value)[:_LONGEST_PARAMETER] for key, value in flatten(settings).items()}
+        self._logger.log_hyperparams({key: now[key] for key in now if key not in before})
+        for key, value in now.items():
+            if before.get(key, value) != value:
+                client.set_tag(self.id, f"from step {start_step + 1}/{key}", value)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._logger.log_metrics(metrics, step)
+
+    def close(self) -> None:
+        self._logger.finalize("success")
+
+
+@dataclass(frozen=True)
+class TrackedLogger:
+    """Tells a service what it has not been told."""
+
+    run: TrackedRun
+    logged: Logged
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        fresh = {name: metrics[name] for name in metrics if not self.logged.has(name, step)}
+        if fresh:
+            self.run.log(fresh, step)
+
+    def finalize(self, status: str) -> None:
+        self.run.close()
+
+
+_SERVICES: dict[str, Callable[[Path, Mapping[str, Any], str | None], TrackedRun]] = {
+    "wandb": WandbRun,
+    "mlflow": MlflowRun,
+}
+
+
+def build_tracked_loggers(
+    config: RunFolderConfig, settings: Mapping[str, Any], start_step: int
+) -> list[TrackedLogger]:
+    """Those asked for, each in the run that it has at its service, or in a new one at step 0.
+
+    To be called while ``metrics.jsonl`` still has what the run before logged after its checkpoint.
+
+    Raises:
+        ConfigError: a service does not take the run.
+        CheckpointError: the folder's ``tracking.json`` is not what was written.
+    """
+    folder = Path(config.explicit_log_dir)
+    known = _read_known(folder / TRACKING_NAME) if start_step > 0 else {}
+    newest = _last_logged(folder / METRICS_NAME)
+    loggers: dict[str, TrackedLogger] = {}
+    for name, options in _wanted(config).items():
+        run_id, logged = known.get(name, (None, Logged()))
+        try:
+            run = _SERVICES[name](folder, options, run_id)
+            run.log_settings(settings, start_step)
+        # The services' packages raise what they like, and a setting may be none of theirs.
+        except Exception as error:
+            raise ConfigError(
+                f"exp_manager.create_{name}_logger: got true, but the run cannot be logged there "
+                f"({type(error).__name__}: {one_line(error)}); settings of that logger are "
+                f"exp_manager.{name}_logger_kwargs"
+            ) from error
+        logged = Logged() if run_id is None else logged.and_also(newest)
+        loggers[name] = TrackedLogger(run, logged)
+    _write_known(folder / TRACKING_NAME, loggers)
+    return list(loggers.values())
+
+
+def _wanted(config: RunFolderConfig) -> dict[str, dict[str, Any]]:
+    """By name of the service what the settings say of its logger."""
+    services = {
+        "wandb": (config.create_wandb_logger, config.wandb_logger_kwargs),
+        "mlflow": (config.create_mlflow_logger, config.mlflow_logger_kwargs),
+    }
+    return {name: options for name, (is_wanted, options) in services.items() if is_wanted}
+
+
+def _last_logged(path: Path) -> Logged:
+    """What is logged of the newest step of a ``metrics.jsonl``."""
+    logged = Logged()
+    for row in read_metrics(path):
+        logged = logged.and_also(Logged(row.pop("step"), frozenset(row)))
+    return logged
+
+
+def _read_known(path: Path) -> dict[str, tuple[str, Logged]]:
+    """By name of the service the run's id there, and how far it is logged; nothing of no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return {
+            name: (str(run["id"]), Logged(int(run["step"]), frozenset(run["metrics"])))
+            for name, run in read_json(path, str(path)).items()
+        }
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: got {type(error).__name__}: {error}, wanted id, step and metrics of the run "
+            "at each service; without the file it begins anew there"
+        ) from error
+
+
+def _write_known(path: Path, loggers: Mapping[str, TrackedLogger]) -> None:
+    if not loggers and not path.is_file():
+        return
+    runs = {
+        name: {"id": each.run.id, "step": each.logged.step, "metrics": sorted(each.logged.names)}
+        for name, each in loggers.items()
+    }
+    unnamed = path.with_name(path.name + ".partial")
+    unnamed.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+    os.replace(unnamed, path)

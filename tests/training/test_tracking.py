@@ -1,0 +1,222 @@
+"""W&B and MLflow, told of a run that fails and goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from nemo_aligner.config.training import ExpManagerConfig
+from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.training import tracking
+from nemo_aligner.training.loggers import build_loggers
+from nemo_aligner.training.metrics_file import read_metrics
+from tests import tiny
+from tests.environments import kept_environment, make_environment
+
+# MLflow's own package without its server's parts, with what its database asks for.
+REQUIREMENTS = ("wandb>=0.20,<1", "mlflow-skinny>=3,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2")
+STEPS = 7
+SAVE_TOP_K = "exp_manager.checkpoint_callback_params.save_top_k"
+
+
+class FakeRun:
+    """A service that keeps all that it is told."""
+
+    told: ClassVar[dict[str, list[tuple[int, dict[str, float]]]]] = {}
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], run_id: str | None) -> None:
+        if "mode" in options:
+            raise TypeError("unexpected 'mode'")
+        self.id = run_id or f"run {len(self.told)}"
+        self.rows = self.told.setdefault(self.id, [])
+
+    def log_settings(self, settings: Mapping[str, Any], start_step: int) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, dict[str, float]]]]:
+    monkeypatch.setattr(FakeRun, "told", {})
+    monkeypatch.setitem(tracking._SERVICES, "wandb", FakeRun)
+    return FakeRun.told
+
+
+def run(folder: Path, start: int, *rows: tuple[int, dict[str, float]], **options: Any) -> None:
+    """A run that goes on after ``start``, logs these rows, and is killed."""
+    config = ExpManagerConfig(
+        explicit_log_dir=str(folder),
+        create_tensorboard_logger=False,
+        create_csv_logger=False,
+        create_wandb_logger=True,
+        wandb_logger_kwargs=options,
+    )
+    loggers = build_loggers(config, {}, start)
+    for step, metrics in rows:
+        loggers.log(metrics, step)
+
+
+def test_no_number_is_told_twice(tmp_path: Path, told: dict[str, Any]) -> None:
+    run(tmp_path, 0, *((step, {"loss": step}) for step in (1, 2, 3)))
+    # Killed again, before it came as far, and once more in the same step.
+    run(tmp_path, 1, (2, {"loss": 2.5}))
+    run(tmp_path, 1, (2, {"loss": 2.5}), (3, {"loss": 3.5}), (3, {"accuracy": 0.5}))
+    run(tmp_path, 2, (3, {"loss": 3.5, "accuracy": 0.6, "time": 1.0}), (4, {"loss": 4}))
+    rows = [
+        (1, {"loss": 1}),
+        (2, {"loss": 2}),
+        (3, {"loss": 3}),
+        (3, {"accuracy": 0.5}),
+        (3, {"time": 1.0}),
+        (4, {"loss": 4}),
+    ]
+    assert told == {"run 0": rows}
+
+
+def test_a_run_that_begins_anew_is_another_one(tmp_path: Path, told: dict[str, Any]) -> None:
+    run(tmp_path, 0, (1, {"loss": 1}))
+    run(tmp_path, 0, (1, {"loss": 1}))
+    assert told == {"run 0": [(1, {"loss": 1})], "run 1": [(1, {"loss": 1})]}
+
+
+def test_a_service_that_comes_later_hears_of_all_from_then_on(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    plain = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
+    loggers = build_loggers(plain, {}, 0)
+    for step in (1, 2, 3):
+        loggers.log({"loss": step}, step)
+    run(tmp_path, 1, (2, {"loss": 2}), (3, {"loss": 3}))
+    assert told == {"run 0": [(2, {"loss": 2}), (3, {"loss": 3})]}
+
+
+def test_what_a_service_does_not_take_is_one_error(tmp_path: Path, told: dict[str, Any]) -> None:
+    wanted = r"create_wandb_logger: got true, .*TypeError: unexpected 'mode'.*wandb_logger_kwargs"
+    with pytest.raises(ConfigError, match=wanted):
+        run(tmp_path, 0, mode="x")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"wandb": 3}', '{"wandb": {"id": "a"}}'])
+def test_a_damaged_file_of_ids_is_named(tmp_path: Path, told: dict[str, Any], text: str) -> None:
+    (tmp_path / "tracking.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tracking\.json: "):
+        run(tmp_path, 1)
+
+
+def arguments(folder: Path) -> list[str]:
+    base = tiny.write_base_nemo(folder / "base.nemo")
+    train = tiny.write_pairs(folder / "train.jsonl", 24)
+    validation = tiny.write_pairs(folder / "validation.jsonl", 4, seed=1)
+    return [
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train={train}",
+        f"model.data.data_prefix.validation={validation}",
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        "exp_manager.create_tensorboard_logger=false",
+        "exp_manager.create_wandb_logger=true",
+        "exp_manager.wandb_logger_kwargs.offline=true",
+        "exp_manager.create_mlflow_logger=true",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=256",
+        "model.global_batch_size=8",
+        f"trainer.rm.max_steps={STEPS}",
+        "trainer.rm.max_epochs=10",
+        "trainer.rm.val_check_interval=5",
+        "trainer.rm.save_interval=3",
+    ]
+
+
+@pytest.mark.slow(seconds=60)
+def test_a_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(tmp_path: Path) -> None:
+    environment = kept_environment(
+        "trackers", REQUIREMENTS, lambda folder: make_environment(folder, *REQUIREMENTS)
+    )
+    settings = arguments(tmp_path)
+
+    def python(script: str, *more: str) -> subprocess.CompletedProcess[str]:
+        # In an empty folder, so that nothing may end up there.
+        (tmp_path / "here").mkdir(exist_ok=True)
+        return subprocess.run(
+            [str(environment / "bin/python"), str(tiny.ROOT / script), *more],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=tiny.environment(),
+            cwd=tmp_path / "here",
+        )
+
+    # Not killed: that would take what W&B has not written yet along, up to 15 seconds of it.
+    in_step_6 = ("nemo_aligner.training.learner:forward_backward", "", "6", "0", "prompt")
+    failed = python("tests/training/interrupted.py", "ENOSPC", *in_step_6, *settings)
+    assert failed.returncode == 1, failed.stderr
+    before = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    assert max(before) == 5
+    resumed = python("nemo_aligner/__main__.py", "train", *settings, f"{SAVE_TOP_K}=2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step_00000003, after 24 records" in resumed.stdout
+    read = python("tests/training/read_tracked.py", str(tmp_path / "run"))
+    assert read.returncode == 0, read.stderr
+    assert list((tmp_path / "here").iterdir()) == []
+    check(json.loads(read.stdout), numbers(tmp_path / "run"))
+
+
+def numbers(folder: Path) -> dict[tuple[str, int], float | None]:
+    """By name and step every number of the run's own file, without times; None is NaN."""
+    return {
+        (name, row["step"]): value
+        for row in read_metrics(folder / "metrics.jsonl")
+        for name, value in row.items()
+        if name != "step" and not is_of_time(name)
+    }
+
+
+def is_of_time(name: str) -> bool:
+    return name.startswith("timing/") or "per_second" in name
+
+
+def check(found: dict[str, Any], wanted: dict[tuple[str, int], float | None]) -> None:
+    """Both services have one run with each number of the run's own file once."""
+    parts = found["wandb"]
+    assert len(parts) == 2
+    assert parts[0]["id"] == parts[1]["id"]
+    rows = [row for part in parts for row in part["rows"]]
+    told = [
+        (name, row["trainer/global_step"], value)
+        for row in rows
+        for name, value in row.items()
+        if name != "trainer/global_step"
+    ]
+    compare(told, wanted)
+    changed = parts[1]["config"]["exp_manager"]["checkpoint_callback_params"]["save_top_k"]
+    assert changed == 2
+
+    (run,) = found["mlflow"]
+    compare([(name, *each) for name, rows in run["metrics"].items() for each in rows], wanted)
+    assert run["status"] == "FINISHED"
+    assert run["params"][SAVE_TOP_K] == "1"
+    assert {key: run["tags"][key] for key in run["tags"] if key.startswith("from")} == {
+        f"from step 4/{SAVE_TOP_K}": "2"
+    }
+
+
+def compare(
+    told: list[tuple[str, int, float]], wanted: dict[tuple[str, int], float | None]
+) -> None:
+    kept = [
+        ((name, step), None if math.isnan(value) else value)
+        for name, step, value in told
+        if not is_of_time(name)
+    ]
+    assert len(dict(kept)) == len(kept)
+    assert dict(kept) == wanted
