@@ -18,10 +18,12 @@ from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import load_config
+from nemo_aligner.config.nemo_aligner_keys import FILES
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
+from tests.config.nemo_aligner_files import write_file
 from tests.tiny import ROOT
 
 PAGES = sorted(
@@ -93,14 +95,17 @@ def test_there_are_pages_with_commands() -> None:
 
 
 @every_page
-def test_commands_are_what_the_verbs_take(page: Path) -> None:
+def test_commands_are_what_the_verbs_take(page: Path, tmp_path: Path) -> None:
     for words in commands(page):
         if words[:1] in ([], ["VERB"]) or {"--help", "..."} & {*words} or "...]" in words[-1]:
             continue
         verb, arguments = split_verb(words)
         options = load(verb).new_parser().parse(arguments)
         if verb in SCHEMAS:
-            load_config(SCHEMAS[verb], options.settings, getattr(options, "config", None))
+            file = getattr(options, "config", None)
+            if file is not None and file.name in FILES:
+                file = write_file(tmp_path, file.name)
+            load_config(SCHEMAS[verb], options.settings, file)
 
 
 @every_page

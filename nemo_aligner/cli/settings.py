@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, TypeVar
 
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.config.describe import list_keys, render_keys
-from nemo_aligner.config.load import load_config
+from nemo_aligner.config.load import load_with_notes
 from nemo_aligner.errors import ConfigError, SettingsError
 from nemo_aligner.processes import is_first_rank, is_launched
 from nemo_aligner.subcommand import environment
 
 T = TypeVar("T")
+_WIDTH = 100
 
 
 def settings_parser(
@@ -47,15 +49,26 @@ def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence
         ConfigError: see ``load_config``.
         SettingsError: one of ``needed`` is not set.
     """
-    config = load_config(schema, options.settings, options.config)
+    config, notes = load_with_notes(schema, options.settings, options.config)
     missing = [key for key in needed if not attrgetter(key)(config)]
     if missing:
         about = {key.name: key.about for key in list_keys(schema)}
         raise SettingsError([f"{key}: it is not set, wanted {about[key]}" for key in missing])
-    if options.processes in (None, 1) and sys.stdout.isatty() and is_first_rank():
+    is_speaker = options.processes in (None, 1) and is_first_rank()
+    if is_speaker and notes:
+        print(_render_notes(notes), flush=True)
+    if is_speaker and sys.stdout.isatty():
         # The libraries that come next take seconds to import.
         print("starting ...", flush=True)
     return config
+
+
+def _render_notes(notes: Sequence[str]) -> str:
+    """What became of NeMo-Aligner's keys, in lines that fit a log."""
+    wrap = textwrap.TextWrapper(
+        _WIDTH, "  ", "    ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(["settings in NeMo-Aligner's words:", *map(wrap.fill, notes)])
 
 
 def starts_ranks(options: argparse.Namespace) -> bool:

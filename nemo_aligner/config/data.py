@@ -14,6 +14,7 @@ class DataPrefixConfig:
 
     train: list[str] = setting([], "files to train on")
     validation: list[str] = setting([], "files to validate on, each a set of its own")
+    test: list[str] = setting([], "files to measure the finished model on, once, at the end")
     train_weights: list[float] = setting(
         [], "of each training file in the mixture; none: by their records"
     )
@@ -22,6 +23,23 @@ class DataPrefixConfig:
         with Checks("model.data.data_prefix", self) as checks:
             are_weights = all(0 < weight < inf for weight in self.train_weights)
             checks.require(are_weights, "train_weights", "numbers above 0")
+            for part in ("train", "validation", "test"):
+                wanted = "files alone; weights of training files go into train_weights"
+                checks.require(not any(map(_is_number, getattr(self, part))), part, wanted)
+
+    @property
+    def all_files(self) -> list[str]:
+        """Those of every part, in the order of the parts."""
+        return [*self.train, *self.validation, *self.test]
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is one of the weights that NeMo writes between the files."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass

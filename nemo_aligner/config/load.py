@@ -11,7 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.describe import list_keys
+from nemo_aligner.config.nemo_aligner_keys import RULES
 from nemo_aligner.config.suggest import suggestion
+from nemo_aligner.config.translate import Translation
 from nemo_aligner.errors import ConfigError, SettingsError, first_line, shown
 
 T = TypeVar("T")
@@ -24,12 +26,25 @@ def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path 
         ConfigError: the file cannot be read.
         SettingsError: an unknown key, or a value that does not fit; it has all of them.
     """
+    config, _ = load_with_notes(schema, settings, file)
+    return config
+
+
+def load_with_notes(
+    schema: type[T], settings: Sequence[str] = (), file: str | Path | None = None
+) -> tuple[T, list[str]]:
+    """As ``load_config``; and what became of NeMo-Aligner's own keys and values, a line for each.
+
+    Raises:
+        ConfigError, SettingsError: see ``load_config``; a value of NeMo-Aligner that would train
+            or score otherwise here.
+    """
     merging = _Merging(schema)
     if file is not None:
         merging.add(_read(Path(file)), str(file))
     for text in settings:
         merging.add_setting(text)
-    return merging.finish()
+    return merging.finish(), merging.notes()
 
 
 def load_values(schema: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -69,6 +84,8 @@ class _Merging:
 
     def __init__(self, schema: type) -> None:
         self._schema = schema
+        self._updates: list[tuple[DictConfig, str]] = []
+        self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
         self._known = {key.name: key.kind for key in list_keys(schema)}
         # Of each file, and under "" of what stands in none.
@@ -90,7 +107,12 @@ class _Merging:
 
     def add(self, update: DictConfig, where: str) -> None:
         """A file's sections, or one setting; ``where`` names the file in errors."""
-        self._add_section(update, self._schema, where, "")
+        self._translation.note(update)
+        self._updates.append((update, where))
+
+    def notes(self) -> list[str]:
+        """What became of another program's keys."""
+        return self._translation.notes()
 
     def _add_section(self, update: DictConfig, schema: Any, where: str, prefix: str) -> None:
         hints = get_type_hints(schema)
@@ -107,8 +129,12 @@ class _Merging:
                 self._complain(where, f"{key}: got {shown(value)}, wanted keys under it")
 
     def _add_value(self, key: str, kind: Any, value: Any, where: str) -> None:
-        # One string where a list is wanted is a list of one; ${model.seed} is a reference.
-        if get_origin(kind) is list and isinstance(value, str) and "${" not in value:
+        # One value where a list is wanted is a list of one; ${model.seed} is a reference.
+        if (
+            get_origin(kind) is list
+            and isinstance(value, str | float | int)
+            and "${" not in str(value)
+        ):
             value = [value]
         try:
             OmegaConf.update(self._merged, key, value, merge=get_origin(kind) is dict)
@@ -132,11 +158,21 @@ class _Merging:
         Raises:
             SettingsError: something was wrong with any of them.
         """
+        for update, where in self._updates:
+            ours = self._translation.translate(update, where)
+            self._add_section(ours, self._schema, where, "")
+        for where, problem in self._translation.problems:
+            self._complain(where, problem)
         config = self._build(self._schema, self._merged, "")
-        problems = self._render_problems()
+        problems = self._render_problems() or self._compare(config)
         if problems:
             raise SettingsError(problems)
         return config
+
+    def _compare(self, config: object) -> list[str]:
+        """The keys of another program that do not say the same as ours."""
+        found = (pending.problem(config) for pending in self._translation.pending)
+        return [problem for problem in found if problem is not None]
 
     def _build(self, schema: Any, node: DictConfig, prefix: str) -> Any:
         """A section that cannot be built stands at its defaults."""

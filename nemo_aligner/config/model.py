@@ -10,6 +10,7 @@ from nemo_aligner.config.common import Checks, RewardModelType, setting
 from nemo_aligner.config.data import DataConfig, RegressionConfig
 from nemo_aligner.config.lora import LoraConfig
 from nemo_aligner.config.scoring import InvarianceConfig
+from nemo_aligner.errors import ConfigError
 
 
 class Recompute(Enum):
@@ -30,11 +31,28 @@ class SchedulerConfig:
 
     name: Schedule = setting(Schedule.cosine, "how the learning rate goes down")
     warmup_steps: int = setting(10, "steps in which it goes up from 0")
+    constant_steps: int = setting(0, "last steps of the run, which stay at min_lr")
     min_lr: float = setting(0.0, "where it ends")
 
     def __post_init__(self) -> None:
         with Checks("model.optim.sched", self) as checks:
-            checks.not_negative("warmup_steps", "min_lr")
+            checks.not_negative("warmup_steps", "constant_steps", "min_lr")
+
+    def last_decay_step(self, total_steps: int) -> int:
+        """The step of a run of ``total_steps`` at which the rate comes to its end.
+
+        Raises:
+            ConfigError: the constant steps leave none to go down in.
+        """
+        most = max(0, total_steps - self.warmup_steps - 1)
+        if self.constant_steps > most:
+            raise ConfigError(
+                f"model.optim.sched.constant_steps: got {self.constant_steps}, wanted at most "
+                f"{most}, as the run has {total_steps} steps, {self.warmup_steps} of them warm-up, "
+                "and the rate needs one to go down in; 0 lets it go down until the end"
+            )
+        # A run shorter than its warm-up stays in it; Megatron wants a step beyond.
+        return max(total_steps - self.constant_steps, self.warmup_steps + 1)
 
 
 @dataclass

@@ -87,7 +87,7 @@ class CheckpointCallbackConfig:
     """
 
     monitor: str | None = setting(
-        None, "metric of the best; null: the first set's accuracy, or pearson_mean"
+        None, "set/metric, or one of the first set; null: accuracy, or pearson_mean"
     )
     mode: MonitorMode | None = setting(None, "null: what is better of that metric")
     save_top_k: int = setting(1, "how many of the best are kept")

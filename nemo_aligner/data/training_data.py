@@ -1,4 +1,4 @@
-"""All data of a training run: what to train on, what to validate on, and what the labels mean."""
+"""All data of a training run: what to train, validate and test on, and what the labels mean."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ class TrainingData:
     validation: list[TokenizedDataset]
     contract: ScoringContract
     objective: Objective
+    test: Sequence[TokenizedDataset] = ()
+
+    @property
+    def datasets(self) -> list[TokenizedDataset]:
+        """All of them, the training data first."""
+        return [self.train, *self.validation, *self.test]
 
     def table(self) -> str:
         """The start-up table of every dataset."""
-        return "\n".join(dataset.table() for dataset in (self.train, *self.validation))
+        return "\n".join(dataset.table() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:
         """At most ``count`` records of every validation set, drawn once; None leaves them whole."""
@@ -68,30 +74,31 @@ def build_training_data(
     objective = build_objective(config, contract.attributes, contract.attribute_weights)
     how = how_to_read(config, objective)
     indexes = open_indexes(
-        [*prefix.train, *prefix.validation],
+        prefix.all_files,
         IndexRules(how, contract, tokenizer),
         IndexPlace(config.data.index_dir, config.data.keep_index),
     )
     check_indexes(indexes, how.rule)
     split = len(prefix.train)
     train = join_indexes(indexes[:split], "train")
-    validation = [
+    names = [*_names("validation", prefix.validation), *_names("test", prefix.test)]
+    heldout = [
         _mark_overlap(join_indexes([index], name), train, config.data.allow_prompt_overlap)
-        for index, name in zip(indexes[split:], _names(prefix.validation), strict=True)
+        for index, name in zip(indexes[split:], names, strict=True)
     ]
     objective = _fitted(objective, train, contract)
     contract = contract.with_readout(readout_of(objective))
-    for dataset in (train, *validation):
+    for dataset in (train, *heldout):
         _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
     is_centred = getattr(objective, "centres_labels", True)
-    if objective.record_kind is not RecordKind.rating or not is_centred:
-        return TrainingData(train, validation, contract, objective)
-    if measure_label_means:
-        contract = contract.with_label_means(_measured_means(train, contract.attributes))
-    means = dict(zip(contract.attributes, contract.label_means, strict=True))
-    centred = [dataset.centred_on(means) for dataset in validation]
-    return TrainingData(train.centred_on(means), centred, contract, objective)
+    if objective.record_kind is RecordKind.rating and is_centred:
+        if measure_label_means:
+            contract = contract.with_label_means(_measured_means(train, contract.attributes))
+        means = dict(zip(contract.attributes, contract.label_means, strict=True))
+        train, heldout = train.centred_on(means), [each.centred_on(means) for each in heldout]
+    validation, test = heldout[: len(prefix.validation)], heldout[len(prefix.validation) :]
+    return TrainingData(train, validation, contract, objective, test)
 
 
 def how_to_read(config: ModelConfig, objective: Objective) -> Reading:
@@ -170,11 +177,11 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
         )
 
 
-def _names(paths: Sequence[str]) -> list[str]:
-    """``validation-<name>``: the files' names without endings, numbered where two are alike."""
+def _names(part: str, paths: Sequence[str]) -> list[str]:
+    """``<part>-<name>``: the files' names without endings, numbered where two are alike."""
     stems = [Path(path).name.split(".")[0] for path in paths]
     return [
-        f"validation-{stem}" if stems.count(stem) == 1 else f"validation-{stem}_{number}"
+        f"{part}-{stem}" if stems.count(stem) == 1 else f"{part}-{stem}_{number}"
         for number, stem in enumerate(stems, start=1)
     ]
 

@@ -40,7 +40,7 @@ def build_data(config: TrainConfig) -> TrainingData:
     """
     start_from = config.pretrained_checkpoint
     prefix = config.model.data.data_prefix
-    say(f"reading and tokenizing {', '.join([*prefix.train, *prefix.validation])} ...")
+    say(f"reading and tokenizing {', '.join(prefix.all_files)} ...")
     tokenizer, start = read_text_rules(str(start_from.restore_from_path))
     contract = build_contract(config.model, tokenizer, config.trainer.precision, start)
     if start is not None:

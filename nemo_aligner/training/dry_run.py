@@ -59,6 +59,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     loader = build_loader(config, data, layout.dp, 0, shape.query_key_cost())
     loop = config.trainer.rm
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
+    config.model.optim.sched.last_decay_step(total_steps)
     checkpoints = open_checkpoints(config.exp_manager, data)
     open_patience(config.exp_manager, data)
     head_is_new = start is None or config.pretrained_checkpoint.new_head
@@ -88,8 +89,7 @@ def _model_config(config: TrainConfig, path: Path) -> dict[str, object]:
 
 def _kept_tokens(config: TrainConfig) -> str:
     data = config.model.data
-    paths = [*data.data_prefix.train, *data.data_prefix.validation]
-    kept = are_kept(paths, IndexPlace(data.index_dir, data.keep_index))
+    kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
     return " but the tokens of the data, for the run to use" if kept else ""
 
 

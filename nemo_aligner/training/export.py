@@ -29,20 +29,24 @@ def finish(
     learner: RewardLearner,
     pretrained: PretrainedModel,
     average_best: int = 1,
-) -> None:
-    """Export the model of a run that came to its end; tell how to go on with one that did not."""
+) -> dict[str, float]:
+    """Export the model of a run that came to its end; tell how to go on with one that did not.
+
+    Returns:
+        The model's metrics on the test sets, named ``set/metric``.
+    """
     if outcome.step == 0:
         say(f"stopped by {outcome.stopped_by} before the first step: there is nothing to save")
-        return
+        return {}
     if outcome.stopped_by is None:
         path = checkpoints.folder / MODEL_NAME
-        export(path, checkpoints, learner, pretrained, average_best)
-        return
+        return export(path, checkpoints, learner, pretrained, average_best)
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved: the same "
         f"command goes on from there; trainer.rm.max_steps={outcome.step} makes it write "
         f"{MODEL_NAME} at once"
     )
+    return {}
 
 
 def export(
@@ -51,10 +55,13 @@ def export(
     learner: RewardLearner,
     pretrained: PretrainedModel,
     average_best: int = 1,
-) -> None:
+) -> dict[str, float]:
     """Write the reward model's ``.nemo``: the best checkpoint's weights, else the newest's.
 
     With ``average_best`` above 1 it is the mean of so many of the best, which is validated anew.
+
+    Returns:
+        Its metrics on the test sets, named ``set/metric``.
 
     Raises:
         CheckpointError: nothing was saved.
@@ -85,8 +92,12 @@ def export(
         save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
     say(f"wrote {path} with {what}")
     say(f"scoring contract: {contract.hash}")
-    say(describe_heldout(chosen.state.metrics))
-    say(next_commands(path, learner.data.validation))
+    tested: dict[str, float] = {}
+    if learner.data.test:
+        tested = learner.measure(learner.data.test, Counter("test", "records").show)
+    say(describe_heldout({**chosen.state.metrics, **tested}))
+    say(next_commands(path, [*learner.data.test, *learner.data.validation]))
+    return tested
 
 
 def _average(

@@ -35,9 +35,7 @@ class RunFacts:
             "ranks": ranks,
             "described": list(described),
             "data": [
-                describe_file(report)
-                for dataset in (data.train, *data.validation)
-                for report in dataset.reports
+                describe_file(report) for dataset in data.datasets for report in dataset.reports
             ],
             "validation_records": {each.name: len(each) for each in data.validation},
             **describe_contract(data.contract),

@@ -137,20 +137,25 @@ class RewardLearner:
 
     def validate(self, watch: Watch = unwatched) -> dict[str, float]:
         """Metrics of every validation set, over each record once, named ``set/metric``."""
+        return self.measure(self.data.validation, watch)
+
+    def measure(
+        self, sets: Sequence[TokenizedDataset], watch: Watch = unwatched
+    ) -> dict[str, float]:
+        """Metrics of each of these sets, over each record once, named ``set/metric``."""
         # A rank without records would not come to the weights that the others wait for.
         self.optimizer.finish_update()
-        sets = self.data.validation
         done, total = 0, sum(map(len, sets))
         found: dict[str, float] = {}
         watch(0, total)
         for dataset in sets:
             shown = partial(_show_share, watch, done, len(dataset), total)
-            metrics = self._validate_on(dataset, shown)
+            metrics = self._measure_on(dataset, shown)
             found |= {f"{dataset.name}/{name}": value for name, value in metrics.items()}
             done += len(dataset)
         return found
 
-    def _validate_on(
+    def _measure_on(
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]
     ) -> dict[str, float]:
         layout, budget = self._layout, self._micro_batch_tokens

@@ -77,9 +77,11 @@ def train(config: TrainConfig) -> Outcome:
             learner, config, total_steps, start, checkpoints, loggers, stop, world.device, patience
         )
         outcome = trainer.fit()
-        loggers.close()
         average_best = config.exp_manager.checkpoint_callback_params.average_best
-        finish(outcome, checkpoints, learner, pretrained, average_best)
+        tested = finish(outcome, checkpoints, learner, pretrained, average_best)
+        if tested:
+            loggers.log(tested, outcome.step)
+        loggers.close()
     return outcome
 
 
@@ -154,11 +156,14 @@ def _find_monitor(
     if monitor is None and datasets:
         monitor = f"{datasets[0].name}/{objective.main_metric}"
     elif monitor is not None:
+        given = monitor
+        if "/" not in given and datasets:
+            monitor = f"{datasets[0].name}/{given}"
         # Every metric of all data is computed to know the names.
         available = validation_metric_names(objective, datasets)
         if monitor not in available:
             raise ConfigError(
-                f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, wanted one of "
+                f"exp_manager.checkpoint_callback_params.monitor: got {given!r}, wanted one of "
                 f"{', '.join(available) or 'none, as there is no validation data'}"
             )
     mode = settings.mode or (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.cli import key_reference
 from nemo_aligner.cli.main import VERBS, load
 from nemo_aligner.cli.reference import render
 from tests.tiny import ROOT
@@ -60,6 +61,12 @@ def test_every_option_says_what_it_is_for(verb: str) -> None:
 def test_the_page_of_settings_is_what_help_prints() -> None:
     """``python -m nemo_aligner.cli.reference > docs/settings.md`` writes it anew."""
     assert (ROOT / "docs" / "settings.md").read_text() == render()
+
+
+def test_the_page_of_nemo_aligners_keys_is_the_table_that_reads_them() -> None:
+    """``python -m nemo_aligner.cli.key_reference`` writes it anew."""
+    page = ROOT / "docs" / "migration" / "nemo_aligner_keys.md"
+    assert page.read_text() == key_reference.render()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -141,10 +141,9 @@ def test_settings_as_plain_data_have_no_enums() -> None:
 
 
 def test_every_problem_is_in_one_error(tmp_path: Path) -> None:
-    """As with NeMo-Aligner's training_rm.yaml, of which most keys are of another trainer."""
     text = """
-    trainer: {num_nodes: 8, devices: 8, precision: fp8, max_steps: 3}
-    model: {micro_batch_size: 1, optim: {sched: {name: CosineAnnealing}}}
+    trainer: {gadgets: 8, widgets: 8, precision: fp8, maxsteps: 3}
+    model: {micro_batch_tokns: 1, optim: {sched: {name: Noam}}}
     """
     settings = ["model.global_batch_size=0", "model.freeze_layers=-1", "model.optim.eps=0", "x"]
     with pytest.raises(SettingsError) as error:
@@ -152,10 +151,10 @@ def test_every_problem_is_in_one_error(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     assert error.value.problems == (
         f"{path}: trainer.precision: got 'fp8', wanted fp32 | bf16 | fp16",
-        f"{path}: unknown key trainer.max_steps; did you mean trainer.rm.max_steps?",
-        f"{path}: unknown key model.micro_batch_size; did you mean model.micro_batch_tokens?",
-        f"{path}: model.optim.sched.name: got 'CosineAnnealing', wanted cosine | linear | constant",
-        f"{path}: unknown keys of trainer: num_nodes, devices",
+        f"{path}: unknown key trainer.maxsteps; did you mean trainer.rm.max_steps?",
+        f"{path}: unknown key model.micro_batch_tokns; did you mean model.micro_batch_tokens?",
+        f"{path}: model.optim.sched.name: got 'Noam', wanted cosine | linear | constant",
+        f"{path}: unknown keys of trainer: gadgets, widgets",
         "got 'x', wanted section.key=value",
         "model.optim.eps: got 0.0, wanted a number above 0",
         "model.global_batch_size: got 0, wanted a number above 0",

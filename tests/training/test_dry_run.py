@@ -74,9 +74,9 @@ def test_it_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> None:
         ("model.global_batch_size=99", 1, "model.global_batch_size: got 99, wanted at most 74"),
         ("model.micro_batch_tokens=50", 1, "model.micro_batch_tokens: got 50, wanted at least"),
         (
-            "exp_manager.checkpoint_callback_params.monitor=val_loss",
+            "exp_manager.checkpoint_callback_params.monitor=val_f1",
             1,
-            "monitor: got 'val_loss', wanted one of validation-more/loss",
+            "monitor: got 'val_f1', wanted one of validation-more/loss",
         ),
         ("model.data.template=nowhere", 1, "nowhere"),
     ],

@@ -219,8 +219,8 @@ def test_refusals_are_one_line(base: Path, tmp_path: Path) -> None:
     for wrong, message in (
         (["model.global_batch_size=99"], "model.global_batch_size: got 99, wanted at most 90"),
         (
-            ["exp_manager.checkpoint_callback_params.monitor=val_loss"],
-            "monitor: got 'val_loss', wanted one of validation-pairs/loss",
+            ["exp_manager.checkpoint_callback_params.monitor=val_f1"],
+            "monitor: got 'val_f1', wanted one of validation-pairs/loss",
         ),
         (["model.freeze_layers=4"], "model.freeze_layers: got 4, wanted less than 4"),
     ):

@@ -30,6 +30,8 @@ def test_monitor_is_one_of_the_metrics() -> None:
     two = Data("validation-a", "validation-b")
     assert open_checkpoints(config, two).monitor == "validation-a/accuracy"  # type: ignore[arg-type]
     assert open_checkpoints(config, Data()).monitor is None  # type: ignore[arg-type]
+    config.checkpoint_callback_params.monitor = "loss"
+    assert open_checkpoints(config, two).monitor == "validation-a/loss"  # type: ignore[arg-type]
     config.checkpoint_callback_params.monitor = "val_loss"
     with pytest.raises(ConfigError, match=r"got 'val_loss', wanted one of validation-c/loss, "):
         open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]

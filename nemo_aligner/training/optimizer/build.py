@@ -37,6 +37,9 @@ def build_optimizer(
     """The optimizer of ``model``'s trainable parameters, wired into Megatron's schedules.
 
     ``clip_grad`` 0 does not clip. Norms' weights do not decay.
+
+    Raises:
+        ConfigError: see ``SchedulerConfig.last_decay_step``.
     """
     model_config = model.module.config
     settings = _settings(model_config, config, clip_grad)
@@ -111,8 +114,7 @@ def _build_scheduler(
         max_lr=config.lr,
         min_lr=config.sched.min_lr,
         lr_warmup_steps=warmup,
-        # A run shorter than its warm-up stays in it; Megatron wants a step beyond.
-        lr_decay_steps=max(total_steps, warmup + 1),
+        lr_decay_steps=config.sched.last_decay_step(total_steps),
         lr_decay_style=config.sched.name.value,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

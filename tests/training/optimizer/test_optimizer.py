@@ -92,6 +92,10 @@ def test_learning_rates(layout: ParallelLayout) -> None:
         low = 0.002 if name is not Schedule.constant else 0.0
         wanted = [*warm, *(low + (0.01 - low) * factor for factor in factors)]
         assert got == pytest.approx(wanted, abs=1e-8)
+    # The last steps of a run stay where the rate ends, as with NeMo's CosineAnnealing.
+    got = rates(layout, 8, warmup_steps=2, constant_steps=2, min_lr=0.002)
+    cooled = [0.002 + 0.008 * factor for factor in (*cosine, 0.0, 0.0)]
+    assert got == pytest.approx([*warm, *cooled], abs=1e-8)
     assert rates(layout, 2, warmup_steps=0)[0] == 0.01
     # A run shorter than its warm-up stays in it.
     assert rates(layout, 2, warmup_steps=9) == pytest.approx([0.001, 0.002])
