@@ -45,12 +45,12 @@ FLOORS = {
     "training": 5,
     "scoring": 5,
     "serving": 6,
-    "evaluation": 6,
+    "evaluation": 7,
     "diagnostics": 7,
     "integrations": 7,
-    "quickstart": 7,
-    "cli": 8,
-    "__main__": 9,
+    "quickstart": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 # Who may import one on its own floor: settings and launchers need theirs.
 SAME_FLOOR = {

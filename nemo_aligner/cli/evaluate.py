@@ -1,6 +1,8 @@
 """Measure a reward model on held-out pairs or ratings.
 
 nemo-aligner evaluate rm_model_file=megatron_gpt.nemo data.path=heldout.jsonl
+nemo-aligner evaluate hf_model=FOLDER_OR_NAME data.path=heldout.jsonl
+nemo-aligner evaluate server=http://127.0.0.1:5555 data.path=heldout.jsonl
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ def new_parser() -> Parser:
 
 def run(options: argparse.Namespace) -> int:
     """Print the metrics, and write what ``output``, ``output_rewards`` and ``report`` ask for."""
-    config = read_settings(EvaluateConfig, options, ["rm_model_file", "data.path"])
+    config = read_settings(EvaluateConfig, options, ["data.path"])
+    config.source_key()
     if config.report is not None:
         check_report("report")
     if starts_ranks(options):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from nemo_aligner.config.common import Checks, Malformed, Precision, setting
 from nemo_aligner.config.data import DataConfig
 from nemo_aligner.config.scoring import ScorerModelConfig
+from nemo_aligner.errors import SettingsError
 
 
 @dataclass
@@ -33,10 +34,29 @@ class EvaluateDataConfig:
 
 
 @dataclass
+class SourceConfig:
+    """What ``hf_model`` and ``server`` do not say themselves."""
+
+    attribute_weights: dict[str, float] = setting(
+        {}, "the numbers of a text by name, and how they add up; {}: one"
+    )
+    tokenizer: str | None = setting(None, "/get_reward: folder with the chat template of texts")
+    token_variable: str | None = setting(None, "environment variable with a bearer token")
+    timeout_s: float = setting(600.0, "seconds until a request counts as lost")
+
+    def __post_init__(self) -> None:
+        with Checks("source", self) as checks:
+            checks.positive("timeout_s")
+
+
+@dataclass
 class EvaluateConfig:
     """The whole of ``nemo-aligner evaluate``."""
 
     rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
+    hf_model: str | None = setting(None, "instead, a Hugging Face reward model: folder or name")
+    server: str | None = setting(None, "instead, the URL of a running server")
+    source: SourceConfig = field(default_factory=SourceConfig)
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
     precision: Precision | None = setting(None, "null: the one that the scoring contract names")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
@@ -50,3 +70,25 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
             checks.positive("robustness_pairs")
+            checks.require(
+                self.precision is None or self.server is None,
+                "precision",
+                "null: a server has its own",
+            )
+
+    def source_key(self) -> tuple[str, str]:
+        """The setting that says where rewards come from, and its value.
+
+        Raises:
+            SettingsError: none does, or several do.
+        """
+        given = {
+            "rm_model_file": self.rm_model_file,
+            "hf_model": self.hf_model,
+            "server": self.server,
+        }
+        found = [(key, value) for key, value in given.items() if value]
+        if len(found) != 1:
+            got = " and ".join(key for key, _ in found) or "none"
+            raise SettingsError([f"{', '.join(given)}: got {got}, wanted exactly one of them"])
+        return found[0]

@@ -8,58 +8,31 @@ and counted here by the same rules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 
-from nemo_aligner.config.common import Overlong, RecordKind
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import as_records, label_columns
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
 from nemo_aligner.data.store.tokenize import are_same_tokens
 from nemo_aligner.errors import DataError
+from nemo_aligner.evaluation.sources.base import Measure, RewardSource, Score
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import measure_spreads
 from nemo_aligner.objectives import default_objective
 from nemo_aligner.objectives.measure import measure_set
-from nemo_aligner.text.contract import (
-    EncodedText,
-    NoTemplateError,
-    OverlongError,
-    ScoringContract,
-)
+from nemo_aligner.text.contract import EncodedText, NoTemplateError, OverlongError
 from nemo_aligner.text.messages import Text, reply_of
 from nemo_aligner.text.one_reward import one_reward
 
-# N texts -> [N, A] float32.
-Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
-# N texts -> the lengths of their N replies.
-Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
 _HOW = Reading(rule=MalformedRule(section="data."))
-
-
-class EvaluableScorer(Protocol):
-    """A reward model that knows its contract."""
-
-    contract: ScoringContract
-
-    def score(self, texts: Sequence[Text]) -> np.ndarray: ...
-
-    def encode(self, text: Text) -> EncodedText: ...
-
-    def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
-
-
-@runtime_checkable
-class SpreadScorer(Protocol):
-    """A scorer that may know how uncertain its rewards are."""
-
-    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]: ...
 
 
 @dataclass(frozen=True)
@@ -179,46 +152,46 @@ def _measure(
 
 
 def evaluate_file(
-    scorer: EvaluableScorer,
+    source: RewardSource,
     path: str | Path,
     how: Reading = _HOW,
 ) -> EvaluationReport:
-    """Evaluate a reward model on a file, by the rules of its contract.
+    """Evaluate what a source makes of a file, by the rules of its contract where it has one.
 
     A ranking model takes comparisons; a regression model takes ratings, and comparisons by its
-    weighted sum; ``how.kind`` may ask it for one of the two. With several ranks every rank calls
-    it. The names of labels are the contract's.
+    weighted sum, as does what has no contract; ``how.kind`` may ask it for one of the two. With
+    several ranks every rank calls it. The names of labels are the source's.
 
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
             malformed than ``how.rule`` allows, or nothing of it can be used.
     """
-    contract = scorer.contract
-    is_regression = contract.record_kind is RecordKind.rating
     how = replace(
         how,
-        kind=how.kind if is_regression else RecordKind.comparison,
-        attributes=contract.attributes if is_regression else (),
+        kind=how.kind if source.takes_ratings else RecordKind.comparison,
+        attributes=source.attributes if source.takes_ratings else (),
     )
-    file = keep_scorable(read_records(path, how), scorer, how.rule)
+    file = keep_scorable(read_records(path, how), source, how.rule)
+    if source.encode is None:
+        file, source = drop_refused(file, source)
     if file.kind is RecordKind.rating:
-        report = _evaluate_rated(scorer, file.records)
+        report = _evaluate_rated(source, file.records)
     else:
         report = evaluate_comparisons(
-            scorer.score,
+            source.score,
             file.records,
-            attribute_weights=contract.attribute_weights,
-            measure=scorer.count_reply_tokens,
+            attribute_weights=source.attribute_weights,
+            measure=source.measure,
         )
     return replace(report, counts=file.counts, malformed=file.malformed)
 
 
-def _evaluate_rated(scorer: EvaluableScorer, ratings: Sequence[Rating]) -> EvaluationReport:
+def _evaluate_rated(source: RewardSource, ratings: Sequence[Rating]) -> EvaluationReport:
     """``evaluate_ratings``, with the spread of the rewards where it costs nothing more."""
-    attributes, measure = scorer.contract.attributes, scorer.count_reply_tokens
-    if scorer.contract.readout is None or not isinstance(scorer, SpreadScorer):
-        return evaluate_ratings(scorer.score, ratings, attributes, measure=measure)
-    rewards, spreads = scorer.score_and_spread([record.response for record in ratings])
+    attributes, measure = source.attributes, source.measure
+    if source.score_and_spread is None:
+        return evaluate_ratings(source.score, ratings, attributes, measure=measure)
+    rewards, spreads = source.score_and_spread([record.response for record in ratings])
     report = evaluate_ratings(lambda _: rewards, ratings, attributes, measure=measure)
     known = None if spreads is None else torch.from_numpy(spreads)
     found, labels = torch.from_numpy(report.rewards), torch.from_numpy(report.labels)
@@ -226,8 +199,31 @@ def _evaluate_rated(scorer: EvaluableScorer, ratings: Sequence[Rating]) -> Evalu
     return replace(report, metrics={**report.metrics, **metrics}, spreads=spreads)
 
 
-def keep_scorable(file: RecordFile, scorer: EvaluableScorer, rule: MalformedRule) -> RecordFile:
+def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
+    """Without the records that have a text which the source refuses, counted as ``refused``.
+
+    The source that comes with them has the rewards of their texts already.
+
+    Raises:
+        DataError: it refuses a text of every record.
+    """
+    rewards = np.asarray(source.score([text for record in file.records for text in record.texts]))
+    bounds = np.cumsum([len(record.texts) for record in file.records])[:-1]
+    of_records = np.split(rewards, bounds)
+    taken = [not np.isnan(some).all(axis=1).any() for some in of_records]
+    kept = list(compress(file.records, taken))
+    counts = {**file.counts, "refused": taken.count(False), "kept": len(kept)}
+    shown = {name: count for name, count in counts.items() if count or name == "kept"}
+    if not kept:
+        raise DataError(f"{file.path}: no record to evaluate on: {shown}")
+    known = np.concatenate(list(compress(of_records, taken)))
+    return replace(file, records=kept, counts=shown), replace(source, score=lambda _: known)
+
+
+def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:
     """The records that can be judged, and in ``counts`` what became of the others.
+
+    As far as it is known without asking: of a source without ``encode`` all are kept.
 
     Raises:
         DataError: see ``evaluate_file``.
@@ -236,13 +232,13 @@ def keep_scorable(file: RecordFile, scorer: EvaluableScorer, rule: MalformedRule
     kept: list[Comparison | Rating] = []
     malformed = list(file.malformed)
     for record in file.records:
-        encoded = _encode(record, scorer)
+        encoded = _encode(record, source)
         if isinstance(encoded, MalformedRecord):
             malformed.append(encoded)
             counts["malformed"] += 1
         elif encoded is None:
             counts["overlong"] += 1
-        elif are_same_tokens(encoded):
+        elif encoded and are_same_tokens(encoded):
             counts["same_tokens"] += 1
         else:
             counts["truncated"] += any(text.truncated for text in encoded)
@@ -258,13 +254,15 @@ def keep_scorable(file: RecordFile, scorer: EvaluableScorer, rule: MalformedRule
 
 
 def _encode(
-    record: Comparison | Rating, scorer: EvaluableScorer
+    record: Comparison | Rating, source: RewardSource
 ) -> list[EncodedText] | MalformedRecord | None:
-    """Its texts encoded; None for a record that is too long, where such are dropped."""
+    """Its texts encoded, none where the source cannot; None for a record that is too long."""
+    if source.encode is None:
+        return []
     try:
-        return [scorer.encode(text) for text in record.texts]
+        return [source.encode(text) for text in record.texts]
     except OverlongError as error:
-        if scorer.contract.overlong == Overlong.error.value:
+        if source.stops_at_overlong:
             raise DataError(f"{record.origin}: {error}") from error
         return None
     except NoTemplateError as error:

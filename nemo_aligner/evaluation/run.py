@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import config_to_dict, flatten
-from nemo_aligner.console import Counter, say
+from nemo_aligner.console import say
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.prompts import PromptWrapping
@@ -38,15 +36,10 @@ from nemo_aligner.evaluation.run_task import (
     write_task,
     write_verdicts,
 )
+from nemo_aligner.evaluation.sources.base import RewardSource
+from nemo_aligner.evaluation.sources.opening import open_source
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.parallel.collectives import on_main
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import initialize_layout
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
-from nemo_aligner.text.contract import OverlongError
-from nemo_aligner.text.contract_changes import check_expected
-from nemo_aligner.text.messages import Text
-from nemo_aligner.text.one_reward import one_reward
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -55,97 +48,65 @@ def evaluate(config: EvaluateConfig) -> None:
     Raises:
         AlignerError: settings, data or model are unfit.
     """
-    model_file, data_file = config.rm_model_file, config.data.path
-    if model_file is None or data_file is None:
-        key = "rm_model_file" if model_file is None else "data.path"
-        raise ConfigError(f"{key}: it is not set; wanted both rm_model_file and data.path")
+    data_file = config.data.path
+    if data_file is None:
+        raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
     # What is wrong with them is said before the model is loaded.
     task = None if config.task is None else find_task(config.task)
     if task is not None and config.robustness_pairs is not None:
         check_pairwise(task)
     how = _reading(config)
-    with launch():
-        say(f"loading {model_file} ...")
-        scorer = _load(config, model_file)
-        say(f"reading, tokenizing and scoring {data_file} ...")
+    with open_source(config) as source:
+        say(f"reading and scoring {data_file} ...")
         about = {
-            "checkpoint": model_file,
-            "contract": scorer.contract.hash,
+            "checkpoint": source.name,
+            "contract": source.about_contract,
             "data": data_file,
         }
         if task is None:
-            _evaluate_records(config, scorer, evaluate_file(scorer, data_file, how), about)
+            _evaluate_records(config, source, evaluate_file(source, data_file, how), about)
         else:
-            weights = scorer.contract.attribute_weights
-            found = run_task(task, data_file, scorer.score, weights, scorer.encode)
-            _evaluate_task(config, scorer, found, about)
-
-
-def _load(config: EvaluateConfig, model_file: str) -> RewardScorer:
-    layout = initialize_layout(
-        config.model.tensor_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-        config.model.sequence_parallel,
-    )
-    scorer = load_scorer(
-        model_file,
-        layout,
-        precision=config.precision,
-        micro_batch_tokens=config.model.micro_batch_tokens,
-        invariant_rows=config.model.invariant_rows,
-        watch=Counter("scoring", "texts").show,
-    )
-    check_expected(scorer.contract, config.expect_contract, "expect_contract")
-    return scorer
+            weights = source.attribute_weights
+            found = run_task(task, data_file, source.score, weights, source.encode)
+            _evaluate_task(config, source, found, about)
 
 
 def _evaluate_records(
-    config: EvaluateConfig, scorer: RewardScorer, report: EvaluationReport, about: dict[str, str]
+    config: EvaluateConfig, source: RewardSource, report: EvaluationReport, about: dict[str, str]
 ) -> None:
-    robustness = _robustness(config, scorer, partial(ScoredPairs.of_report, report))
+    robustness = _robustness(config, source, partial(ScoredPairs.of_report, report))
     _report(
         config,
         render_report(report, about),
         partial(write_report, report=report, about={**about, **_as_json(robustness)}),
         partial(write_rewards, report=report),
-        partial(of_report, report=report, about=about, contract=scorer.contract),
+        partial(of_report, report=report, about=about, contract=source.contract),
         robustness,
     )
 
 
 def _evaluate_task(
-    config: EvaluateConfig, scorer: RewardScorer, report: TaskReport, about: dict[str, str]
+    config: EvaluateConfig, source: RewardSource, report: TaskReport, about: dict[str, str]
 ) -> None:
-    robustness = _robustness(config, scorer, partial(ScoredPairs.of_task, report))
+    robustness = _robustness(config, source, partial(ScoredPairs.of_task, report))
     _report(
         config,
         render_task(report, about),
         partial(write_task, report=report, about={**about, **_as_json(robustness)}),
         partial(write_verdicts, report=report),
-        partial(of_task, report=report, about=about, contract=scorer.contract),
+        partial(of_task, report=report, about=about, contract=source.contract),
         robustness,
     )
 
 
 def _robustness(
-    config: EvaluateConfig, scorer: RewardScorer, pairs: Callable[[], ScoredPairs]
+    config: EvaluateConfig, source: RewardSource, pairs: Callable[[], ScoredPairs]
 ) -> Robustness | None:
     """What changes of style do to verdicts and rewards, if that is asked for."""
     if config.robustness_pairs is None:
         return None
 
-    def score(texts: Sequence[Text]) -> np.ndarray:
-        return one_reward(scorer.score(texts), scorer.contract.attribute_weights)
-
-    return check_robustness(pairs(), score, partial(_fits, scorer), config.robustness_pairs)
-
-
-def _fits(scorer: RewardScorer, text: Text) -> bool:
-    """Whether the model takes a text whole."""
-    try:
-        return not scorer.encode(text).truncated
-    except OverlongError:
-        return False
+    return check_robustness(pairs(), source.score_as_one, source.fits, config.robustness_pairs)
 
 
 def _as_json(robustness: Robustness | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from nemo_aligner.data.reward_rows import write_rows
 from nemo_aligner.data.sources import BadLine, Line, read_lines
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.errors import DataError
-from nemo_aligner.evaluation.evaluate import Score
+from nemo_aligner.evaluation.sources.base import Score
 from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, TaskRow
 from nemo_aligner.text.contract import OverlongError
 from nemo_aligner.text.messages import Text
@@ -43,7 +43,8 @@ def run_task(
     """Score every text of a benchmark's file, and sum up the verdicts as the benchmark does.
 
     Args:
-        score: N texts to ``[N, A]`` rewards, of this process, a client's, or anything's.
+        score: N texts to ``[N, A]`` rewards, of this process, a client's, or anything's; an item of
+            which a text has none (NaN) is left out and counted.
         attribute_weights: A weights that make one reward of a text's A.
         encode: raises OverlongError for a text that the model cannot take; items of such are left
             out and counted. Without it they are the scorer's to refuse.
@@ -63,10 +64,14 @@ def run_task(
     texts: list[Text] = [text for item in items for text in item.texts]
     rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
     bounds = np.cumsum([len(item.texts) for item in items])[:-1]
-    judged = [
-        Judged(item, of_item, task.judge(item, of_item), f"{path}:{line}")
-        for (line, item), of_item in zip(found, np.split(rewards, bounds), strict=True)
-    ]
+    judged = []
+    for (line, item), of_item in zip(found, np.split(rewards, bounds), strict=True):
+        if np.isnan(of_item).any():
+            left_out["without a reward"] += 1
+        else:
+            judged.append(Judged(item, of_item, task.judge(item, of_item), f"{path}:{line}"))
+    if not judged:
+        raise DataError(f"{path}: no item of {task.name} got rewards; left out: {dict(left_out)}")
     return TaskReport(task.name, task.summarise(judged), judged, dict(left_out))
 
 

@@ -22,6 +22,7 @@ from nemo_aligner.evaluation.evaluate import (
     keep_scorable,
 )
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
+from nemo_aligner.evaluation.sources.base import of_scorer
 from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.text.messages import Text, reply_of
 
@@ -109,7 +110,7 @@ def read_file(*records: Comparison) -> RecordFile:
 
 def test_what_training_drops_is_dropped_and_counted() -> None:
     pairs = [comparison("a", "b"), comparison("a" * 30, "b"), comparison("A", "a")]
-    kept = keep_scorable(read_file(*pairs), CountingScorer(), MalformedRule())
+    kept = keep_scorable(read_file(*pairs), of_scorer(CountingScorer()), MalformedRule())
     assert kept.counts == {"read": 3, "overlong": 1, "same_tokens": 1, "kept": 1}
     assert kept.records == pairs[:1]
 
@@ -117,12 +118,14 @@ def test_what_training_drops_is_dropped_and_counted() -> None:
 def test_too_long_is_an_error_with_file_and_line_where_the_rule_says_so() -> None:
     scorer = CountingScorer(make_contract(overlong="error"))
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: got 30 tokens"):
-        keep_scorable(read_file(comparison("a" * 30, "b")), scorer, MalformedRule())
+        keep_scorable(read_file(comparison("a" * 30, "b")), of_scorer(scorer), MalformedRule())
 
 
 def test_nothing_left_is_an_error() -> None:
     with pytest.raises(DataError, match=r"no record to evaluate on: .*'overlong': 1"):
-        keep_scorable(read_file(comparison("a" * 30, "b")), CountingScorer(), MalformedRule())
+        keep_scorable(
+            read_file(comparison("a" * 30, "b")), of_scorer(CountingScorer()), MalformedRule()
+        )
     with pytest.raises(DataError, match="no record to evaluate on"):
         evaluate_comparisons(CountingScorer().score, [])
 
@@ -141,9 +144,9 @@ def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -
     with pytest.raises(
         DataError, match=r"pairs.jsonl:9: got keys(.|\n)*\ndata.malformed=drop would"
     ):
-        evaluate_file(Refusing(), path)
+        evaluate_file(of_scorer(Refusing()), path)
     rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
-    report = evaluate_file(Refusing(), path, Reading(rule=rule))
+    report = evaluate_file(of_scorer(Refusing()), path, Reading(rule=rule))
     assert report.counts == {"read": 10, "malformed": 2, "kept": 8}
     table = render_report(report, {}).splitlines()
     assert table[1] == "left out as malformed:"
@@ -151,7 +154,7 @@ def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -
     with pytest.raises(
         DataError, match=r"2 of its 10 records(.|\n)*\ndata.max_malformed=0.15 allow"
     ):
-        evaluate_file(Refusing(), path, Reading(rule=replace(rule, most=0.15)))
+        evaluate_file(of_scorer(Refusing()), path, Reading(rule=replace(rule, most=0.15)))
 
 
 def test_several_rewards_make_one_by_their_weights() -> None:
@@ -193,9 +196,9 @@ def test_a_file_is_read_by_the_contract(tmp_path: Path, overlong: str) -> None:
     scorer = CountingScorer(make_contract(overlong=overlong))
     if overlong == "error":
         with pytest.raises(DataError, match=r"pairs\.jsonl:2"):
-            evaluate_file(scorer, path)
+            evaluate_file(of_scorer(scorer), path)
         return
-    report = evaluate_file(scorer, path)
+    report = evaluate_file(of_scorer(scorer), path)
     if overlong == "drop":
         assert report.counts == {"read": 3, "identical": 1, "overlong": 1, "kept": 1}
     else:
@@ -216,11 +219,11 @@ def test_a_regression_model_takes_ratings_and_pairs(tmp_path: Path) -> None:
         {"prompt": "x", "response": "bb", "a": None, "b": 1},
     ]
     rated_file = write(tmp_path / "r.jsonl", rated)
-    report = evaluate_file(scorer, rated_file, Reading(loss_mask_val=-100))
+    report = evaluate_file(of_scorer(scorer), rated_file, Reading(loss_mask_val=-100))
     assert report.kind is RecordKind.rating
     np.testing.assert_array_equal(np.isnan(report.labels), [[0, 0], [0, 1], [1, 0]])
     pairs = [{"prompt": "x", "chosen": "ab", "rejected": "a"}]
-    report = evaluate_file(scorer, write(tmp_path / "p.jsonl", pairs))
+    report = evaluate_file(of_scorer(scorer), write(tmp_path / "p.jsonl", pairs))
     assert report.kind is RecordKind.comparison
     np.testing.assert_array_equal(report.rewards, [[2, 1]])
 
@@ -228,7 +231,7 @@ def test_a_regression_model_takes_ratings_and_pairs(tmp_path: Path) -> None:
 def test_a_ranking_model_refuses_ratings(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [{"prompt": "x", "response": "ab", "help": 1}])
     with pytest.raises(DataError):
-        evaluate_file(CountingScorer(), path)
+        evaluate_file(of_scorer(CountingScorer()), path)
 
 
 def test_the_report_is_a_table_and_two_files(tmp_path: Path) -> None:

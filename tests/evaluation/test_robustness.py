@@ -132,7 +132,7 @@ def test_raw_text_has_no_reply_to_change() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_benchmark_of_more_than_pairs_is_refused(name: str) -> None:
-    if name in ("rewardbench2", "rm_bench", "best_of_n"):
+    if name in ("rewardbench2", "rm_bench", "ppe_correctness", "best_of_n"):
         with pytest.raises(ConfigError, match=f"robustness_pairs: got task={name}"):
             check_pairwise(TASKS[name])
     else:

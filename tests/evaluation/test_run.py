@@ -90,12 +90,15 @@ def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> No
         assert content["contract"] in made.read_text(encoding="utf-8")
 
 
-def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
-    done = tiny.run_script(EVALUATE, "data.path=x.jsonl", check=False)
+@pytest.mark.parametrize(
+    ("sources", "got"),
+    [([], "none"), (["rm_model_file=a.nemo", "hf_model=b"], "rm_model_file and hf_model")],
+)
+def test_where_rewards_come_from_is_one_line(sources: list[str], got: str) -> None:
+    done = tiny.run_script(EVALUATE, "data.path=x.jsonl", *sources, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "SettingsError: rm_model_file: it is not set, wanted a reward model: .nemo, or the folder "
-        "it unpacks to"
+        f"SettingsError: rm_model_file, hf_model, server: got {got}, wanted exactly one of them"
     )
 
 

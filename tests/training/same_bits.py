@@ -17,6 +17,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.sources.base import of_scorer
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
 from nemo_aligner.scoring.scorer import load_scorer
@@ -42,7 +43,7 @@ def rewards_of_last_validation(config: TrainConfig) -> Tensor:
 def rewards_of_evaluation(archive: Path, path: str, precision: Precision) -> Tensor:
     with launch():
         scorer = load_scorer(archive, initialize_layout(), precision=precision)
-        report = evaluate_file(scorer, path)
+        report = evaluate_file(of_scorer(scorer), path)
     return torch.from_numpy(report.rewards.T.reshape(-1).copy())
 
 

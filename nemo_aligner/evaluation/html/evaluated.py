@@ -16,7 +16,7 @@ from nemo_aligner.training.facts import describe_contract, find_versions
 
 
 def of_report(
-    name: str, report: EvaluationReport, about: Mapping[str, str], contract: ScoringContract
+    name: str, report: EvaluationReport, about: Mapping[str, str], contract: ScoringContract | None
 ) -> Reported:
     """An evaluation on a file of pairs or ratings."""
     rows = list(reward_rows(report))
@@ -32,7 +32,7 @@ def of_report(
 
 
 def of_task(
-    name: str, report: TaskReport, about: Mapping[str, str], contract: ScoringContract
+    name: str, report: TaskReport, about: Mapping[str, str], contract: ScoringContract | None
 ) -> Reported:
     """A benchmark. One without right and wrong replies has its figures alone."""
     has_sides = all(0 < each.item.num_right < len(each.rewards) for each in report.judged)
@@ -47,11 +47,11 @@ def of_task(
 
 
 def _facts(
-    about: Mapping[str, str], counts: Mapping[str, int], contract: ScoringContract
+    about: Mapping[str, str], counts: Mapping[str, int], contract: ScoringContract | None
 ) -> dict[str, object]:
     return {
         **about,
-        **describe_contract(contract),
+        **({} if contract is None else describe_contract(contract)),
         "counts": dict(counts),
         "versions": find_versions(),
         "described": [f"checkpoint: {about['checkpoint']}"],

@@ -11,6 +11,7 @@ from nemo_aligner.evaluation.tasks import (
     humanevalpack,
     judgebench,
     llmbar,
+    ppe_correctness,
     rewardbench,
     rewardbench2,
     rm_bench,
@@ -26,6 +27,7 @@ _MODULES = (
     autoj,
     humanevalpack,
     hhh,
+    ppe_correctness,
     best_of_n,
 )
 TASKS = {module.TASK.name: module.TASK for module in _MODULES}

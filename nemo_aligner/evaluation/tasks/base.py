@@ -25,6 +25,7 @@ class TaskItem:
         texts: K of them, those that are right first.
         num_right: how many are right.
         scores: of every text what people gave it, where a benchmark has that.
+        pairs: which texts are held against each other, the better first, where it says that.
     """
 
     id: str
@@ -32,6 +33,7 @@ class TaskItem:
     texts: tuple[Text, ...]
     num_right: int = 1
     scores: tuple[float, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

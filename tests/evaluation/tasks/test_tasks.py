@@ -88,6 +88,16 @@ def test_other_records_are_refused_by_their_line(name: str, tmp_path: Path) -> N
         ("rm_bench", "chosen", ["4"], r"chosen: got \['4'\], wanted a list of 3 replies"),
         ("rewardbench", "chosen", None, "chosen: got None to '2.2.', wanted a reply"),
         ("humanevalpack", "prompt", 1, "prompt: got 1, wanted a string"),
+        ("ppe_correctness", "scores", ["True"], r"scores: got \['True'\], wanted a list of true"),
+        ("ppe_correctness", "scores", [2], r"scores: got \[2\], wanted a list of true and false"),
+        (
+            "ppe_correctness",
+            "sampled_conflict_pairs",
+            [[0, 3]],
+            r".* a right reply and a wrong one",
+        ),
+        ("ppe_correctness", "sampled_conflict_pairs", [[0, 9]], r".* from 0 to 3"),
+        ("ppe_correctness", "sampled_conflict_pairs", [], r".* got \[\], wanted a list of pairs"),
         ("hhh", "input", None, "input: got None, wanted a string"),
         ("hhh", "targets", ["4"], r"targets: got \['4'\], wanted two choices"),
         ("hhh", "targets", {"choices": ["4", "5"], "labels": [1, 1]}, "targets: .* wanted two"),
@@ -213,6 +223,37 @@ def test_rm_bench_has_easy_normal_and_hard(tmp_path: Path) -> None:
     assert found["safety"] == pytest.approx(5 / 9)
     assert found["all, hard"] == pytest.approx(1 / 6)
     assert found["RM-Bench"] == pytest.approx((3 * 5 / 9 + (5 / 9 + 1) / 2) / 4)
+
+
+def ppe(number: int, right: set[int], pairs: list[list[int]], **more: Any) -> dict[str, Any]:
+    """A record as PPE publishes it: 32 replies, the later the longer."""
+    replies = {f"response_{reply}": str(reply) for reply in range(1, 33)}
+    scores = [index in right for index in range(32)]
+    known = {"question_id": number, "prompt": "?", "model_name": "m", "scores": scores}
+    return {**known, **replies, "sampled_conflict_pairs": pairs, **more}
+
+
+def test_ppe_counts_its_pairs_and_the_best_of_k(tmp_path: Path) -> None:
+    """The reward is the number of the reply: the last one of any k is taken."""
+    records = [
+        ppe(1, {31}, [[31, 0], [0, 31]], category="law"),
+        ppe(2, {0, 1}, [[0, 31], [1, 2], [30, 1], [1, 3]], category="math"),
+    ]
+    report = run_task(TASKS["ppe_correctness"], write(tmp_path / "p.jsonl", records), by_number)
+    found = values(report)
+    assert (found["law"], found["math"], found["pairs"]) == (1, 0, 2 / 6)
+    assert [row.count for row in report.rows if row.name in ("law", "pairs")] == [2, 6]
+    # Of the first prompt k of 32 have the last reply; of the second only both first ones do well.
+    shares = {
+        k: [k / 32, math.comb(2, k) / math.comb(32, k) if k > 1 else 2 / 32] for k in range(1, 33)
+    }
+    for k in (1, 2, 4, 8, 16, 32):
+        assert found[f"best of {k}"] == pytest.approx(sum(shares[k]) / 2)
+    area = sum(sum(each) for each in shares.values()) / 64
+    assert found["area under best of k"] == pytest.approx(area)
+    best = [[k / 32, 1 - math.comb(30, k) / math.comb(32, k)] for k in range(1, 33)]
+    assert found["loss of best of k"] == pytest.approx(sum(map(sum, best)) / 64 - area)
+    assert [each.right for each in report.judged] == [1, 0]
 
 
 def test_best_of_n_is_the_mean_over_every_choice() -> None:

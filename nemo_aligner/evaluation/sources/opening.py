@@ -1,0 +1,92 @@
+"""The source that settings name, for as long as it is asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.console import Counter, say
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.evaluation.sources.base import RewardSource, of_scorer
+from nemo_aligner.evaluation.sources.servers import open_server
+from nemo_aligner.parallel.launch import launch
+from nemo_aligner.parallel.layout import initialize_layout
+from nemo_aligner.processes import find_process
+from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.text.contract_changes import check_expected
+
+
+@contextmanager
+def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
+    """What ``rm_model_file``, ``hf_model`` or ``server`` names, until the end of the block.
+
+    Raises:
+        AlignerError: it cannot be had, or scores by another contract than ``expect_contract``.
+    """
+    key, name = config.source_key()
+    if key != "rm_model_file":
+        _refuse_ranks(key)
+    if key == "server":
+        say(f"asking {name} ...")
+        with open_server(name, config.source) as source:
+            yield _expected(source, config.expect_contract)
+        return
+    with launch():
+        say(f"loading {name} ...")
+        source = _archive(config, name) if key == "rm_model_file" else _hugging_face(config, name)
+        yield _expected(source, config.expect_contract)
+
+
+def _refuse_ranks(key: str) -> None:
+    ranks = find_process(os.environ).world_size
+    if ranks > 1:
+        raise ConfigError(f"{key}: got {ranks} ranks, wanted one: only rm_model_file takes several")
+
+
+def _archive(config: EvaluateConfig, name: str) -> RewardSource:
+    layout = initialize_layout(
+        config.model.tensor_model_parallel_size,
+        config.model.pipeline_model_parallel_size,
+        config.model.sequence_parallel,
+    )
+    scorer = load_scorer(
+        name,
+        layout,
+        precision=config.precision,
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        invariant_rows=config.model.invariant_rows,
+        watch=Counter("scoring", "texts").show,
+    )
+    return of_scorer(scorer, name)
+
+
+def _hugging_face(config: EvaluateConfig, name: str) -> RewardSource:
+    watch = Counter("scoring", "texts").show
+    model = load_hf_reward_model(name, config.precision, config.model.micro_batch_tokens, watch)
+    weights = config.source.attribute_weights or dict.fromkeys(model.attributes, 1.0)
+    if set(weights) != set(model.attributes):
+        raise ConfigError(
+            f"source.attribute_weights: got {', '.join(weights)}, "
+            f"wanted the model's: {', '.join(model.attributes)}"
+        )
+    return RewardSource(
+        name=name,
+        attributes=model.attributes,
+        attribute_weights=tuple(weights[attribute] for attribute in model.attributes),
+        score=model.score,
+        encode=model.encode,
+        measure=model.count_reply_tokens,
+    )
+
+
+def _expected(source: RewardSource, expected: str | None) -> RewardSource:
+    if source.contract is not None:
+        check_expected(source.contract, expected, "expect_contract")
+    elif expected is not None:
+        raise ConfigError(
+            f"expect_contract: got {expected}, wanted null: {source.name} says no scoring contract"
+        )
+    return source

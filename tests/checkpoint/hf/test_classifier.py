@@ -1,0 +1,80 @@
+"""Reward models of others: padded or alone, a text has the reward that transformers gives it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.checkpoint.hf.classifier import HfRewardModel, load_hf_reward_model
+from nemo_aligner.errors import CheckpointError, DataError
+from nemo_aligner.text.contract import NoTemplateError, OverlongError
+from nemo_aligner.text.messages import Text
+from tests import tiny
+
+TEXTS: list[Text] = [
+    [{"role": "user", "content": "a red dog"}, {"role": "assistant", "content": "thank you"}],
+    "a cat",
+    " ".join(["the bird"] * 30),
+    [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes " * 20}],
+]
+
+
+def load(folder: Path, batch_tokens: int = 8192) -> HfRewardModel:
+    return load_hf_reward_model(str(folder), None, batch_tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    tiny.write_hf_reward_model(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_process(layout: object) -> None:
+    """The device that a model goes to is a rank's."""
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 8192])
+def test_a_batch_gives_what_a_text_alone_gives(folder: Path, batch_tokens: int) -> None:
+    model = load(folder, batch_tokens)
+    alone = []
+    for text in TEXTS:
+        ids = torch.tensor([model.encode(text).token_ids])
+        with torch.no_grad():
+            alone.append(model.model(input_ids=ids).logits[0].tolist())
+    np.testing.assert_allclose(model.score(TEXTS), alone, atol=1e-5)
+    assert model.attributes == ("reward",)
+
+
+def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path) -> None:
+    tiny.write_hf_reward_model(tmp_path, labels=2)
+    plain = load(tmp_path).score(TEXTS)
+    path = tmp_path / "config.json"
+    changes = {"id2label": {0: "good", 1: "long"}, "label_means": {"good": 1, "long": 2}}
+    config = {**json.loads(path.read_text()), **changes, "pad_token_id": None}
+    path.write_text(json.dumps(config))
+    model = load(tmp_path)
+    assert model.attributes == ("good", "long")
+    np.testing.assert_allclose(model.score(TEXTS), plain + np.array([1, 2]), atol=1e-5)
+
+
+def test_what_it_cannot_take_is_said(folder: Path, tmp_path: Path) -> None:
+    model = load(folder)
+    with pytest.raises(OverlongError, match="wanted at most 256"):
+        model.encode("the bird " * 300)
+    with pytest.raises(DataError, match="no tokens"):
+        model.encode("")
+    assert model.count_reply_tokens(TEXTS)[1] == len(model.encode(TEXTS[1]).token_ids)
+    model.tokenizer.chat_template = None
+    with pytest.raises(NoTemplateError):
+        model.encode(TEXTS[0])
+    with pytest.raises(CheckpointError, match="no reward model from it"):
+        load(tmp_path)
+    tiny.write_hf_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"got no weights for score\.weight"):
+        load(tmp_path)

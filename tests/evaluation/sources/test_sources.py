@@ -1,0 +1,155 @@
+"""One model as an archive, as an export, and behind three protocols: the same rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.load import load_config
+from nemo_aligner.errors import AlignerError, ConfigError, ServingError
+from nemo_aligner.evaluation.run import evaluate
+from tests import tiny
+from tests.checkpoint.hf.exporting import export
+from tests.serving.servers import gateway, running
+
+ATTRIBUTES = ("helpfulness", "verbosity")
+WEIGHTS = "source.attribute_weights={helpfulness: 1, verbosity: 1}"
+
+
+def run(folder: Path, name: str, *settings: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The lines of ``output_rewards``, and ``output``."""
+    rows, report = folder / f"{name}.jsonl", folder / f"{name}.json"
+    outputs = (f"output_rewards={rows}", f"output={report}")
+    evaluate(load_config(EvaluateConfig, [*settings, *outputs]))
+    return [json.loads(line) for line in rows.open()], json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive, its export, and files to measure them on."""
+    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.parallel.layout import initialize_layout
+
+    folder = tmp_path_factory.mktemp("sources")
+    tiny.write_reward_nemo(folder / "rm.nemo", seq_length=64, add_bos=False, add_eos=False)
+    with launch():
+        export(folder / "rm.nemo", folder / "hf", initialize_layout())
+    tiny.write_pairs(folder / "pairs.jsonl", 30)
+    tiny.write_ratings(folder / "rated.jsonl", 30, ATTRIBUTES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(folder: Path) -> Iterator[dict[str, list[str]]]:
+    """Settings of every source but the archive."""
+    pytest.importorskip("pytriton")
+    pytest.importorskip("fastapi")
+    for name in ("server", "gateway"):
+        (folder / name).mkdir()
+    serve = ("examples/serve_reward_model.py", f"rm_model_file={folder / 'rm.nemo'}")
+    with (
+        running(folder / "server", *serve, "server.port=0", "model.micro_batch_tokens=256") as ours,
+        gateway(folder / "gateway", f"backends=[{ours.url}]") as others,
+    ):
+        yield {
+            "export": [f"hf_model={folder / 'hf'}"],
+            "ours": [f"server={ours.url}"],
+            "vllm": [f"server={others.url}/classify", WEIGHTS],
+            "openrlhf": [f"server={others.url}/get_reward", f"source.tokenizer={folder / 'hf'}"],
+        }
+
+
+def pair_rewards(rows: list[dict[str, Any]]) -> np.ndarray:
+    return np.array([[row["rewards"][side] for side in ("chosen", "rejected")] for row in rows])
+
+
+@pytest.mark.slow(seconds=60)
+def test_every_source_has_the_same_rewards_and_verdicts(
+    folder: Path, sources: dict[str, list[str]]
+) -> None:
+    pairs = f"data.path={folder / 'pairs.jsonl'}"
+    archive, report = run(folder, "archive", f"rm_model_file={folder / 'rm.nemo'}", pairs)
+    assert report["counts"]["overlong"] > 0, "some should exceed seq_length"
+    known = {
+        row["record"]: rewards for row, rewards in zip(archive, pair_rewards(archive), strict=True)
+    }
+    for name, settings in sources.items():
+        rows, found = run(folder, name, *settings, pairs)
+        assert found["counts"]["kept"] >= len(known), name
+        rewards = pair_rewards([row for row in rows if row["record"] in known])
+        wanted = np.array(list(known.values()))
+        np.testing.assert_allclose(rewards, wanted, atol=1e-4, err_msg=name)
+        verdicts = [np.sign(both[:, 0] - both[:, 1]).tolist() for both in (rewards, wanted)]
+        assert verdicts[0] == verdicts[1], name
+        if name != "export":
+            assert len(rows) == len(known)
+            assert found["counts"]["refused"] == report["counts"]["overlong"]
+        assert (found["contract"] == report["contract"]) == (name == "ours")
+
+
+@pytest.mark.slow
+def test_ratings_have_the_same_rewards(folder: Path, sources: dict[str, list[str]]) -> None:
+    rated = f"data.path={folder / 'rated.jsonl'}"
+    archive, report = run(folder, "archive", f"rm_model_file={folder / 'rm.nemo'}", rated)
+    for name in ("export", "ours", "vllm"):
+        rows, found = run(folder, name, *sources[name], rated)
+        # The export's model takes longer texts.
+        known = [row for row in rows if row["record"] in {row["record"] for row in archive}]
+        assert (known == rows) == (name != "export")
+        for row, wanted in zip(known, archive, strict=True):
+            assert row["rewards"] == pytest.approx(wanted["rewards"], abs=1e-4)
+            assert row["labels"] == wanted["labels"]
+        if name != "export":
+            assert found["metrics"]["loss"] == pytest.approx(report["metrics"]["loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_benchmarks_and_robustness_ask_servers_too(
+    folder: Path, sources: dict[str, list[str]]
+) -> None:
+    sample = {"input": "a red dog", "output_1": "thank you", "output_2": "a cat", "label": 1}
+    long = {**sample, "output_2": "a cat " * 100}
+    path = folder / "llmbar.json"
+    path.write_text(json.dumps([sample, long]))
+    asked = (f"data.path={path}", "task=llmbar", "robustness_pairs=1")
+    _, wanted = run(folder, "archive", f"rm_model_file={folder / 'rm.nemo'}", *asked)
+    for name in ("ours", "vllm"):
+        _, found = run(folder, name, *sources[name], *asked)
+        assert found["left_out"] == {"without a reward": 1}
+        assert wanted["left_out"] == {"too long": 1}
+        for row, other in zip(
+            found["robustness"]["rows"], wanted["robustness"]["rows"], strict=True
+        ):
+            assert row == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings", "kind", "message"),
+    [
+        ("vllm", ["source.attribute_weights={a: 1}"], ServingError, "got 2 numbers for a text"),
+        ("openrlhf", ["source.tokenizer=null"], ConfigError, "source.tokenizer: got none"),
+        ("openrlhf", [WEIGHTS], ConfigError, "/get_reward answers one number"),
+        ("export", ["source.attribute_weights={a: 1}"], ConfigError, "wanted the model's: helpf"),
+        ("vllm", ["expect_contract=ab"], ConfigError, "says no scoring contract"),
+        ("ours", ["expect_contract=ab"], ConfigError, "wanted ab"),
+        ("ours", ["precision=bf16"], AlignerError, "precision: got 'bf16', wanted null"),
+        ("vllm", ["source.token_variable=NO_SUCH"], ConfigError, "NO_SUCH: it is not set"),
+    ],
+)
+def test_what_does_not_fit_a_source_is_said(
+    folder: Path,
+    sources: dict[str, list[str]],
+    name: str,
+    settings: list[str],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(kind, match=message):
+        run(folder, "wrong", *sources[name], f"data.path={folder / 'pairs.jsonl'}", *settings)
