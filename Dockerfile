@@ -20,6 +20,8 @@ RUN pip show apex > /dev/null 2>&1 || ( \
         git clone --filter=blob:none https://github.com/NVIDIA/apex /opt/apex && \
         git -C /opt/apex checkout ${APEX_REF} && \
         APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-cache-dir --no-build-isolation /opt/apex )
+# The versions are in the variable.
+# hadolint ignore=DL3013
 RUN pip show transformer_engine > /dev/null 2>&1 || \
     pip install --no-cache-dir --no-build-isolation \
         "transformer_engine[pytorch]${TRANSFORMER_ENGINE}"

