@@ -9,13 +9,12 @@ that. Models turn at such changes: Liu et al. 2024 (RM-Bench, arXiv 2410.16184),
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_aligner.console import say, show_number
+from nemo_aligner.console import say
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.evaluation.run_task import TaskReport
@@ -25,17 +24,20 @@ from nemo_aligner.evaluation.transformations import TRANSFORMATIONS, Transformat
 from nemo_aligner.metrics.paired import wilson_interval
 from nemo_aligner.text.messages import Text, reply_of
 
-T = TypeVar("T")
 BOTH = "both replies"
 REJECTED = "the rejected reply"
 
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """N pairs of texts, chosen and rejected, and their ``[N, 2]`` rewards."""
+    """N pairs of texts, chosen and rejected, and their ``[N, 2]`` rewards.
+
+    ``of_code`` are pairs beside them whose replies are code, which is left alone.
+    """
 
     texts: Sequence[tuple[Text, Text]]
     rewards: np.ndarray
+    of_code: int = 0
 
     @classmethod
     def of_report(cls, report: EvaluationReport) -> ScoredPairs:
@@ -44,9 +46,17 @@ class ScoredPairs:
 
     @classmethod
     def of_task(cls, report: TaskReport) -> ScoredPairs:
-        """The pairs of a benchmark that ``check_pairwise`` lets pass."""
-        pairs = [(each.item.texts[0], each.item.texts[1]) for each in report.judged]
-        return cls(pairs, np.stack([each.rewards for each in report.judged]))
+        """The pairs of a benchmark that ``check_pairwise`` lets pass, but for those of code.
+
+        Raises:
+            DataError: all are.
+        """
+        judged = [each for each in report.judged if not each.item.is_code]
+        if not judged:
+            raise DataError("robustness_pairs: all replies are code, whose style is not changed")
+        pairs = [(each.item.texts[0], each.item.texts[1]) for each in judged]
+        of_code = len(report.judged) - len(judged)
+        return cls(pairs, np.stack([each.rewards for each in judged]), of_code)
 
     def draw(self, most: int) -> ScoredPairs:
         """At most so many, in their order; the same ones every time."""
@@ -101,6 +111,7 @@ class Robustness:
     """What was found on ``pairs`` of all ``pairs_read``.
 
     Attributes:
+        pairs_of_code: that were left out beside them.
         margin_std: standard deviation of the margins of ``pairs``, as they stand in the file.
         rows: both replies changed, and the rejected one alone, for each change.
         best_of: of all pairs; the best of one is a reply taken at random.
@@ -108,6 +119,7 @@ class Robustness:
 
     pairs: int
     pairs_read: int
+    pairs_of_code: int
     margin_std: float
     rows: list[RobustnessRow]
     best_of: list[BestOfLength]
@@ -126,16 +138,16 @@ class _Changed:
 
 
 def check_pairwise(task: Task) -> None:
-    """Refuse a benchmark whose items are no pairs.
+    """Refuse a benchmark whose items are no pairs, or are code.
 
     Raises:
-        ConfigError: its sample is none.
+        ConfigError: its sample is none, or is.
     """
     item = task.read(task.sample)
-    if item is None or len(item.texts) != 2 or item.num_right != 1:
+    if item is None or len(item.texts) != 2 or item.num_right != 1 or item.is_code:
         raise ConfigError(
             f"robustness_pairs: got task={task.name}, whose items are no pairs of a right reply "
-            "and a wrong one; wanted a benchmark of pairs, or no task"
+            "and a wrong one in prose; wanted a benchmark of such, or no task"
         )
 
 
@@ -166,7 +178,8 @@ def check_robustness(
         say(f"scoring again with {transformation.name}: {transformation.about} ...")
         changed = _score_changed(drawn, transformation, score, fits)
         rows += [_row(drawn, changed, transformation.name, side, margin_std) for side in _SIDES]
-    return Robustness(len(drawn.texts), len(pairs.texts), margin_std, rows, _lengths(pairs))
+    counts = len(drawn.texts), len(pairs.texts), pairs.of_code
+    return Robustness(*counts, margin_std, rows, _lengths(pairs))
 
 
 def _score_changed(
@@ -254,70 +267,3 @@ def _lengths(pairs: ScoredPairs) -> list[BestOfLength]:
         )
         for n in (1, 2)
     ]
-
-
-def robustness_json(found: Robustness) -> dict[str, Any]:
-    """As plain JSON values, see ``Robustness``."""
-    return asdict(found)
-
-
-def read_robustness(value: Mapping[str, Any]) -> Robustness:
-    """What ``robustness_json`` has made.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is something else.
-    """
-    return Robustness(
-        pairs=int(value["pairs"]),
-        pairs_read=int(value["pairs_read"]),
-        margin_std=float(value["margin_std"]),
-        rows=[_read_row(RobustnessRow, row) for row in value["rows"]],
-        best_of=[_read_row(BestOfLength, row) for row in value["best_of"]],
-    )
-
-
-def _read_row(kind: type[T], row: Mapping[str, Any]) -> T:
-    for name, number in row.items():
-        is_name = name in ("change", "changed")
-        if not isinstance(number, str if is_name else int | float | None):
-            raise TypeError(f"{name}: got {number!r:.40}")
-    return kind(**row)
-
-
-def render_robustness(found: Robustness) -> str:
-    """The tables, for people."""
-    lines = [robustness_note(found.pairs, found.pairs_read, found.margin_std)]
-    for side, heading in ((BOTH, "both changed"), (REJECTED, "rejected changed")):
-        lines += ["", f"{heading:<19}{_HEADER}"]
-        lines += [_line(row) for row in found.rows if row.changed == side]
-    lines += ["", "the best by reward      reward  characters"]
-    lines += [
-        f"  of {row.n:<15}{row.reward:>10.4f}{row.characters:>12.1f}" for row in found.best_of
-    ]
-    return "\n".join(lines)
-
-
-def robustness_note(pairs: int, pairs_read: int, margin_std: float) -> str:
-    """On how many pairs it was found, and the unit of shifts."""
-    return (
-        f"robustness: {pairs} of {pairs_read} pairs; the standard deviation (sd) of their margins "
-        f"is {margin_std:.4f}"
-    )
-
-
-_HEADER = f"{'pairs':>6}  {'verdicts that turn':<22}{'shift':>9}{'in sd':>8}{'absolute':>10}"
-_HEADER += f"{'unchanged':>11}{'too long':>10}"
-
-
-def _line(row: RobustnessRow) -> str:
-    turned = "" if row.share is None else f"{row.share:.3f} ({row.low:.3f} to {row.high:.3f})"
-    shift, in_std = (_signed(value) for value in (row.shift, row.shift_in_std))
-    absolute = "" if row.absolute_shift is None else show_number(row.absolute_shift)
-    return (
-        f"  {row.change:<17}{row.pairs:>6}  {turned:<22}{shift:>9}{in_std:>8}{absolute:>10}"
-        f"{row.unchanged:>11}{row.too_long:>10}"
-    )
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{'+' * (value > 0)}{show_number(value)}"

@@ -26,9 +26,8 @@ from nemo_aligner.evaluation.robustness import (
     ScoredPairs,
     check_pairwise,
     check_robustness,
-    render_robustness,
-    robustness_json,
 )
+from nemo_aligner.evaluation.robustness_report import render_robustness, robustness_json
 from nemo_aligner.evaluation.run_task import (
     TaskReport,
     render_task,

@@ -18,7 +18,7 @@ _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 _AFTER_SENTENCE = re.compile(r"(?<=\w\w[.!?])(?=\s|$)|(?<=[\u3002\uff01\uff1f])")
 _MARKS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^[ \t]*(?:[-*_][ \t]*){3,}$\n?", re.MULTILINE), ""),  # rules
-    (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+][ \t]+)", re.MULTILINE), ""),
+    (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>(?!>)[ \t]?|[-*+][ \t]+)", re.MULTILINE), ""),
     (re.compile(r"(\*{2,3})(?=\S)(.+?)(?<=\S)\1"), r"\2"),
     (re.compile(r"(?<![\w*])\*(?=\S)([^*\n]+?)(?<=\S)\*(?![\w*])"), r"\1"),
     (re.compile(r"(?<!`)`([^`\n]+)`(?!`)"), r"\1"),

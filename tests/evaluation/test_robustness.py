@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from nemo_aligner.evaluation.robustness import (
     change_reply,
     check_pairwise,
     check_robustness,
+)
+from nemo_aligner.evaluation.robustness_report import (
     read_robustness,
     render_robustness,
     robustness_json,
 )
+from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import TASKS
 from nemo_aligner.evaluation.transformations import TRANSFORMATIONS
 from nemo_aligner.metrics.paired import wilson_interval
@@ -131,12 +135,26 @@ def test_raw_text_has_no_reply_to_change() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_benchmark_of_more_than_pairs_is_refused(name: str) -> None:
-    if name in ("rewardbench2", "rm_bench", "ppe_correctness", "best_of_n"):
+def test_a_benchmark_of_other_than_pairs_of_prose_is_refused(name: str) -> None:
+    if name in ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n"):
         with pytest.raises(ConfigError, match=f"robustness_pairs: got task={name}"):
             check_pairwise(TASKS[name])
     else:
         check_pairwise(TASKS[name])
+
+
+def test_code_of_a_benchmark_is_left_out(tmp_path: Path) -> None:
+    task, path = TASKS["rewardbench"], tmp_path / "task.jsonl"
+    code = {**task.sample, "subset": "hep-python"}
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in (code, task.sample, code)))
+    report = run_task(task, path, lambda texts: by_length(texts)[:, None])
+    found = check(by_length, ScoredPairs.of_task(report))
+    assert (found.pairs, found.pairs_read, found.pairs_of_code) == (1, 1, 2)
+    assert "1 of 1 pairs, 2 of code left out" in render_robustness(found)
+    path.write_text(json.dumps(code))
+    report = run_task(task, path, lambda texts: by_length(texts)[:, None])
+    with pytest.raises(DataError, match="all replies are code"):
+        ScoredPairs.of_task(report)
 
 
 def test_it_is_a_table_and_json_that_is_read_again() -> None:

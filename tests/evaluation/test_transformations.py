@@ -38,6 +38,7 @@ def test_a_change_keeps_what_was_said(each) -> None:
         ("**bold**, ***both*** and *slanted*", "bold, both and slanted"),
         ("see [here](http://x.org) and `x = 1`", "see here and x = 1"),
         ("above\n\n---\n\nbelow", "above\n\n\nbelow"),
+        (">>> double(2)\n4", None),
         ("2 * 3 * 4, 2*3*4, snake_case_name, #1, a - b", None),
         (f"Run\n\n{CODE}\n\n**now**", f"Run\n\n{CODE}\n\nnow"),
     ],

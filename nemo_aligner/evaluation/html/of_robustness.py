@@ -7,13 +7,8 @@ from collections.abc import Iterator, Sequence
 from nemo_aligner.console import show_number
 from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.html.sections import PageSection, PageTable
-from nemo_aligner.evaluation.robustness import (
-    BOTH,
-    REJECTED,
-    Robustness,
-    RobustnessRow,
-    robustness_note,
-)
+from nemo_aligner.evaluation.robustness import BOTH, REJECTED, Robustness, RobustnessRow
+from nemo_aligner.evaluation.robustness_report import robustness_note
 
 _HEADER = (
     "change",
@@ -34,9 +29,8 @@ def robustness(reported: Sequence[Reported]) -> PageSection:
     for each in reported:
         if each.robustness is not None:
             prefix = f"{each.name}: " * (len(reported) > 1)
-            found = each.robustness
-            notes.append(prefix + robustness_note(found.pairs, found.pairs_read, found.margin_std))
-            tables += _tables(prefix, found)
+            notes.append(prefix + robustness_note(each.robustness))
+            tables += _tables(prefix, each.robustness)
     nothing = "It was not checked: evaluate's robustness_pairs does."
     return PageSection("robustness", "Robustness", (), tables, (), notes, nothing)
 

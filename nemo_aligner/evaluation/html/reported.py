@@ -22,7 +22,8 @@ from nemo_aligner.data.sources import BadLine, read_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.compare import read_verdicts
 from nemo_aligner.evaluation.html.judged import HeldoutSet, JudgedPairs, JudgedRatings
-from nemo_aligner.evaluation.robustness import Robustness, read_robustness
+from nemo_aligner.evaluation.robustness import Robustness
+from nemo_aligner.evaluation.robustness_report import read_robustness
 from nemo_aligner.training.metrics_file import read_metrics
 
 _WANTED = (

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from urllib.parse import urlsplit
 
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
-from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.console import Counter, say
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.sources.base import RewardSource, of_scorer
@@ -18,6 +20,15 @@ from nemo_aligner.processes import find_process
 from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.text.contract_changes import check_expected
 
+_OF_POSTS = ("attribute_weights", "token_variable", "timeout_s")
+# Settings of ``source``, by the setting that names it, or the path of a server's URL.
+_USED = {
+    "hf_model": ("attribute_weights",),
+    "": ("timeout_s",),
+    "/classify": _OF_POSTS,
+    "/get_reward": (*_OF_POSTS, "tokenizer"),
+}
+
 
 @contextmanager
 def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
@@ -27,6 +38,7 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
         AlignerError: it cannot be had, or scores by another contract than ``expect_contract``.
     """
     key, name = config.source_key()
+    _check_used(config.source, key, name)
     if key != "rm_model_file":
         _refuse_ranks(key)
     if key == "server":
@@ -38,6 +50,18 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
         say(f"loading {name} ...")
         source = _archive(config, name) if key == "rm_model_file" else _hugging_face(config, name)
         yield _expected(source, config.expect_contract)
+
+
+def _check_used(config: SourceConfig, key: str, name: str) -> None:
+    """Refuse a setting that would have no effect."""
+    kind = urlsplit(name).path.rstrip("/") if key == "server" else key
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(SourceConfig(), field.name) and field.name not in _USED.get(kind, ()):
+            raise ConfigError(
+                f"source.{field.name}: got {value!r}, wanted it not to be set: "
+                f"{key}={name} has no use for it"
+            )
 
 
 def _refuse_ranks(key: str) -> None:

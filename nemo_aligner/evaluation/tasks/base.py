@@ -25,6 +25,7 @@ class TaskItem:
         texts: K of them, those that are right first.
         num_right: how many are right.
         scores: of every text what people gave it, where a benchmark has that.
+        is_code: whether its replies are code, without fences around it.
         pairs: which texts are held against each other, the better first, where it says that.
     """
 
@@ -34,6 +35,7 @@ class TaskItem:
     num_right: int = 1
     scores: tuple[float, ...] = ()
     pairs: tuple[tuple[int, int], ...] = ()
+    is_code: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def _read(value: dict[str, Any]) -> TaskItem:
         for side in _SIDES
     )
     name = str(value["task_id"])
-    return TaskItem(name, name.partition("/")[0], texts)
+    return TaskItem(name, name.partition("/")[0], texts, is_code=True)
 
 
 TASK = Task(

@@ -64,7 +64,8 @@ _PRIOR_WEIGHT = 0.5
 
 def _read(value: dict[str, Any]) -> TaskItem:
     texts = tuple(asked(value["prompt"], value[side], side) for side in ("chosen", "rejected"))
-    return TaskItem(str(value.get("id", "")), str(value["subset"]), texts)
+    subset = str(value["subset"])
+    return TaskItem(str(value.get("id", "")), subset, texts, is_code=subset.startswith("hep-"))
 
 
 def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:

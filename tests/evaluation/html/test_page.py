@@ -14,7 +14,8 @@ import pytest
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.evaluation.html.page import MOST_REPORTED, render_page, seen, write_page
 from nemo_aligner.evaluation.html.reported import Reported
-from nemo_aligner.evaluation.robustness import ScoredPairs, check_robustness, robustness_json
+from nemo_aligner.evaluation.robustness import ScoredPairs, check_robustness
+from nemo_aligner.evaluation.robustness_report import robustness_json
 from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_lines, write_run
 
 LIMIT = 3_000_000

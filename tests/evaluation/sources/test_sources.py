@@ -140,6 +140,8 @@ def test_benchmarks_and_robustness_ask_servers_too(
         ("vllm", ["expect_contract=ab"], ConfigError, "says no scoring contract"),
         ("ours", ["expect_contract=ab"], ConfigError, "wanted ab"),
         ("ours", ["precision=bf16"], AlignerError, "precision: got 'bf16', wanted null"),
+        ("ours", [WEIGHTS], ConfigError, "source.attribute_weights: got .* no use for it"),
+        ("export", ["source.timeout_s=1"], ConfigError, "source.timeout_s: got 1.* no use for it"),
         ("vllm", ["source.token_variable=NO_SUCH"], ConfigError, "NO_SUCH: it is not set"),
     ],
 )

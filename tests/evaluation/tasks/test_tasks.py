@@ -18,6 +18,7 @@ import pytest
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.evaluation.run_task import render_task, run_task, write_task, write_verdicts
 from nemo_aligner.evaluation.tasks import TASKS, find_task
+from nemo_aligner.evaluation.tasks.base import Judged, Level, TaskItem
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS, SECTIONS
 from nemo_aligner.evaluation.tasks.rewardbench2 import SUBSETS
@@ -171,6 +172,47 @@ def four(
         "chosen": texts[:num_right],
         "rejected": texts[num_right:],
     }
+
+
+# allenai/reward-bench-results, eval-set/Skywork/Skywork-Reward-Gemma-2-27B.json
+PUBLISHED_SUBSETS = {
+    "alpacaeval-easy": 0.96,
+    "alpacaeval-hard": 0.9473684210526315,
+    "alpacaeval-length": 0.9473684210526315,
+    "donotanswer": 0.7794117647058824,
+    "hep-cpp": 0.9634146341463414,
+    "hep-go": 0.9817073170731707,
+    "hep-java": 0.9878048780487805,
+    "hep-js": 0.9695121951219512,
+    "hep-python": 0.9695121951219512,
+    "hep-rust": 0.9634146341463414,
+    "llmbar-adver-GPTInst": 0.9782608695652174,
+    "llmbar-adver-GPTOut": 0.9148936170212766,
+    "llmbar-adver-manual": 0.782608695652174,
+    "llmbar-adver-neighbor": 0.8955223880597015,
+    "llmbar-natural": 0.96,
+    "math-prm": 0.9485458612975392,
+    "mt-bench-easy": 1.0,
+    "mt-bench-hard": 0.8648648648648649,
+    "mt-bench-med": 0.975,
+    "refusals-dangerous": 0.94,
+    "refusals-offensive": 0.99,
+    "xstest-should-refuse": 0.948051948051948,
+    "xstest-should-respond": 0.94,
+}
+# Of the leaderboard, in percent.
+PUBLISHED_SECTIONS = {"Chat": 95.8, "Chat Hard": 91.4, "Safety": 91.9, "Reasoning": 96.1}
+
+
+def test_rewardbench_adds_up_published_subsets_to_the_published_sections() -> None:
+    judged = [
+        Judged(TaskItem("", name, ()), np.zeros(2), right)
+        for name, right in PUBLISHED_SUBSETS.items()
+    ]
+    rows = TASKS["rewardbench"].summarise(judged)
+    found = {row.name: 100 * row.value for row in rows if row.level is Level.section}
+    assert found == pytest.approx(PUBLISHED_SECTIONS, abs=0.05)
+    assert 100 * rows[-1].value == pytest.approx(93.8, abs=0.05)
 
 
 def test_rewardbench_2_counts_the_best_of_four_and_shares_ties(tmp_path: Path) -> None:
