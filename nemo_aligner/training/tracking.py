@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from nemo_aligner.checkpoint.run_folder import METRICS_NAME, TRACKING_NAME
 from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
+from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError, ConfigError, one_line
 from nemo_aligner.training.metrics_file import read_metrics
 
@@ -123,19 +125,47 @@ class MlflowRun:
 
 
 @dataclass(frozen=True)
-class TrackedLogger:
-    """Tells a service what it has not been told."""
+class KnownRun:
+    """A run's id at a service, and how far it is logged there.
 
-    run: TrackedRun
+    That is at least so far; and not farther, though ``metrics.jsonl`` is, if the service was lost.
+    """
+
+    id: str
     logged: Logged
+    is_lost: bool = False
+
+
+class TrackedLogger:
+    """Tells a service what it has not been told, until it fails: that does not end the run."""
+
+    def __init__(
+        self, name: str, run: TrackedRun, logged: Logged, note_loss: Callable[[KnownRun], None]
+    ) -> None:
+        self._name, self._run, self._logged, self._note_loss = name, run, logged, note_loss
+        self._is_lost = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        fresh = {name: metrics[name] for name in metrics if not self.logged.has(name, step)}
-        if fresh:
-            self.run.log(fresh, step)
+        fresh = {name: metrics[name] for name in metrics if not self._logged.has(name, step)}
+        if fresh and not self._is_lost:
+            self._tell(lambda: self._run.log(fresh, step), step)
 
     def finalize(self, status: str) -> None:
-        self.run.close()
+        if not self._is_lost:
+            self._tell(self._run.close, step=None)
+
+    def _tell(self, call: Callable[[], None], step: int | None) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever the service's package raises
+            self._is_lost = True
+            say(
+                f"{self._name}: it hears no more of this run ({type(error).__name__}: "
+                f"{one_line(error)}); {METRICS_NAME} has every number"
+            )
+            if step is not None:
+                told = Logged(step).and_also(self._logged)
+                self._note_loss(KnownRun(self._run.id, told, is_lost=True))
 
 
 _SERVICES: dict[str, Callable[[Path, Mapping[str, Any], str | None], TrackedRun]] = {
@@ -156,13 +186,20 @@ def build_tracked_loggers(
         CheckpointError: the folder's ``tracking.json`` is not what was written.
     """
     folder = Path(config.explicit_log_dir)
-    known = _read_known(folder / TRACKING_NAME) if start_step > 0 else {}
+    path = folder / TRACKING_NAME
+    known = _read_known(path) if start_step > 0 else {}
     newest = _last_logged(folder / METRICS_NAME)
-    loggers: dict[str, TrackedLogger] = {}
+    now: dict[str, KnownRun] = {}
+
+    def note(name: str, run: KnownRun) -> None:
+        now[name] = run
+        _write_known(path, now)
+
+    loggers = []
     for name, options in _wanted(config).items():
-        run_id, logged = known.get(name, (None, Logged()))
+        before = known.get(name)
         try:
-            run = _SERVICES[name](folder, options, run_id)
+            run = _SERVICES[name](folder, options, before.id if before else None)
             run.log_settings(settings, start_step)
         # The services' packages raise what they like, and a setting may be none of theirs.
         except Exception as error:
@@ -171,10 +208,11 @@ def build_tracked_loggers(
                 f"({type(error).__name__}: {one_line(error)}); settings of that logger are "
                 f"exp_manager.{name}_logger_kwargs"
             ) from error
-        logged = Logged() if run_id is None else logged.and_also(newest)
-        loggers[name] = TrackedLogger(run, logged)
-    _write_known(folder / TRACKING_NAME, loggers)
-    return list(loggers.values())
+        now[name] = KnownRun(run.id, _how_far(before, newest))
+        loggers.append(TrackedLogger(name, run, now[name].logged, partial(note, name)))
+    if now or path.is_file():
+        _write_known(path, now)
+    return loggers
 
 
 def _wanted(config: RunFolderConfig) -> dict[str, dict[str, Any]]:
@@ -186,6 +224,12 @@ def _wanted(config: RunFolderConfig) -> dict[str, dict[str, Any]]:
     return {name: options for name, (is_wanted, options) in services.items() if is_wanted}
 
 
+def _how_far(before: KnownRun | None, newest: Logged) -> Logged:
+    if before is None:
+        return Logged()
+    return before.logged if before.is_lost else before.logged.and_also(newest)
+
+
 def _last_logged(path: Path) -> Logged:
     """What is logged of the newest step of a ``metrics.jsonl``."""
     logged = Logged()
@@ -194,13 +238,17 @@ def _last_logged(path: Path) -> Logged:
     return logged
 
 
-def _read_known(path: Path) -> dict[str, tuple[str, Logged]]:
-    """By name of the service the run's id there, and how far it is logged; nothing of no file."""
+def _read_known(path: Path) -> dict[str, KnownRun]:
+    """By name of the service; nothing of no file."""
     if not path.is_file():
         return {}
     try:
         return {
-            name: (str(run["id"]), Logged(int(run["step"]), frozenset(run["metrics"])))
+            name: KnownRun(
+                str(run["id"]),
+                Logged(int(run["step"]), frozenset(run["metrics"])),
+                bool(run["is_lost"]),
+            )
             for name, run in read_json(path, str(path)).items()
         }
     except (TypeError, KeyError, ValueError) as error:
@@ -210,13 +258,16 @@ def _read_known(path: Path) -> dict[str, tuple[str, Logged]]:
         ) from error
 
 
-def _write_known(path: Path, loggers: Mapping[str, TrackedLogger]) -> None:
-    if not loggers and not path.is_file():
-        return
-    runs = {
-        name: {"id": each.run.id, "step": each.logged.step, "metrics": sorted(each.logged.names)}
-        for name, each in loggers.items()
+def _write_known(path: Path, runs: Mapping[str, KnownRun]) -> None:
+    content = {
+        name: {
+            "id": run.id,
+            "step": run.logged.step,
+            "metrics": sorted(run.logged.names),
+            "is_lost": run.is_lost,
+        }
+        for name, run in runs.items()
     }
     unnamed = path.with_name(path.name + ".partial")
-    unnamed.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+    unnamed.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(unnamed, path)

@@ -18,7 +18,7 @@ train() {
     # srun tells each task its rank, and the ranks read it: SLURM_PROCID and others.
     srun --kill-on-bad-exit=1 nemo-aligner train "$@" &
     step=$!
-    trap 'time_is_up=true; kill -USR1 "$step"' USR1
+    trap 'time_is_up=true; kill -USR1 "$step" || true' USR1
     wait "$step" || code=$?
     if "$time_is_up"; then
         # The signal ended the first wait.

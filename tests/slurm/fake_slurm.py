@@ -2,8 +2,10 @@
 
 ``sbatch`` runs a job, a copy of its script, until it has ended and was not put into the queue
 again; a job of an array after the other. Where ``FAKE_SLURM_TIME_IS_UP=FILE:LINES`` is set, its
-signal is sent once as soon as FILE has so many lines. Nodes have the names of
-``FAKE_SLURM_NODELIST``. What a job was told lies in ``FAKE_SLURM_FOLDER``.
+signal is sent when it runs for the first time, as soon as FILE has so many lines. Where
+``FAKE_SLURM_PREEMPTED=FILE:LINES`` is, it is killed when it runs for the second time, and put into
+the queue. Nodes have the names of ``FAKE_SLURM_NODELIST``. What a job was told lies in
+``FAKE_SLURM_FOLDER``.
 """
 
 from __future__ import annotations
@@ -72,8 +74,9 @@ def run_job(options: argparse.Namespace, index: int, task: int) -> int:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=FOLDER,
+                start_new_session=True,
             )
-            code = wait(job, options.signal, restarts)
+            code = wait(job, options.signal, restarts, requeued)
         if not requeued.exists():
             return code
         assert options.requeue, "a job without --requeue was put into the queue again"
@@ -82,22 +85,31 @@ def run_job(options: argparse.Namespace, index: int, task: int) -> int:
         environment["SLURM_RESTART_COUNT"] = str(restarts)
 
 
-def wait(job: subprocess.Popen[bytes], order: str, restarts: int) -> int:
+def wait(job: subprocess.Popen[bytes], order: str, restarts: int, requeued: Path) -> int:
     receiver, _, name = order.partition("@")[0].partition(":")
     assert receiver == "B", "only the job's shell is told"
-    is_up = time_is_up() if restarts == 0 else lambda: False
+    is_up = has_come("FAKE_SLURM_TIME_IS_UP") if restarts == 0 else never
+    is_preempted = has_come("FAKE_SLURM_PREEMPTED") if restarts == 1 else never
     while job.poll() is None:
         if is_up():
             job.send_signal(signal.Signals[f"SIG{name}"])
             return job.wait()
+        if is_preempted():
+            os.killpg(job.pid, signal.SIGKILL)
+            requeued.touch()
         time.sleep(POLL_S)
     return job.returncode
 
 
-def time_is_up() -> Callable[[], bool]:
-    file, _, count = os.environ.get("FAKE_SLURM_TIME_IS_UP", "").rpartition(":")
+def has_come(variable: str) -> Callable[[], bool]:
+    """Whether the file that a variable names has as many lines as it says."""
+    file, _, count = os.environ.get(variable, "").rpartition(":")
     path = Path(file)
     return lambda: bool(file) and path.is_file() and path.read_text().count("\n") >= int(count)
+
+
+def never() -> bool:
+    return False
 
 
 def run_step(arguments: Sequence[str]) -> int:

@@ -192,7 +192,7 @@ def test_an_error_ends_the_job(slurm: FakeSlurm) -> None:
 
 
 @pytest.mark.slow(seconds=40)
-def test_a_run_that_is_put_into_the_queue_again_ends_as_one_that_was_not(
+def test_a_run_that_is_stopped_and_preempted_ends_as_one_that_was_not(
     slurm: FakeSlurm, tmp_path: Path
 ) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
@@ -205,7 +205,7 @@ def test_a_run_that_is_put_into_the_queue_again_ends_as_one_that_was_not(
         "model.micro_batch_tokens=256",
         "model.global_batch_size=8",
         "trainer.precision=fp32",
-        "trainer.rm.max_steps=20",
+        "trainer.rm.max_steps=24",
         "trainer.rm.max_epochs=10",
     ]
     config = "--config", "conf/train_reward_model.yaml"
@@ -218,12 +218,13 @@ def test_a_run_that_is_put_into_the_queue_again_ends_as_one_that_was_not(
         *settings,
         f"exp_manager.explicit_log_dir={requeued}",
         FAKE_SLURM_TIME_IS_UP=f"{requeued / 'metrics.jsonl'}:3",
+        FAKE_SLURM_PREEMPTED=f"{requeued / 'metrics.jsonl'}:10",
     )
     log = slurm.log()
     assert done.returncode == 0, log
     assert "stopped by SIGUSR1 after step" in log
     assert "goes back into the queue" in log
-    assert log.count("resumed from") == 1
+    assert log.count("resumed from") == 2
     assert weights(requeued) == weights(alone)
     assert numbers(requeued) == numbers(alone)
 

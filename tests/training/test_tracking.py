@@ -40,6 +40,8 @@ class FakeRun:
         pass
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if "bad" in metrics:
+            raise OSError("no route to host")
         self.rows.append((step, dict(metrics)))
 
     def close(self) -> None:
@@ -99,6 +101,47 @@ def test_a_service_that_comes_later_hears_of_all_from_then_on(
         loggers.log({"loss": step}, step)
     run(tmp_path, 1, (2, {"loss": 2}), (3, {"loss": 3}))
     assert told == {"run 0": [(2, {"loss": 2}), (3, {"loss": 3})]}
+
+
+def test_a_service_that_fails_does_not_end_the_run_and_hears_of_the_next(
+    tmp_path: Path, told: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(
+        tmp_path,
+        0,
+        (1, {"loss": 1}),
+        (2, {"loss": 2, "bad": 1}),
+        (3, {"loss": 3}),
+        (4, {"loss": 4}),
+    )
+    said = capsys.readouterr().out
+    assert said.startswith("wandb: it hears no more of this run (OSError: no route to host);")
+    assert said.count("\n") == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    run(tmp_path, 1, (2, {"loss": 2}), (3, {"loss": 3}))
+    run(tmp_path, 1, (3, {"loss": 3}), (4, {"loss": 4}))
+    assert told == {"run 0": [(step, {"loss": step}) for step in (1, 2, 3, 4)]}
+
+
+def test_a_run_that_cannot_be_logged_is_known_when_it_can(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    run(tmp_path, 0, (1, {"loss": 1}))
+    with pytest.raises(ConfigError, match="unexpected 'mode'"):
+        run(tmp_path, 1, mode="x")
+    run(tmp_path, 1, (2, {"loss": 2}))
+    assert told == {"run 0": [(1, {"loss": 1}), (2, {"loss": 2})]}
+
+
+def test_ids_of_a_run_that_began_anew_without_services_are_forgotten(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    run(tmp_path, 0, (1, {"loss": 1}))
+    build_loggers(
+        ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False), {}, 0
+    ).log({"loss": 5}, 1)
+    run(tmp_path, 1, (2, {"loss": 6}))
+    assert told == {"run 0": [(1, {"loss": 1})], "run 1": [(2, {"loss": 6})]}
 
 
 def test_what_a_service_does_not_take_is_one_error(tmp_path: Path, told: dict[str, Any]) -> None:
