@@ -76,6 +76,7 @@ class Translation:
         self._last: dict[str, DictConfig] = {}
         self._taken: dict[str, str] = {}
         self._ignored: dict[str, list[str]] = {}
+        self._added: dict[str, list[Any]] = {}
         self.problems: list[tuple[str, str]] = []
         self.pending: list[SameValue] = []
 
@@ -128,31 +129,40 @@ class Translation:
             found = OmegaConf.select(self._given, key, default=_MISSING)
         except OmegaConfBaseException:
             return value
+        if OmegaConf.is_config(found):
+            return OmegaConf.to_container(found)
         return value if found is _MISSING else found
 
     def _apply(self, rule: KeyRule, key: str, value: Any, tree: dict[str, Any], where: str) -> None:
-        text = as_yaml(value)
-        to = rule.to + key[len(rule.key) :] if key.startswith(f"{rule.key}.") else rule.to
-        if rule.only and text not in rule.only:
+        if rule.only and as_yaml(value) not in rule.only:
             wanted = " | ".join(rule.only)
             self.problems.append((where, f"{key}: got {shown(value)}, wanted {wanted}: {rule.why}"))
         elif rule.same_as:
             self.pending.append(SameValue(rule, value, where))
-        elif not rule.to and not rule.only:
+        elif rule.adds:
+            self._add(rule, key, value, tree)
+        elif rule.to:
+            self._take(rule, key, value, tree)
+        elif not rule.only:  # which says what is always so here
             keys = self._ignored.setdefault(rule.why, [])
             keys += [rule.key] * (rule.key not in keys)
-        elif not rule.to:
-            return  # it says what is always so
-        elif rule.adds:
-            known = _get(tree, rule.to)
-            added = [*_as_list({} if known is _MISSING else known), *_as_list(value)]
-            _put(tree, rule.to, added)
-            self._taken[key] = rule.to
-        elif value is not None or "null" in rule.values or to == key:
-            ours = rule.values.get(text, value)
-            _put(tree, to, ours)
-            if to != key or as_yaml(ours) != text:
-                self._taken[f"{key}={text}"] = f"{to}={as_yaml(ours)}"
+
+    def _take(self, rule: KeyRule, key: str, value: Any, tree: dict[str, Any]) -> None:
+        to = rule.to + key[len(rule.key) :] if key.startswith(f"{rule.key}.") else rule.to
+        text = as_yaml(value)
+        if value is None and to != key and "null" not in rule.values:
+            return  # not set there, and so not here
+        ours = rule.values.get(text, value)
+        _put(tree, to, ours)
+        if to != key or as_yaml(ours) != text:
+            self._taken[f"{key}={text}"] = f"{to}={as_yaml(ours)}"
+
+    def _add(self, rule: KeyRule, key: str, value: Any, tree: dict[str, Any]) -> None:
+        added = self._added.setdefault(rule.to, [])
+        added += _as_list(value)
+        own = OmegaConf.select(self._given, rule.to, default=[])
+        _put(tree, rule.to, [*_as_list(own), *added])
+        self._taken[f"{key}={as_yaml(value)}"] = f"another of {rule.to}"
 
 
 def as_yaml(value: Any) -> str:
@@ -183,14 +193,6 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _get(tree: Mapping[Any, Any], key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return _MISSING
-        tree = tree[part]
-    return tree
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -92,6 +92,21 @@ def test_every_validation_set_and_the_test_set_are_taken() -> None:
     assert found.test == ["d.jsonl"]
 
 
+def test_a_validation_set_may_join_those_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "training_rm.yaml"
+    file.write_text(
+        "model: {data: {data_prefix: {validation: [a.jsonl], validation_b: [b.jsonl]}}}"
+    )
+    settings = ["++model.data.data_prefix.validation_c=[c.jsonl]"]
+    found = load_config(TrainConfig, settings, file).model.data.data_prefix
+    assert found.validation == ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
+def test_of_a_key_that_is_given_twice_the_last_value_counts() -> None:
+    settings = ["trainer.rm.limit_val_batches=5", "trainer.rm.limit_val_batches=1.0"]
+    assert load_with_notes(TrainConfig, settings)[1] == []
+
+
 def test_the_server_standardizes_as_asked(tmp_path: Path) -> None:
     file = write_file(tmp_path, "inference_rm.yaml")
     settings = [
