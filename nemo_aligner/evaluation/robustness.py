@@ -231,9 +231,7 @@ def _row(
     too_long = (changed.is_too_long & columns).any(axis=1)
     used = applies & ~too_long
     rewards = np.where(columns, changed.rewards, pairs.rewards)
-    fell = np.sign(pairs.rewards[:, 0] - pairs.rewards[:, 1]) - np.sign(
-        rewards[:, 0] - rewards[:, 1]
-    )
+    fell = _verdicts(pairs.rewards) - _verdicts(rewards)
     turned = int(np.count_nonzero((fell > 0 if which == REJECTED else fell != 0)[used]))
     shifts = (rewards - pairs.rewards)[is_changed & used[:, None]]
     shift = float(shifts.mean()) if shifts.size else None
@@ -255,15 +253,19 @@ def _row(
     )
 
 
+def _verdicts(rewards: np.ndarray) -> np.ndarray:
+    """1 where the chosen reply of ``[N, 2]`` rewards has the higher, -1 where the lower, else 0."""
+    return np.sign(rewards[:, 0] - rewards[:, 1])
+
+
 def _lengths(pairs: ScoredPairs) -> list[BestOfLength]:
     lengths = np.array([[len(reply_of(text)) for text in pair] for pair in pairs.texts], float)
     return [
-        BestOfLength(
-            n,
-            float(np.mean([best_of(n, row, row) for row in pairs.rewards])),
-            float(
-                np.mean([best_of(n, *both) for both in zip(pairs.rewards, lengths, strict=True)])
-            ),
-        )
+        BestOfLength(n, *(_mean_of_best(n, pairs.rewards, of) for of in (pairs.rewards, lengths)))
         for n in (1, 2)
     ]
+
+
+def _mean_of_best(n: int, rewards: np.ndarray, values: np.ndarray) -> float:
+    """Of ``[N, 2]`` each."""
+    return float(np.mean([best_of(n, *both) for both in zip(rewards, values, strict=True)]))

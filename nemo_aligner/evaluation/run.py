@@ -104,7 +104,6 @@ def _robustness(
     """What changes of style do to verdicts and rewards, if that is asked for."""
     if config.robustness_pairs is None:
         return None
-
     return check_robustness(pairs(), source.score_as_one, source.fits, config.robustness_pairs)
 
 
