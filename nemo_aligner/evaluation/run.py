@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
@@ -17,27 +15,15 @@ from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.evaluation.evaluate import EvaluationReport, evaluate_file
-from nemo_aligner.evaluation.html.evaluated import of_report, of_task
-from nemo_aligner.evaluation.html.reported import Reported
-from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
-from nemo_aligner.evaluation.robustness import (
-    Robustness,
-    ScoredPairs,
-    check_pairwise,
-    check_robustness,
-)
+from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.measured import Measured, MeasuredRecords, MeasuredTask
+from nemo_aligner.evaluation.robustness import Robustness, check_pairwise, check_robustness
 from nemo_aligner.evaluation.robustness_report import render_robustness, robustness_json
-from nemo_aligner.evaluation.run_task import (
-    TaskReport,
-    render_task,
-    run_task,
-    write_task,
-    write_verdicts,
-)
+from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.sources.base import RewardSource
 from nemo_aligner.evaluation.sources.opening import open_source
 from nemo_aligner.evaluation.tasks import find_task
+from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.parallel.collectives import on_main
 
 
@@ -47,99 +33,56 @@ def evaluate(config: EvaluateConfig) -> None:
     Raises:
         AlignerError: settings, data or model are unfit.
     """
-    data_file = config.data.path
+    data_file, most = config.data.path, config.robustness_pairs
     if data_file is None:
         raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
     # What is wrong with them is said before the model is loaded.
     task = None if config.task is None else find_task(config.task)
-    if task is not None and config.robustness_pairs is not None:
+    if task is not None and most is not None:
         check_pairwise(task)
     how = _reading(config)
     with open_source(config) as source:
         say(f"reading and scoring {data_file} ...")
-        about = {
-            "checkpoint": source.name,
-            "contract": source.about_contract,
-            "data": data_file,
-        }
-        if task is None:
-            _evaluate_records(config, source, evaluate_file(source, data_file, how), about)
-        else:
-            weights = source.attribute_weights
-            found = run_task(task, data_file, source.score, weights, source.encode)
-            _evaluate_task(config, source, found, about)
+        measured = _measure(task, source, data_file, how)
+        robustness = None
+        if most is not None:
+            robustness = check_robustness(measured.pairs(), source.score_as_one, source.fits, most)
+        _tell(config, measured, robustness)
 
 
-def _evaluate_records(
-    config: EvaluateConfig, source: RewardSource, report: EvaluationReport, about: dict[str, str]
-) -> None:
-    robustness = _robustness(config, source, partial(ScoredPairs.of_report, report))
-    _report(
-        config,
-        render_report(report, about),
-        partial(write_report, report=report, about={**about, **_as_json(robustness)}),
-        partial(write_rewards, report=report),
-        partial(of_report, report=report, about=about, contract=source.contract),
-        robustness,
-    )
+def _measure(task: Task | None, source: RewardSource, data_file: str, how: Reading) -> Measured:
+    about = {"checkpoint": source.name, "contract": source.about_contract, "data": data_file}
+    if task is None:
+        return MeasuredRecords(evaluate_file(source, data_file, how), about, source.contract)
+    found = run_task(task, data_file, source.score, source.attribute_weights, source.encode)
+    return MeasuredTask(found, about, source.contract)
 
 
-def _evaluate_task(
-    config: EvaluateConfig, source: RewardSource, report: TaskReport, about: dict[str, str]
-) -> None:
-    robustness = _robustness(config, source, partial(ScoredPairs.of_task, report))
-    _report(
-        config,
-        render_task(report, about),
-        partial(write_task, report=report, about={**about, **_as_json(robustness)}),
-        partial(write_verdicts, report=report),
-        partial(of_task, report=report, about=about, contract=source.contract),
-        robustness,
-    )
-
-
-def _robustness(
-    config: EvaluateConfig, source: RewardSource, pairs: Callable[[], ScoredPairs]
-) -> Robustness | None:
-    """What changes of style do to verdicts and rewards, if that is asked for."""
-    if config.robustness_pairs is None:
-        return None
-    return check_robustness(pairs(), source.score_as_one, source.fits, config.robustness_pairs)
-
-
-def _as_json(robustness: Robustness | None) -> dict[str, Any]:
-    return {} if robustness is None else {"robustness": robustness_json(robustness)}
-
-
-def _report(
-    config: EvaluateConfig,
-    shown: str,
-    write_all: Callable[[str], None],
-    write_each: Callable[[str], None],
-    collect: Callable[[str], Reported],
-    robustness: Robustness | None,
-) -> None:
+def _tell(config: EvaluateConfig, measured: Measured, robustness: Robustness | None) -> None:
     """Say what was found, and write it where the settings ask for it."""
-    say(shown)
+    say(measured.render())
+    more = {}
     if robustness is not None:
         say(f"\n{render_robustness(robustness)}")
-    for path, write in ((config.output, write_all), (config.output_rewards, write_each)):
-        if path is not None:
-            on_main(partial(write, path))
+        more["robustness"] = robustness_json(robustness)
+    if config.output is not None:
+        on_main(partial(measured.write, Path(config.output), more))
+    if config.output_rewards is not None:
+        on_main(partial(measured.write_each, Path(config.output_rewards)))
     if config.report is not None:
-        on_main(partial(_write_page, config, collect, robustness))
+        on_main(partial(_write_page, config, measured, robustness, Path(config.report)))
         say(f"report: {config.report}")
 
 
 def _write_page(
-    config: EvaluateConfig, collect: Callable[[str], Reported], robustness: Robustness | None
+    config: EvaluateConfig, measured: Measured, robustness: Robustness | None, path: Path
 ) -> None:
     # Figures take a package that is not always there, and a second to import.
     from nemo_aligner.evaluation.html.page import save_page
 
-    path = Path(str(config.report))
     settings = flatten(config_to_dict(config))
-    save_page([replace(collect(path.stem), robustness=robustness, settings=settings)], path)
+    reported = replace(measured.reported(path.stem), robustness=robustness, settings=settings)
+    save_page([reported], path)
 
 
 def _reading(config: EvaluateConfig) -> Reading:
