@@ -81,6 +81,17 @@ def join_fields(fields: Iterable[str], first: str = "", rest: str = "  ") -> str
     return "\n".join(lines)
 
 
+def unfold(text: str) -> list[str]:
+    """The lines of a text, each with those behind it that are indented, as ``join_fields``'s."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and line.startswith(" "):
+            lines[-1] += _SEPARATOR + line.strip()
+        else:
+            lines.append(line)
+    return lines
+
+
 def show_number(value: float) -> str:
     """Four digits, and all of those before the point."""
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"

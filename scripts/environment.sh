@@ -113,10 +113,10 @@ use_environment() {
     fi
     if ! python -c "import torch" 2> /dev/null; then
         if has_gpu; then
-            echo "installing torch"
+            echo "installing torch (a few minutes)"
             _pip_install "torch>=2.8" || return 1
         else
-            echo "installing $CPU_TORCH for the CPU"
+            echo "installing $CPU_TORCH for the CPU (a few minutes)"
             _pip_install "$CPU_TORCH" || return 1
         fi
     fi

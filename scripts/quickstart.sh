@@ -7,5 +7,5 @@
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-use_environment serving,gguf,report
+use_environment serving,gateway,gguf,report
 exec nemo-aligner quickstart "$@"

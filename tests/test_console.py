@@ -17,6 +17,7 @@ from nemo_aligner.console import (
     show_bytes,
     show_duration,
     show_number,
+    unfold,
     waiting_for,
     width,
 )
@@ -65,6 +66,7 @@ def test_fields_are_never_broken() -> None:
     assert [line[:4] for line in lines] == ["> me", "    "]
     assert max(map(len, lines)) <= 80
     assert "  ".join(line.lstrip("> ") for line in lines) == "  ".join(fields)
+    assert unfold(f"before\n{join_fields(fields)}\nafter") == ["before", "  ".join(fields), "after"]
 
 
 @pytest.mark.parametrize(

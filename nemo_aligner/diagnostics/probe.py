@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.console import Counter, waiting_for
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData
 
@@ -75,10 +76,15 @@ def probe(
     metric = data.objective.main_metric
     swapped = replace(data, train=swap_labels(data.train))
     found, losses = [], []
-    for each in (data, swapped):
-        learner = build(each)
+    for each, name in ((data, "probe"), (swapped, "probe, labels swapped")):
+        with waiting_for(f"{name}: loading the model"):
+            learner = build(each)
         found.append(learner.validate()[f"{_NAME}/{metric}"])
-        run = [learner.train_step(step)["loss"] for step in range(steps)]
+        run, counter = [], Counter(name, "steps")
+        for step in range(steps):
+            counter.show(step, steps)
+            run.append(learner.train_step(step)["loss"])
+        counter.close()
         losses.append((run[0], run[-1]))
         found.append(learner.validate()[f"{_NAME}/{metric}"])
     return ProbeResult(metric, found[0], found[1], found[3], (losses[0], losses[1]))

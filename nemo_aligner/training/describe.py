@@ -72,7 +72,10 @@ def describe_steps(
     ]
     if options.optim.sched.warmup_steps >= total_steps:
         warmup = options.optim.sched.warmup_steps
-        lines.append(f"note: the run ends within its warm-up ({warmup} steps)")
+        lines += [
+            f"note: the run ends within its warm-up ({warmup} steps)",
+            "  lower model.optim.sched.warmup_steps, or model.global_batch_size for more steps",
+        ]
     lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
     return "\n".join(lines)
 

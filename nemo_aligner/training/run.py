@@ -15,7 +15,7 @@ from nemo_aligner.config.training import (
     MonitorMode,
     TrainConfig,
 )
-from nemo_aligner.console import say, waiting_for
+from nemo_aligner.console import say, unfold, waiting_for
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData, how_to_read
 from nemo_aligner.errors import ConfigError
@@ -94,7 +94,7 @@ def keep_for_report(
 ) -> None:
     """Have the run's folder hold what a report shows beside metrics and settings; on rank 0."""
     folder = Path(config.exp_manager.explicit_log_dir)
-    lines = [line for text in described for line in text.splitlines()]
+    lines = [line for text in described for line in unfold(text)]
     facts = RunFacts(folder, data, lines, ranks)
     heldout = HeldoutRewards(folder, how_to_read(config.model, data.objective), data.contract)
 

@@ -207,8 +207,16 @@ def _training(archive: Path) -> Iterator[str]:
         names = ", ".join(f"`{Path(file).name}`" for file in files)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
-    for state in states:
-        # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
-        for key, value in state["metrics"].items():
-            if key.count("/") == 1:
-                yield f"- {key} after step {state['step']}: {value:.4g}"
+    # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
+    found = [{k: v for k, v in each["metrics"].items() if k.count("/") == 1} for each in states]
+    rows = list(dict.fromkeys(name for metrics in found for name in metrics))
+    if rows:
+        steps = [f"after step {state['step']}" for state in states]
+        yield from ("", f"| | {' | '.join(steps)} |", "|---" * (1 + len(steps)) + "|")
+        for name in rows:
+            yield f"| {name} | {' | '.join(_number(metrics.get(name)) for metrics in found)} |"
+
+
+def _number(value: float | None) -> str:
+    """Of a metric, which may have had no value on its data."""
+    return "" if value is None else f"{value:.4g}"

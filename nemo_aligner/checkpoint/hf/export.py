@@ -40,7 +40,7 @@ from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
 from nemo_aligner.config.common import Precision
-from nemo_aligner.console import say
+from nemo_aligner.console import say, waiting_for
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.precision import format_of
@@ -128,7 +128,8 @@ def _export(
     texts = encode_texts(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
-    logits = our_logits(loaded.model, token_lists, layout)
+    with waiting_for("scoring texts"):
+        logits = our_logits(loaded.model, token_lists, layout)
     del loaded
     gc.collect()  # modules refer to themselves
     if options.merge:
@@ -148,6 +149,8 @@ def _export(
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     say("scoring the same texts with transformers ...")
+    with waiting_for("scoring with transformers"):
+        largest_difference = check_folder(staging, exported, texts, logits)
     return ExportSummary(
         output=output,
         architecture=architecture,
@@ -156,7 +159,7 @@ def _export(
         contract=exported,
         pad_token=pad_token,
         texts=len(texts),
-        largest_difference=check_folder(staging, exported, texts, logits),
+        largest_difference=largest_difference,
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
     )

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from nemo_aligner.console import show_number
 from nemo_aligner.evaluation.html.judged import SourceShare
@@ -269,7 +269,10 @@ def _length_axes(canvas: Canvas, unit: str) -> None:
     canvas.axes.set_xscale("log")
     canvas.axes.set_xlabel("characters of the reply")
     canvas.axes.set_ylabel(unit)
+    # Lengths within a decade have ticks between its ends alone; more than a few do not fit.
+    canvas.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     canvas.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    canvas.axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def mean_by_length(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray) -> PlotLine:

@@ -11,6 +11,7 @@ from nemo_aligner.evaluation.html.judged import HeldoutSet, JudgedPairs
 from nemo_aligner.evaluation.html.of_training import validation_sets
 from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.html.sections import Heldout, PageSection, PageTable, of_pairs
+from nemo_aligner.metrics import length
 from nemo_aligner.metrics.by_source import BY_SOURCE
 from nemo_aligner.metrics.table import find_metric, lower_is_better
 
@@ -24,6 +25,7 @@ def summary(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSectio
         *_rows("steps", [_steps(each) for each in reported]),
         *_rows("best validation", [_best(each) for each in reported]),
         *_rows("held-out accuracy", [_accuracy(each, sets) for each in reported]),
+        *_rows("always the longer reply", [_longer(each, sets) for each in reported]),
     ]
     told = [line for each in reported for line in _described(each, len(reported) > 1)]
     header = ["", *(each.name for each in reported)]
@@ -45,14 +47,18 @@ def _steps(run: Reported) -> str:
 
 
 def _best(run: Reported) -> str:
-    """Of each set the best value of its main metric, and when that was."""
+    """Of each set the best value of its main metric, of equal ones that with the lowest loss."""
     found = []
     for name in validation_sets(run):
         main = next((each for each in _MAIN if f"{name}/{each}" in run.curves), None)
         if main is not None:
             steps, values = run.curves[f"{name}/{main}"]
-            best = (min if lower_is_better(main) else max)(values)
-            at = steps[values.index(best)]
+            losses = dict(zip(*run.curves.get(f"{name}/loss", ((), ())), strict=True))
+            sign = 1 if lower_is_better(main) else -1
+            _, _, at, best = min(
+                (sign * value, losses.get(step, 0.0), step, value)
+                for step, value in zip(steps, values, strict=True)
+            )
             found.append(f"{main} {show_number(best)} at step {at} ({name})")
     return "; ".join(found)
 
@@ -64,6 +70,13 @@ def _accuracy(each: Reported, sets: Sequence[Heldout]) -> str:
         interval = f"{share.low:.3f} to {share.high:.3f}"
         found.append(f"{share.accuracy:.3f} ({interval}), {share.pairs} pairs")
     return "; ".join(found)
+
+
+def _longer(each: Reported, sets: Sequence[Heldout]) -> str:
+    """The accuracy that length alone would have."""
+    own = of_pairs([one for one in sets if one.reported is each])
+    shares = [length.longer_reply_accuracy(judged.as_metrics()) for _, judged in own]
+    return "; ".join(f"{share:.3f}, by characters" for share in shares)
 
 
 def _described(each: Reported, is_one_of_many: bool) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.checkpoint.hf.card import _training
 from tests.checkpoint.hf.conversion import (
     NAMES,
 )
@@ -39,6 +40,33 @@ def test_the_config_and_the_card_say_what_there_is(
         assert said in card, said
     contract = json.loads((tmp_path / "out/scoring_contract.json").read_text())
     assert contract == summary.contract.to_dict()
+
+
+def test_metrics_of_the_run_are_a_table_and_one_without_a_value_is_empty(
+    tmp_path: Path,
+) -> None:
+    archive = tmp_path / "run" / "rm.nemo"
+    archive.parent.mkdir()
+    prefix = {"train": ["data/train.jsonl"], "validation": []}
+    config = {
+        "pretrained_checkpoint": {"restore_from_path": "base.nemo"},
+        "model": {"data": {"data_prefix": prefix}},
+    }
+    for step, found in ((5, {"v/loss": 0.5}), (10, {"v/loss": 0.25, "v/temperature": None})):
+        state = {"step": step, "consumed_samples": step, "metrics": found, "config": config}
+        folder = archive.parent / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "run_state.json").write_text(json.dumps(state))
+    assert list(_training(archive)) == [
+        "- train data: `train.jsonl`",
+        "- validation data: none",
+        "- trained from `base.nemo`, 10 records",
+        "",
+        "| | after step 5 | after step 10 |",
+        "|---|---|---|",
+        "| v/loss | 0.5 | 0.25 |",
+        "| v/temperature |  |  |",
+    ]
 
 
 def test_the_card_s_program_gives_the_rewards(

@@ -108,11 +108,31 @@ def test_figures_have_texts_and_tell_values(page: Page, run: Path) -> None:
 def test_what_the_numbers_say_stands_in_tables(page: Page) -> None:
     text = " ".join(page.text.split())
     assert "accuracy 0.7 at step 40 (validation-held)" in text
+    assert "always the longer reply" in text
     assert "figures are of 60 of 600 records, drawn once" in text
     assert "margin -14.000: chosen -7.000, rejected 7.000" in text
     assert "host memory" in text
     assert "2.0 GB" in text
     assert "It was not checked" in text
+
+
+def test_of_equal_validations_the_one_with_the_lower_loss_is_the_best(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    rows = [
+        {"step": step, "validation-held/accuracy": accuracy, "validation-held/loss": loss}
+        for step, accuracy, loss in ((1, 0.5, 0.1), (2, 1.0, 0.3), (3, 1.0, 0.2), (4, 1.0, 0.4))
+    ]
+    write_lines(run / "metrics.jsonl", rows)
+    page = write_page([run], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "accuracy 1 at step 3 (validation-held)" in page
+
+
+def test_lengths_of_less_than_a_decade_have_ticks_with_plain_numbers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", words=3)  # 5 to 15 characters
+    page = write_page([run], tmp_path / "page.html").read_text(encoding="utf-8")
+    length = page[page.index('id="length"') : page.index('id="robustness"')]
+    assert "mathdefault" not in page
+    assert re.search(r">5</text>|>10</text>|>20</text>", length)
 
 
 def test_the_same_run_makes_the_same_page(run: Path, tmp_path: Path) -> None:
