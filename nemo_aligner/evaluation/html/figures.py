@@ -21,6 +21,7 @@ _MOST_TOLD = 60
 _BINS = 40
 _DOTS = 400
 _LENGTH_BINS = 10
+_LEAST_IN_BIN = 10
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 _ROW = 0.24  # inches
 
@@ -229,12 +230,12 @@ def _cut(name: str, most: int = 24) -> str:
 def reward_by_length(
     name: str, key: LegendKey, lengths: np.ndarray, rewards: np.ndarray
 ) -> Drawing:
-    """Rewards over the lengths of replies, as dots; as a line the means of ten equal parts.
+    """Rewards over the lengths of replies, as dots; as a line their means.
 
     Of more than 400 replies 400 are dots, at equal steps in order of length.
     """
     svg = draw(name, "reward over length of the reply", partial(_draw_dots, key, lengths, rewards))
-    note = f"The line: means of {_LENGTH_BINS} equal parts."
+    note = "The line: means of equally many replies."
     if len(lengths) > _DOTS:
         note += f" Dots: {_DOTS} of {len(lengths)} replies."
     return Drawing(f"Reward against length: {key.name}", svg, (), note)
@@ -255,7 +256,7 @@ def lengths_compared(name: str, lines: Sequence[PlotLine]) -> Drawing:
     """Mean rewards over length of several models, each in deviations of its own rewards."""
     title = "Reward against length"
     svg = draw(name, f"{title} of several models", partial(_draw_lengths, lines))
-    note = f"Rewards minus their mean, in standard deviations; means of {_LENGTH_BINS} equal parts."
+    note = "Rewards minus their mean, in standard deviations; means of equally many replies."
     return Drawing(title, svg, [line.key for line in lines], note)
 
 
@@ -276,9 +277,9 @@ def _length_axes(canvas: Canvas, unit: str) -> None:
 
 
 def mean_by_length(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray) -> PlotLine:
-    """Means of rewards over those of lengths, of up to ten parts of equally many replies."""
+    """Means of rewards over those of lengths, in up to ten parts of ten replies or more each."""
     order = np.argsort(lengths, kind="stable")
-    parts = [part for part in np.array_split(order, _LENGTH_BINS) if len(part)]
+    parts = np.array_split(order, min(_LENGTH_BINS, max(1, len(order) // _LEAST_IN_BIN)))
     x = [float(lengths[part].mean()) for part in parts]
     return PlotLine(key, x, [float(rewards[part].mean()) for part in parts])
 

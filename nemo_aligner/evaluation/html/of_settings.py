@@ -26,8 +26,9 @@ def summary(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSectio
         *_rows("best validation", [_best(each) for each in reported]),
         *_rows("held-out accuracy", [_accuracy(each, sets) for each in reported]),
         *_rows("always the longer reply", [_longer(each, sets) for each in reported]),
+        *_side_by_side([dict(_described(each)) for each in reported]),
     ]
-    told = [line for each in reported for line in _described(each, len(reported) > 1)]
+    told = [line for each in reported for line in _drawn(each, len(reported) > 1)]
     header = ["", *(each.name for each in reported)]
     tables = [PageTable(header, rows)]
     metrics = _metrics(reported)
@@ -79,9 +80,15 @@ def _longer(each: Reported, sets: Sequence[Heldout]) -> str:
     return "; ".join(f"{share:.3f}, by characters" for share in shares)
 
 
-def _described(each: Reported, is_one_of_many: bool) -> list[str]:
-    prefix = f"{each.name}: " if is_one_of_many else ""
-    lines = [prefix + line for line in each.facts.get("described", [])]
+def _described(each: Reported) -> Iterator[tuple[str, str]]:
+    """What its start said, as ``model: 143.4M parameters``."""
+    for line in each.facts.get("described", []):
+        what, _, said = line.partition(": ")
+        yield (what, said) if said else ("note", what)
+
+
+def _drawn(each: Reported, is_one_of_many: bool) -> list[str]:
+    prefix, lines = f"{each.name}: " * is_one_of_many, []
     for name, judged in each.judged.items():
         total, kept = each.facts.get("validation_records", {}).get(name, 0), _count(judged)
         if total > kept:
