@@ -12,6 +12,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -85,10 +86,11 @@ class ExportSummary:
         ]
         if self.zero_groups:
             kept = self.query_groups - self.zero_groups
+            ranks = next(n for n in count(2) if -(-kept // n) * n == self.query_groups)
             lines.append(
                 f"query groups: {kept}; {self.zero_groups} of zeros, which the archive has beside "
                 "them for tensor parallelism, are left out; converted with tensor-parallel "
-                f"{self.query_groups} they come back"
+                f"{ranks} they come back"
             )
         if any(self.contract.label_means):
             means = dict(zip(self.contract.attributes, self.contract.label_means, strict=True))
