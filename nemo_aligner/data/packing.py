@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +33,36 @@ _KEYS_PER_TOKEN = 8
 _RECORDS_AT_ONCE = 1 << 18
 
 
+class RecordSize(NamedTuple):
+    """What one record is in a pack, where the prefix of its sequences is computed once.
+
+    Attributes:
+        tokens: with those of the prefix once.
+        sequences: that have a reward each.
+        query_keys: pairs of a query and a key that it attends to.
+    """
+
+    tokens: int
+    sequences: int
+    query_keys: float
+
+
+def measure_record(dataset: TokenizedDataset, record: int) -> RecordSize:
+    """The size of one record."""
+    lengths, prefix = dataset.lengths(record), int(dataset.prefixes[record])
+    again = len(lengths) - 1
+    # Every token sees itself and all before it; the prefix attends once.
+    seen = sum(length * (length + 1) for length in lengths) / 2
+    return RecordSize(
+        tokens=sum(lengths) - again * prefix,
+        sequences=len(lengths),
+        query_keys=seen - again * prefix * (prefix + 1) / 2,
+    )
+
+
 def packed_size(dataset: TokenizedDataset, record: int) -> int:
     """Tokens of one record in a pack, with the prefix of its sequences counted once."""
-    lengths = dataset.lengths(record)
-    return sum(lengths) - (len(lengths) - 1) * int(dataset.prefixes[record])
+    return measure_record(dataset, record).tokens
 
 
 def largest_record(dataset: TokenizedDataset) -> tuple[int, int]:
@@ -58,16 +85,8 @@ def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -
     ``query_key_cost`` is that of attention between one query and one key
     (``ModelShape.query_key_cost``).
     """
-    return packed_size(dataset, record) + query_key_cost * query_keys(dataset, record)
-
-
-def query_keys(dataset: TokenizedDataset, record: int) -> float:
-    """Pairs of a query and a key that it attends to, in one record in a pack."""
-    lengths = dataset.lengths(record)
-    prefix = int(dataset.prefixes[record])
-    # Every token sees itself and all before it; the prefix attends once.
-    seen = sum(length * (length + 1) for length in lengths) / 2
-    return seen - (len(lengths) - 1) * prefix * (prefix + 1) / 2
+    size = measure_record(dataset, record)
+    return size.tokens + query_key_cost * size.query_keys
 
 
 def share_out(costs: Sequence[float], count: int) -> list[list[int]]:

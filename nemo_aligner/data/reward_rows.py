@@ -40,7 +40,12 @@ def reward_row(
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write a line for each row."""
-    write_lines(path, [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows])
+    write_lines(path, row_lines(rows))
+
+
+def row_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The line of each row."""
+    return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

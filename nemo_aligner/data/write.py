@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,3 +27,14 @@ def write_lines(path: Path, lines: Iterable[str]) -> str:
             f"output: got {path.parent}, wanted a folder to write to: {error}"
         ) from error
     return f"{path} (in place of another)" if replaces else str(path)
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """``write_lines`` for a file that may be read, or left, at any time: it is whole, old or new.
+
+    Raises:
+        ConfigError: see ``write_lines``.
+    """
+    unnamed = path.with_name(f"{path.name}.partial")
+    write_lines(unnamed, lines)
+    os.replace(unnamed, path)

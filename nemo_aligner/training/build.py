@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from nemo_aligner.models.lora import LoraShape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.base import start_of_learned
+from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
 from nemo_aligner.text.contract_changes import continue_contract
 from nemo_aligner.text.contract_settings import build_contract
+from nemo_aligner.training.gauges import known_peak
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
 
@@ -103,9 +106,16 @@ def build_learner(
         layout,
         options.micro_batch_tokens,
         query_key_cost,
-        partial(count_flops, ModelShape.from_config(pretrained.config), options.freeze_layers),
+        _flops_counter(config, ModelShape.from_config(pretrained.config)),
     )
     return learner, pretrained, total_steps
+
+
+def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:
+    """None where no peak is known, of which they would be a share."""
+    if known_peak(current_device(), config.trainer.precision) is None:
+        return None
+    return partial(count_flops, shape, config.model.freeze_layers)
 
 
 def count_flops(shape: ModelShape, freeze_layers: int, packs: Packs) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import resource
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import nemo_aligner
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.data.write import write_lines
+from nemo_aligner.data.write import replace_lines
 from nemo_aligner.text.contract import ScoringContract
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
@@ -46,9 +45,7 @@ class RunFacts:
     def write(self) -> None:
         """Write the file, with the memory that has been needed so far."""
         content = json.dumps({**self._facts, "peak_memory": peak_memory()}, indent=2)
-        unnamed = self._path.with_name(f"{self._path.name}.partial")
-        write_lines(unnamed, [content])
-        os.replace(unnamed, self._path)
+        replace_lines(self._path, [content])
 
 
 def describe_file(report: FileReport) -> dict[str, Any]:

@@ -30,9 +30,9 @@ class Gauges:
     def of(cls, device: torch.device | str, precision: Precision) -> Gauges:
         """Those of a device; power needs the package nvidia-ml-py."""
         device = torch.device(device)
-        if device.type != "cuda" or not torch.cuda.is_available():
+        if not _is_gpu(device):
             return cls()
-        peak = peak_flops(torch.cuda.get_device_name(device), precision)
+        peak = known_peak(device, precision)
 
         def used_bytes() -> int:
             free, total = torch.cuda.mem_get_info(device)
@@ -60,6 +60,17 @@ class Gauges:
         if self.watts is not None:
             found["gpu_power_watts"] = self.watts()
         return found
+
+
+def known_peak(device: torch.device | str, precision: Precision) -> float | None:
+    """FLOP/s of a device, where a share of them can be told."""
+    if not _is_gpu(torch.device(device)):
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available()
 
 
 def _answers(gauge: Callable[[], float]) -> bool:

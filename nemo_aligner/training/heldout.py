@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ from nemo_aligner.console import say
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.reading import Reading, parse_file
 from nemo_aligner.data.records import Origin
-from nemo_aligner.data.reward_rows import PAIR_COLUMNS, reward_row, write_rows
+from nemo_aligner.data.reward_rows import PAIR_COLUMNS, reward_row, row_lines
+from nemo_aligner.data.write import replace_lines
 from nemo_aligner.errors import AlignerError
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text
@@ -57,10 +57,7 @@ class HeldoutRewards:
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings
             rows = describe(dataset, rewards.double().cpu(), chosen, texts)
-            unnamed = self._folder / f"{dataset.name}.partial"
-            write_rows(unnamed, rows)
-            # A run that is killed leaves no half of it.
-            os.replace(unnamed, unnamed.with_name(f"{dataset.name}.jsonl"))
+            replace_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
 
     def _pairs(
         self,

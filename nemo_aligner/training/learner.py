@@ -13,7 +13,7 @@ from nemo_aligner.batch import LabelColumns, PackedBatch, Records
 from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance, TrainLoader, validation_batches
-from nemo_aligner.data.packing import packed_size, query_keys
+from nemo_aligner.data.packing import measure_record
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.models.step import (
     count_parts,
@@ -44,7 +44,7 @@ from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
 class RewardLearner:
     """A reward model, its optimizer and its data, spread over the ranks by ``layout``.
 
-    ``count_flops`` says what a step on all of these packs takes, over all ranks.
+    ``count_flops`` says what a step on all of these packs takes, over all ranks; None: nobody asks.
     ``keep_heldout`` is called in every validation with a set and its ``[S, A]`` rewards, label
     means added; by default nothing is done with them.
     """
@@ -176,10 +176,9 @@ def _forget(dataset: TokenizedDataset, rewards: Tensor) -> None:
 
 def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
     """All that is computed of these records, whatever packs they are in."""
-    tokens = sum(packed_size(dataset, record) for record in record_ids)
-    seen = sum(query_keys(dataset, record) for record in record_ids)
-    sequences = sum(len(dataset.lengths(record)) for record in record_ids)
-    return Packs(tokens, sequences, keys=seen / tokens)
+    sizes = [measure_record(dataset, record) for record in record_ids]
+    tokens, sequences, query_keys = (sum(each) for each in zip(*sizes, strict=True))
+    return Packs(tokens, sequences, keys=query_keys / tokens)
 
 
 def _show_share(watch: Watch, before: int, size: int, total: int, share: float) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from nemo_aligner.data.write import replace_lines
 
 
 class MetricsFile:
@@ -53,13 +54,8 @@ def _as_row(line: str) -> dict[str, Any] | None:
 
 
 def _forget_after(path: Path, last_step: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unnamed = path.with_name(path.name + ".partial")
-    with unnamed.open("w", encoding="utf-8") as kept:
-        for row in read_metrics(path):
-            if last_step > 0 and row["step"] <= last_step:
-                kept.write(json.dumps(row) + "\n")
-    os.replace(unnamed, path)
+    kept = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
+    replace_lines(path, map(json.dumps, kept))
 
 
 def _finite(value: float) -> float | None:

@@ -20,6 +20,7 @@ from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.console import say
+from nemo_aligner.data.write import replace_lines
 from nemo_aligner.errors import CheckpointError, ConfigError, one_line
 from nemo_aligner.training.metrics_file import read_metrics
 
@@ -268,6 +269,4 @@ def _write_known(path: Path, runs: Mapping[str, KnownRun]) -> None:
         }
         for name, run in runs.items()
     }
-    unnamed = path.with_name(path.name + ".partial")
-    unnamed.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unnamed, path)
+    replace_lines(path, [json.dumps(content, indent=2)])
