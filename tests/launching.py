@@ -109,16 +109,21 @@ class Prepared:
         return self.is_used and _lasting(environment) == self._environment
 
     def run(
-        self, command: list[str], environment: dict[str, str], processes: int, timeout: float
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        processes: int,
+        timeout: float,
+        folder: Path,
     ) -> Done:
         """As ``subprocess.run`` does by plain python, or by torchrun; its errors, too."""
         assert self._environment is not None
         while len(self._ranks) < processes:
             self._ranks.append(PreparedRank(self._environment))
         ranks = self._ranks[:processes]
-        with tempfile.TemporaryDirectory() as folder:
-            files = {name: f"{folder}/{name}" for name in ("stdout", "stderr")}
-            job = {"command": command, "folder": str(ROOT), **files}
+        with tempfile.TemporaryDirectory() as temporary:
+            files = {name: f"{temporary}/{name}" for name in ("stdout", "stderr")}
+            job = {"command": command, "folder": str(folder), **files}
             try:
                 for rank, told in zip(ranks, _environments(environment, processes), strict=True):
                     rank.send({**job, "environment": told})
@@ -149,17 +154,19 @@ def launch_script(
     processes: int = 1,
     timeout: float = 300.0,
     fresh: bool = False,
+    folder: Path = ROOT,
 ) -> Done:
     """Run a script on so many ranks; workers of a test run take turns with several.
 
     ``fresh``: by python or torchrun, as a user does. ``timeout`` counts from the turn on.
+    ``folder`` is the current one.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than ``timeout`` seconds, and was killed.
     """
     with TURNS.one() if processes > 1 else contextlib.nullcontext():
         if not fresh and PREPARED.fits(environment):
-            return PREPARED.run(command, environment, processes, timeout)
+            return PREPARED.run(command, environment, processes, timeout, folder)
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         return subprocess.run(
             [sys.executable, *(torchrun if processes > 1 else []), *command],
@@ -167,7 +174,7 @@ def launch_script(
             text=True,
             timeout=timeout,
             env=environment,
-            cwd=ROOT,
+            cwd=folder,
         )
 
 

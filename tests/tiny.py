@@ -197,13 +197,15 @@ def run_script(
     check: bool = True,
     env: dict[str, str] | None = None,
     fresh: bool = False,
+    folder: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on so many ranks, its output returned; ``check``: it has to succeed.
 
     ``fresh``: by plain python, or by torchrun for several ranks, as a user would (see launching).
+    ``folder`` is the current one.
     """
     command = [str(ROOT / script), *arguments]
-    done = launch_script(command, environment(**(env or {})), processes, timeout, fresh)
+    done = launch_script(command, environment(**(env or {})), processes, timeout, fresh, folder)
     if check and done.returncode != 0:
         raise AssertionError(
             f"{script} ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"

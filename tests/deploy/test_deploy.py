@@ -21,8 +21,8 @@ from nemo_aligner.cli.main import load
 from nemo_aligner.config.load import load_config
 from nemo_aligner.serving.drift import RecentRewards
 from nemo_aligner.serving.transports.http_metrics import _COUNTED, GatewayMetrics
+from tests.docs.test_pages import SCHEMAS
 from tests.environments import install, kept_environment, new_environment
-from tests.test_docs import SCHEMAS
 from tests.tiny import ROOT
 
 DEPLOY = ROOT / "deploy"

@@ -22,8 +22,9 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
 from nemo_aligner.scoring.scorer import RewardScorer
+from tests.docs.pages import blocks
 from tests.launching import ROOT
-from tests.serving.test_page import blocks, curls
+from tests.serving.test_page import curls
 
 pytestmark = pytest.mark.slow(seconds=10)
 

@@ -91,18 +91,25 @@ class Server:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, script: str, *arguments: str, ranks: int = 1, torchrun: bool = False
+    folder: Path,
+    script: str,
+    *arguments: str,
+    ranks: int = 1,
+    torchrun: bool = False,
+    current: Path = ROOT,
 ) -> Iterator[Server]:
     """Start ``script`` with a ready file, and make sure that it is gone afterwards.
 
-    By ``torchrun`` it is the one process that ``ranks`` of the server has.
+    By ``torchrun`` it is the one process that ``ranks`` of the server has. ``folder`` is for what
+    it writes, ``current`` is its current one.
     """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
     command = [sys.executable, str(ROOT / script), *arguments]
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command[1:1], ranks = launcher, 1
-    with turn, _running(folder, [*command, f"{prefix(script)}ready_file="], ranks) as server:
+    command.append(f"{prefix(script, arguments)}ready_file=")
+    with turn, _running(folder, command, ranks, current) as server:
         yield server
 
 
@@ -110,12 +117,12 @@ def running(
 def gateway(folder: Path, *settings: str) -> Iterator[Server]:
     """A gateway in a process of its own, at any free port, that is gone afterwards."""
     command = [sys.executable, "-m", "nemo_aligner", "gateway", "gateway.port=0", *settings]
-    with _running(folder, [*command, "gateway.ready_file="], 1) as started:
+    with _running(folder, [*command, "gateway.ready_file="], 1, ROOT) as started:
         yield started
 
 
 @contextlib.contextmanager
-def _running(folder: Path, command: list[str], ranks: int) -> Iterator[Server]:
+def _running(folder: Path, command: list[str], ranks: int, current: Path) -> Iterator[Server]:
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
     environment = {
@@ -138,7 +145,7 @@ def _running(folder: Path, command: list[str], ranks: int) -> Iterator[Server]:
                     stdout=output,
                     stderr=output,
                     env={**environment, **variables},
-                    cwd=ROOT,
+                    cwd=current,
                 )
             )
     try:
@@ -156,8 +163,11 @@ def _running(folder: Path, command: list[str], ranks: int) -> Iterator[Server]:
         shutil.rmtree(home)
 
 
-def prefix(script: str) -> str:
-    return "" if script.endswith("fake_server.py") else "server."
+def prefix(script: str, arguments: tuple[str, ...]) -> str:
+    """Of the settings of what is served."""
+    if script == FAKE:
+        return ""
+    return "gateway." if arguments[:1] == ("gateway",) else "server."
 
 
 def wait_for(ready: Path, server: Server) -> str:

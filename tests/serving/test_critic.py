@@ -17,10 +17,10 @@ from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RewardCriticClient
 from nemo_aligner.serving.wire.critic import DEFAULT_URL
 from tests import tiny
+from tests.docs.pages import blocks
 from tests.once import Once
 from tests.serving.servers import Server, running
 from tests.serving.test_aligner_client import fetch, run_client
-from tests.serving.test_page import blocks
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
 pytestmark = pytest.mark.slow(seconds=20)

@@ -15,10 +15,10 @@ import pytest
 
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.gateway import GatewayRunConfig
+from tests.docs.pages import blocks
 from tests.launching import ROOT
 from tests.serving.fake_server import total
 from tests.serving.servers import Server, gateway
-from tests.serving.test_page import blocks
 
 pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")

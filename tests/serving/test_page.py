@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.docs.pages import blocks
 from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
 
@@ -21,10 +21,6 @@ pytest.importorskip("pytriton")
 PAGES = [ROOT / "docs" / "serving.md"]
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"
 TEXT = "What is red? A rose."
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def curls(page: Path) -> list[list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +23,9 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from tests.config.nemo_aligner_files import write_file
+from tests.docs.pages import PAGES, commands, pieces, split_verb
 from tests.tiny import ROOT
 
-PAGES = sorted(
-    path
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*.md")]
-    if path.is_file()
-)
 SCHEMAS = {
     "train": TrainConfig,
     "probe": TrainConfig,
@@ -41,53 +36,17 @@ SCHEMAS = {
     "gateway": GatewayRunConfig,
 }
 SCRIPT = re.compile(r"(?:examples|scripts|conf|deploy|tests|docs)/[\w./-]+\.(?:py|sh|sbatch|yaml)")
-# What a command begins with, and the verb that the rest is for.
-STARTS = {
-    "nemo-aligner": [],
-    "scripts/slurm/train_reward_model.sbatch": ["train"],
-    "scripts/slurm/train_on_one_node.sbatch": ["train"],
-    "scripts/slurm/train_seeds.sbatch": ["train"],
-    "scripts/quickstart.sh": ["quickstart"],
-    "examples/train_reward_model.py": ["train"],
-    "examples/evaluate_reward_model.py": ["evaluate"],
-    "examples/serve_reward_model.py": ["serve"],
-    "examples/serve_ppo_critic.py": ["serve-critic"],
-    "examples/score.py": ["score"],
-}
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The verb and arguments of every command in a page's code blocks."""
-    found = []
-    for block in _pieces(page)[1::2]:
-        for line in block.replace("\\\n", " ").splitlines():
-            if any(start in line for start in STARTS) and not line.startswith("usage:"):
-                words = shlex.split(line.partition("|")[0].strip(), comments=True)
-                for index, word in enumerate(words):
-                    if word in STARTS:
-                        found.append([*STARTS[word], *words[index + 1 :]])
-    return found
 
 
 def mentions(page: Path) -> list[list[str]]:
     """The words of every ``nemo-aligner ...`` within a page's lines; some are a beginning."""
     texts = [
         code.replace("\n", " ")
-        for text in _pieces(page)[::2]
+        for text in pieces(page)[::2]
         for code in re.findall(r"`nemo-aligner ([^`]+)`", text)
     ]
     return [text.split() for text in texts if not text.startswith("VERB")]
-
-
-def _pieces(page: Path) -> list[str]:
-    """Every other piece between fences is code; the first line of one may name its language."""
-    return re.split(r"^```", page.read_text(), flags=re.MULTILINE)
-
-
-def split_verb(words: list[str]) -> tuple[str, list[str]]:
-    count = 2 if words[0] == "data" else 1
-    return " ".join(words[:count]), words[count:]
 
 
 def test_there_are_pages_with_commands() -> None:

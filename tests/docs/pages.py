@@ -1,0 +1,85 @@
+"""The pages of the documentation, their blocks of code, and the commands in these."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from tests.launching import ROOT
+
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*.md")]
+    if path.is_file()
+)
+PROGRAMS = re.compile(
+    r"(?:\w+=\S+ )*(?:nemo-aligner|bash|curl|docker|for|git|kubectl|pip|python[\d.]*|sbatch|source|"
+    r"srun|torchrun|\S+/pip) "
+)
+# What a command begins with, and the verb that the rest is for.
+STARTS = {
+    "nemo-aligner": [],
+    "scripts/slurm/train_reward_model.sbatch": ["train"],
+    "scripts/slurm/train_on_one_node.sbatch": ["train"],
+    "scripts/slurm/train_seeds.sbatch": ["train"],
+    "scripts/quickstart.sh": ["quickstart"],
+    "examples/train_reward_model.py": ["train"],
+    "examples/evaluate_reward_model.py": ["evaluate"],
+    "examples/serve_reward_model.py": ["serve"],
+    "examples/serve_ppo_critic.py": ["serve-critic"],
+    "examples/score.py": ["score"],
+}
+
+
+def name_of(page: Path) -> str:
+    """For people: ``docs/migration/trl.md``."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def pieces(page: Path) -> list[str]:
+    """Every other piece between fences is code; the first line of one may name its language."""
+    return re.split(r"^```", page.read_text(), flags=re.MULTILINE)
+
+
+def every_block(page: Path) -> list[tuple[str, str]]:
+    """Language and text of every block of code."""
+    found = (piece.partition("\n") for piece in pieces(page)[1::2])
+    return [(language, text) for language, _, text in found]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The text of every block in a language."""
+    return [text for each, text in every_block(page) if each == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The verb and arguments of every command in a page's blocks of code."""
+    found = []
+    for _, text in every_block(page):
+        for line in text.replace("\\\n", " ").splitlines():
+            if any(start in line for start in STARTS) and not line.startswith("usage:"):
+                words = shlex.split(line.partition("|")[0].strip(), comments=True)
+                for index, word in enumerate(words):
+                    if word in STARTS:
+                        found.append([*STARTS[word], *words[index + 1 :]])
+    return found
+
+
+def shell_commands(text: str) -> list[str]:
+    """Every command of a shell block, whole: with the lines that it goes on in."""
+    found: list[str] = []
+    loop = False
+    for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
+        if loop:
+            found[-1] += f"\n{line}"
+        elif PROGRAMS.match(line):
+            found.append(line)
+        loop = (loop or line.startswith("for ")) and line != "done"
+    return found
+
+
+def split_verb(words: list[str]) -> tuple[str, list[str]]:
+    """The verb, of one word or two, and its arguments."""
+    count = 2 if words[0] == "data" else 1
+    return " ".join(words[:count]), words[count:]

@@ -1,0 +1,229 @@
+"""Every command of the pages is run: here, in tiny, or by the test that ``ELSEWHERE`` names.
+
+What ``NEEDS`` names asks for something that no test machine has; it says what. A training on more
+processes than there are cores here is checked as far as its first step.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.docs.pages import PAGES, blocks, every_block, name_of, shell_commands, split_verb
+from tests.docs.workplace import RUN, build_workplace, first_run
+from tests.launching import ROOT, free_port
+from tests.once import Once
+from tests.serving.servers import Server, running
+
+TRACKING = "tests/training/test_tracking.py"  # wandb and mlflow have an environment of their own
+ELSEWHERE = {
+    "bash scripts/quickstart.sh": "tests/end_to_end/test_quickstart.py",
+    "bash scripts/gpu_first_hour.sh": "tests/benchmarks/test_gpu_first_hour.py",
+    "curl http://127.0.0.1:5555": "tests/serving/test_page.py",
+    "curl http://127.0.0.1:8000": "tests/serving/test_gateway_page.py",
+    "nemo-aligner train --config conf/train_reward_model.yaml pretrained": TRACKING,
+    "nemo-aligner import": "tests/checkpoint/test_importing.py",
+    "python -m nemo_aligner.integrations.nemo_gym": "tests/integrations/test_page.py",
+    "python benchmarks/": "tests/benchmarks/test_benchmarks.py",
+    "python examples/rl/": "tests/examples/test_rl.py",
+    "sbatch": "tests/slurm/test_scripts.py",
+}
+NEEDS = {
+    "MODEL=$PWD/megatron_gpt.nemo docker": "docker; tests/deploy reads the file",
+    "bash scripts/run_tests.sh": "this is it",
+    "docker": "docker; tests/deploy reads the file",
+    "kubectl": "a cluster; tests/deploy holds the files to the schemas",
+    "nemo-aligner data fetch": "the hub; tests/data/test_hub.py has one of files",
+    "pip": "packages of the network, by the hundreds of megabytes",
+    "python3.11 -m venv vllm": "the same",
+    "source .venv/bin/activate": "an environment, which the tests run in",
+    "vllm/bin/pip": "packages of the network, by the hundreds of megabytes",
+}
+# What a page begins with, beside the workplace's own files.
+BEFORE = {
+    "docs/evaluation.md": [
+        "cp -r results/second results/first",
+        "nemo-aligner serve rm_model_file=megatron_gpt.nemo",
+        "nemo-aligner gateway 'backends=[http://127.0.0.1:5555]'",
+    ],
+}
+# Files of NeMo-Aligner's own are for long runs of long texts, which those here are not.
+SHORT = ["model.optim.sched.constant_steps=0", "model.encoder_seq_length=512"]
+SERVERS = {"serve": "5555", "gateway": "8000", "serve-critic": "5556"}
+PORTS = {**{port: port for port in SERVERS.values()}, "5000": "8000"}  # OpenRLHF's is the gateway
+# The others' are run by tests of their own.
+WITH_PYTHON = ("README.md", "docs/getting_started.md", "docs/tasks.md")
+SEVERAL = re.compile(r"--processes (\d+)")
+MOST_PROCESSES = 2
+# Of the base model's four layers; pages speak of SmolLM2, which has thirty.
+FREEZE = "model.freeze_layers="
+FROZEN = f"{FREEZE}2"
+MODULE = re.compile(r"# (\w+\.py)\n")
+
+
+def is_run_here(command: str) -> bool:
+    return not command.startswith((*ELSEWHERE, *NEEDS))
+
+
+def is_server(step: str) -> bool:
+    words = step.split()
+    return words[0] == "nemo-aligner" and words[1] in SERVERS
+
+
+def asks_a_server(step: str) -> bool:
+    is_python = step.startswith("PYTHON") and "127.0.0.1" in step
+    return is_python or step.startswith(
+        ("curl ", "nemo-aligner score ", "nemo-aligner evaluate server=")
+    )
+
+
+def steps(page: Path) -> list[str]:
+    """The page's commands and its Python, in order, behind what it begins with."""
+    found = list(BEFORE.get(name_of(page), []))
+    for language, text in every_block(page):
+        if language in ("", "bash"):
+            found += [command for command in shell_commands(text) if is_run_here(command)]
+        elif language == "python" and name_of(page) in WITH_PYTHON:
+            found.append(f"PYTHON\n{text}")
+    return found
+
+
+def steps_of_all() -> dict[Path, list[str]]:
+    """Of every page that has any; a server that nothing asks is started on one page only."""
+    every = {page: steps(page) for page in PAGES}
+    asking = [page for page in PAGES if any(map(asks_a_server, every[page]))]
+    started = {step for page in asking for step in every[page] if is_server(step)}
+    for page in PAGES:
+        if page not in asking:
+            every[page] = [step for step in every[page] if step not in started]
+            started.update(filter(is_server, every[page]))
+    return {page: of_page for page, of_page in every.items() if of_page}
+
+
+STEPS = steps_of_all()
+
+
+class Page:
+    """A page that is followed, in a folder of its own."""
+
+    def __init__(self, page: Path, folder: Path, logs: Path, stack: ExitStack) -> None:
+        self._folder, self._logs, self._stack = folder, logs, stack
+        modules = [text for text in blocks(page, "python") if MODULE.match(text)]
+        for text in modules:
+            (folder / MODULE.findall(text)[0]).write_text(text)
+        self._env = {"PYTHONPATH": f"{ROOT}:{folder}"} if modules else {}
+        self._ports = {port: str(free_port()) for port in SERVERS.values()}
+        self._trainings = 0
+
+    def follow(self, step: str) -> None:
+        for port, stands_for in PORTS.items():
+            step = step.replace(f"127.0.0.1:{port}", f"127.0.0.1:{self._ports[stands_for]}")
+        if step.startswith("PYTHON\n"):
+            exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
+        elif is_server(step):
+            self._serve(*split_verb(shlex.split(step)[1:]))
+        elif "nemo-aligner " in step:
+            words = shlex.split(step, comments=True)
+            self._run(*split_verb(words[words.index("nemo-aligner") + 1 :]))
+        else:
+            path = f"{Path(sys.executable).parent}:{tiny.environment()['PATH']}"
+            environment = tiny.environment(PATH=path)
+            subprocess.run(
+                ["bash", "-ec", step], cwd=self._folder, env=environment, check=True, timeout=120
+            )
+
+    def _run(self, verb: str, arguments: list[str]) -> None:
+        if "--output" in arguments:
+            self._remove(self._folder / arguments[arguments.index("--output") + 1])
+        if verb == "train":
+            arguments = self._small(arguments)
+        elif verb == "score":
+            arguments += ["--url", f"http://127.0.0.1:{self._ports['5555']}"]
+        elif verb == "probe":
+            arguments += ["--steps", "10", "model.optim.lr=3e-3", *RUN]
+        tiny.run_verb(verb, *arguments, folder=self._folder, env=self._env)
+
+    def _small(self, arguments: list[str]) -> list[str]:
+        """The same training on little data, and of a base model where the page leaves that out."""
+        self._trainings += 1
+        named = " ".join(arguments)
+        added = [
+            setting
+            for setting in first_run(f"results/unnamed{self._trainings}")
+            if setting.partition("=")[0] not in named and "data_prefix={" not in named
+        ]
+        if "data_prefix.validation" not in named:  # of the data that the page names
+            added = [setting for setting in added if "validation" not in setting]
+        several = SEVERAL.search(named)
+        dry = ["--dry-run"] if several and int(several[1]) > MOST_PROCESSES else []
+        short = SHORT if "training_rm.yaml" in named else []
+        frozen = [FROZEN] if FREEZE in named or "train_reward_model_cpu" in named else []
+        return [*dry, *arguments, *added, *short, *frozen, *RUN]
+
+    def _serve(self, verb: str, arguments: list[str]) -> None:
+        prefix = "gateway" if verb == "gateway" else "server"
+        here = [f"{prefix}.host=127.0.0.1", f"{prefix}.port={self._ports[SERVERS[verb]]}"]
+        if any(FREEZE in argument for argument in arguments):
+            here.append(FROZEN)
+        logs = self._logs / verb
+        logs.mkdir()
+        server = running(
+            logs, "nemo_aligner/__main__.py", verb, *arguments, *here, current=self._folder
+        )
+        started: Server = self._stack.enter_context(server)
+        assert started.url.endswith(f":{self._ports[SERVERS[verb]]}")
+
+    def _remove(self, path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def workplace(once: Once) -> Path:
+    return once("workplace", build_workplace)
+
+
+@pytest.mark.slow(seconds=40)
+@pytest.mark.parametrize("page", STEPS, ids=name_of)
+def test_a_page_can_be_followed(page: Path, workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(workplace, folder, symlinks=True)
+    with ExitStack() as stack:
+        followed = Page(page, folder, tmp_path, stack)
+        for step in STEPS[page]:
+            followed.follow(step)
+
+
+def test_every_command_is_run_or_has_its_reason() -> None:
+    every = [
+        command
+        for page in PAGES
+        for language, text in every_block(page)
+        if language in ("", "bash")
+        for command in shell_commands(text)
+    ]
+    for start in (*ELSEWHERE, *NEEDS):
+        assert any(command.startswith(start) for command in every), f"no page has {start}"
+    runners = (
+        "nemo-aligner ",
+        "python examples/data/",
+        "for part in ",
+        "OMP_NUM_THREADS=2 nemo-aligner ",
+    )
+    left = [command for command in every if is_run_here(command)]
+    assert [command for command in left if not command.startswith(runners)] == []
+
+
+@pytest.mark.parametrize("start", ELSEWHERE)
+def test_what_runs_a_command_speaks_of_it(start: str) -> None:
+    assert (ROOT / ELSEWHERE[start]).is_file()

@@ -1,0 +1,122 @@
+"""A folder with what the pages speak of, as small as can be: models, data, a finished run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.evaluation.tasks import find_task
+from tests import tiny
+from tests.checkpoint.hf.gguf.writing import write_gguf
+from tests.config.nemo_aligner_files import write_file
+from tests.launching import ROOT
+
+HEADS = 8  # and as many query groups, for as many ranks
+PAIRS = 16
+RUN = ("model.global_batch_size=8", "model.optim.sched.warmup_steps=1")
+JUST_EVAL = ("helpfulness", "clarity", "factuality", "depth", "engagement")
+OF_PAIRS = (
+    "chat", "heldout", "helpsteer3_train", "helpsteer3_validation", "pairs", "preference_heldout",
+    "preference_train", "safety", "test", "train",
+)  # fmt: skip
+HF_FOLDERS = (
+    "FOLDER_OR_HUB_NAME", "Llama-3-8b-sft", "Llama-3.2-1B-Instruct", "Qwen3-0.6B",
+    "path/to/hf_folder",
+)  # fmt: skip
+REWARD_MODELS = (
+    "a.nemo", "b.nemo", "c.nemo", "megatron_gpt.nemo", "ranking.nemo", "regression.nemo",
+    "reward.nemo", "results/quickstart/run/checkpoints/megatron_gpt.nemo",
+    "results/rm/checkpoints/megatron_gpt.nemo",
+)  # fmt: skip
+
+
+def build_workplace(folder: Path) -> None:
+    """Everything that a page takes for granted, under the name that it has there."""
+    for name in ("conf", "examples", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    _write_data(folder)
+    base = tiny.write_base_nemo(
+        folder / "base.nemo",
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=8192,
+    )
+    source = base.with_suffix(".hf")
+    for name in HF_FOLDERS:
+        shutil.copytree(source, folder / name)
+    for name in ("SmolLM2-135M-Instruct.gguf", "path/to/hf_folder_or_file.gguf"):
+        write_gguf(folder / name, source)
+    for name in ("smollm2.nemo", "results/quickstart/base.nemo"):
+        _copy(base, folder / name)
+    tiny.write_hf_reward_model(folder / "Skywork/Skywork-Reward-V2-Qwen3-0.6B")
+    tiny.write_tokenizer(folder / "FOLDER")
+    tiny.write_reward_nemo(folder / "first.nemo")
+    tiny.run_verb("train", *first_run("results/second"), *RUN, folder=folder)
+    for name in REWARD_MODELS:
+        _copy(folder / "results/second/checkpoints/megatron_gpt.nemo", folder / name)
+    for name in ("training_rm.yaml", "inference_rm.yaml", "gpt_ppo_critic.yaml"):
+        write_file(folder, name)
+
+
+def first_run(results: str) -> list[str]:
+    """Settings of a training of what is there."""
+    return [
+        "pretrained_checkpoint.restore_from_path=base.nemo",
+        "model.data.data_prefix.train=train.jsonl",
+        "model.data.data_prefix.validation=heldout.jsonl",
+        f"exp_manager.explicit_log_dir={results}",
+    ]
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, target)
+
+
+def _write_data(folder: Path) -> None:
+    for seed, name in enumerate(OF_PAIRS):
+        path = tiny.write_pairs(folder / f"{name}.jsonl", PAIRS, seed)
+        _write(path, [{**pair, "label_margin": 1.0} for pair in _read(path)])
+    tiny.write_ratings(folder / "ratings.jsonl", PAIRS, ("helpfulness", "verbosity"))
+    _write(folder / "rewardbench.jsonl", [find_task("rewardbench").sample] * 2)
+    pairs, others = _read(folder / "pairs.jsonl"), _read(folder / "heldout.jsonl")
+    keys = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    _write(folder / "questions.jsonl", [{keys[key]: pair[key] for key in keys} for pair in pairs])
+    _write(folder / "helpful-base-test.jsonl.gz", [_as_hh(pair) for pair in pairs])
+    scores = {"score_chosen": 8.0, "score_rejected": 5.5}
+    for name, rows in (("train", pairs), ("heldout", others)):
+        rated = [{**row, "metadata": scores} for row in rows]
+        _write(folder / f"ultrafeedback_{name}.jsonl.gz", rated)
+    just = tiny.write_ratings(folder / "just.tmp", PAIRS, JUST_EVAL)
+    (folder / "just_eval_5attr.jsonl.gz").write_bytes(gzip.compress(just.read_bytes()))
+    answers = [_answers(random.Random(seed)) for seed in range(PAIRS)]
+    (folder / "dev_feedback.json.gz").write_bytes(gzip.compress(json.dumps(answers).encode()))
+
+
+def _as_hh(pair: dict[str, str]) -> dict[str, str]:
+    prompt = f"\n\nHuman: {pair['prompt']}\n\nAssistant: "
+    return {key: prompt + pair[key] for key in ("chosen", "rejected")}
+
+
+def _answers(rng: random.Random) -> dict[str, Any]:
+    """A question of QA-Feedback; of its four answers the first is the best, and so on."""
+    return {
+        "question": tiny.sentence(rng),
+        "passages": [[tiny.sentence(rng), tiny.sentence(rng)]],
+        **{f"prediction {number}": tiny.sentence(rng) for number in range(1, 5)},
+        "preference": [1] * 6,
+    }
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    text = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
