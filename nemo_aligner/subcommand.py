@@ -1,12 +1,31 @@
-"""This package in a process of its own: its command, and the environment in which it is found."""
+"""Commands of this package: as a person types them, and in a process of their own."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nemo_aligner
+
+_WIDTH = 78
+
+
+def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
+    """What a person types, behind ``first``: on one line or, if that is long, one an argument."""
+    fields: list[str] = []
+    for argument in map(shlex.quote, arguments):
+        # An option and its value stay together.
+        if fields and fields[-1].startswith("--") and " " not in fields[-1]:
+            fields[-1] += f" {argument}"
+        else:
+            fields.append(argument)
+    whole = " ".join([f"{first}nemo-aligner {verb}", *fields])
+    if len(whole) <= _WIDTH:
+        return whole
+    return f" \\\n{' ' * (len(first) + 4)}".join([f"{first}nemo-aligner {verb}", *fields])
 
 
 def verb_command(verb: str, *arguments: str) -> list[str]:

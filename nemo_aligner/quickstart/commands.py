@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
-from collections.abc import Sequence
 
 from nemo_aligner.errors import AlignerError
-from nemo_aligner.subcommand import environment, verb_command
-
-_WIDTH = 78
+from nemo_aligner.subcommand import environment, show_command, verb_command
 
 
 class StepFailed(AlignerError):
@@ -21,15 +17,6 @@ def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def render_command(verb: str, arguments: Sequence[str]) -> str:
-    """The command on one line or, where that is too long, with an argument on each."""
-    words = [shlex.quote(argument) for argument in arguments]
-    whole = " ".join(["$ nemo-aligner", verb, *words])
-    if len(whole) <= _WIDTH:
-        return whole
-    return " \\\n      ".join([f"$ nemo-aligner {verb}", *words])
-
-
 def run(verb: str, *arguments: str) -> None:
     """Show and run ``nemo-aligner VERB ...``; Ctrl-C is the command's, which may have to save.
 
@@ -37,7 +24,7 @@ def run(verb: str, *arguments: str) -> None:
         StepFailed: it ended with an error.
         KeyboardInterrupt: it was interrupted, and has ended.
     """
-    print(render_command(verb, arguments), flush=True)
+    print(show_command(verb, arguments, "$ "), flush=True)
     process = subprocess.Popen(verb_command(verb, *arguments), env=environment())
     code, interrupted = _wait(process)
     if interrupted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.objectives import describe_objective
 from nemo_aligner.parallel.device import lacks_bf16
 from nemo_aligner.parallel.layout import LayoutSizes
+from nemo_aligner.subcommand import show_command
 
 _STEPS_FOR_BALANCE = 20
 # What a model is measured by, and what the length of a reply alone would give.
@@ -113,15 +113,9 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
 def next_commands(model: Path, heldout: Sequence[TokenizedDataset]) -> str:
     """What a person may type next, to measure, serve and export the model of a run."""
     paths = [report.path for dataset in heldout for report in dataset.reports]
-    measured = shlex.quote(f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl")
-    setting = shlex.quote(f"rm_model_file={model}")
-    folder = model.with_suffix(".hf")
-    return "\n".join(
-        [
-            "next:",
-            f"  nemo-aligner evaluate {setting} {measured}",
-            f"  nemo-aligner serve {setting}",
-            f"  nemo-aligner export --input {shlex.quote(str(model))} "
-            f"--output {shlex.quote(str(folder))}",
-        ]
-    )
+    measured = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
+    setting = f"rm_model_file={model}"
+    export = ["--input", str(model), "--output", str(model.with_suffix(".hf"))]
+    commands = {"evaluate": [setting, measured], "serve": [setting], "export": export}
+    shown = [show_command(verb, arguments, "  ") for verb, arguments in commands.items()]
+    return "\n".join(["next:", *shown])

@@ -90,7 +90,7 @@ def export(
     }
     with waiting_for(f"writing {path}"):
         save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
-    say(f"wrote {path} with {what}")
+    say(f"wrote {path}\n  with {what}")
     say(f"scoring contract: {contract.hash}")
     tested: dict[str, float] = {}
     if learner.data.test:

@@ -16,7 +16,7 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.quickstart import commands
 from nemo_aligner.quickstart.choices import LocalMachine, find_local_machine, training_settings
-from nemo_aligner.quickstart.commands import StepFailed, render_command
+from nemo_aligner.quickstart.commands import StepFailed
 from nemo_aligner.quickstart.run import Quickstart
 from tests import tiny
 
@@ -54,12 +54,6 @@ def test_its_settings_are_settings_of_training(gpus: int, is_demo: bool) -> None
     config = load_config(TrainConfig, training_settings(LocalMachine(gpus), 30, is_demo))
     assert config.model.freeze_layers == (0 if gpus else 24)
     assert config.model.data.template == ("chatml" if is_demo else None)
-
-
-def test_commands_are_shown_as_one_would_type_them() -> None:
-    assert render_command("score", ["a b"]) == "$ nemo-aligner score 'a b'"
-    long = render_command("train", ["a=1", "b=" + 70 * "x"])
-    assert long == "$ nemo-aligner train \\\n      a=1 \\\n      b=" + 70 * "x"
 
 
 def test_a_step_that_fails_ends_it(capfd: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ PORTS = {**{port: port for port in SERVERS.values()}, "5000": "8000"}  # OpenRLH
 WITH_PYTHON = ("README.md", "docs/getting_started.md", "docs/tasks.md")
 SEVERAL = re.compile(r"--processes (\d+)")
 MOST_PROCESSES = 2
+COLUMNS = 100  # that a training's log has
 # Of the base model's four layers; pages speak of SmolLM2, which has thirty.
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
@@ -149,7 +150,9 @@ class Page:
             arguments += ["--url", f"http://127.0.0.1:{self._ports['5555']}"]
         elif verb == "probe":
             arguments += ["--steps", "10", "model.optim.lr=3e-3", *RUN]
-        tiny.run_verb(verb, *arguments, folder=self._folder, env=self._env)
+        done = tiny.run_verb(verb, *arguments, folder=self._folder, env=self._env)
+        if verb == "train" and "--dry-run" not in arguments:
+            assert [line for line in done.stdout.splitlines() if len(line) > COLUMNS] == []
 
     def _small(self, arguments: list[str]) -> list[str]:
         """The same training on little data, and of a base model where the page leaves that out."""

@@ -25,8 +25,10 @@ def test_a_model_that_was_not_validated_says_so() -> None:
 
 
 def test_the_next_commands_can_be_typed() -> None:
-    heading, *commands = next_commands(Path("my run/checkpoints/model.nemo"), []).splitlines()
+    shown = next_commands(Path("my run/checkpoints/model.nemo"), [])
+    heading, *commands = shown.replace("\\\n", "").splitlines()
     assert heading == "next:"
+    assert max(map(len, shown.splitlines())) < 80
     assert [command.split()[1] for command in commands] == ["evaluate", "serve", "export"]
     for command in commands:
         program, verb, *arguments = shlex.split(command)
