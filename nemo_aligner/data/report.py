@@ -88,7 +88,7 @@ class FileReport:
         total, prefixes = summary.lengths.total, summary.prefixes
         yield self.unit, total
         if summary.kind is RecordKind.comparison and prefixes is not None and total:
-            fraction = prefixes.total / total
+            fraction = prefixes.saved / total
             yield "computed once for all", f"{fraction:.1%}; nothing in {prefixes.alone} records"
         yield f"{self.unit} of a sequence", summary.lengths
         yield f"{self.unit} of a reply", summary.reply_lengths

@@ -64,9 +64,14 @@ class LabelSummary:
 
 @dataclass(frozen=True)
 class PrefixSummary:
-    """Tokens that all texts of a record begin with: their sum, and how many records have none."""
+    """What it saves that the common beginning of a record's texts is computed once.
 
-    total: int
+    Attributes:
+        saved: tokens that are not computed again.
+        alone: records whose texts begin with nothing in common.
+    """
+
+    saved: int
     alone: int
 
 

@@ -14,6 +14,7 @@ from nemo_aligner.config.common import Malformed, Overlong, RecordKind
 from nemo_aligner.config.data import DataPrefixConfig
 from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes
 from nemo_aligner.data.malformed import MalformedRule
+from nemo_aligner.data.packing import packed_size
 from nemo_aligner.data.reading import Reading
 from nemo_aligner.data.store.index import IndexRules
 from nemo_aligner.data.store.prepare import open_indexes
@@ -226,6 +227,20 @@ def test_the_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tok
     assert table["sources"] == "none 2, one 2, two 1"
     longest = len(tokenizer.encode("cat cat cat"))
     assert table["tokens of a reply"].startswith(f"1 to {longest}, median ")
+
+
+def test_the_table_says_what_is_not_computed_again(
+    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    config = contracts.config()
+    replies = [(1, "yes"), (2, "cat"), (3, "no dog"), (4, "a tree")]
+    path = write(tmp_path / "ranked.jsonl", tiny.ranked("why is it so", *replies))
+    config.data.data_prefix = DataPrefixConfig([path])
+    train = build_training_data(config, contracts(), tokenizer).train
+    total, packed = sum(train.lengths(0)), packed_size(train, 0)
+    assert total > 2 * packed
+    saved = rows_of(train.table())["computed once for all"]
+    assert saved == f"{1 - packed / total:.1%}; nothing in 0 records"
 
 
 def test_a_prompt_in_training_and_validation_is_an_error_unless_allowed(

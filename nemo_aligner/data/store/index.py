@@ -218,7 +218,9 @@ class _Writer:
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary(),
             longer_chosen=every.longer.wins / every.longer.pairs if every.longer.pairs else None,
-            prefixes=_summarize_prefixes(arrays.read("prefixes", _INT)),
+            prefixes=_summarize_prefixes(
+                arrays.read("prefixes", _INT), np.diff(arrays.read("bounds", _INT))
+            ),
             malformed=every.malformed,
         )
         summary = _with_labels(summary, rules.columns, labels, lines)
@@ -228,8 +230,8 @@ class _Writer:
         return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
 
 
-def _summarize_prefixes(prefixes: np.ndarray) -> PrefixSummary:
-    return PrefixSummary(int(prefixes.sum()), int((prefixes == 0).sum()))
+def _summarize_prefixes(prefixes: np.ndarray, sizes: np.ndarray) -> PrefixSummary:
+    return PrefixSummary(int((prefixes * (sizes - 1)).sum()), int((prefixes == 0).sum()))
 
 
 def _with_labels(
