@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 
 from nemo_aligner.checkpoint.run_folder import METRICS_NAME
 from nemo_aligner.config.training import RunFolderConfig
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.console import say
+from nemo_aligner.errors import ConfigError, first_line
 from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.training.metrics_file import MetricsFile
 from nemo_aligner.training.tracking import build_tracked_loggers
@@ -37,23 +38,41 @@ def check_loggers(config: RunFolderConfig) -> None:
 
 
 class MetricLoggers:
-    """The run's own file and loggers as Lightning has them on rank 0; nothing on the others."""
+    """The run's own file and loggers as Lightning has them on rank 0; nothing on the others.
+
+    A logger that fails is left out from then on, which is said: the file has every number, and a
+    tracking service that is down ends no training.
+    """
 
     def __init__(self, file: MetricsFile | None = None, loggers: Sequence[Any] = ()) -> None:
-        self._file, self._loggers = file, loggers
+        self._file, self._loggers = file, list(loggers)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the metrics of a step, counted from 1."""
+        """Write the metrics of a step, counted from 1.
+
+        Raises:
+            CheckpointError: the run's own file cannot be written.
+        """
         if self._file is not None:
             self._file.log(metrics, step)
-        for logger in self._loggers:
-            logger.log_metrics(dict(metrics), step)
+        self._tell(lambda logger: logger.log_metrics(dict(metrics), step), f"step {step}")
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        for logger in self._loggers:
-            logger.finalize("success")
+        self._tell(lambda logger: logger.finalize("success"), "the end")
+
+    def _tell(self, tell: Callable[[Any], None], when: str) -> None:
+        for logger in list(self._loggers):
+            try:
+                tell(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                cause = first_line(error.__cause__ or error)
+                say(
+                    f"note: {type(logger).__name__} failed at {when} and is told no more; "
+                    f"{METRICS_NAME} has everything: {cause}"
+                )
 
 
 def build_loggers(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.data.write import replace_lines
+from nemo_aligner.errors import CheckpointError
 
 
 class MetricsFile:
@@ -19,13 +20,22 @@ class MetricsFile:
 
     def __init__(self, path: Path, start_step: int) -> None:
         _forget_after(path, start_step)
-        self._lines = path.open("a", encoding="utf-8")
+        self._path, self._lines = path, path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A line of ``step`` and the metrics; null for NaN and infinity, which JSON has not."""
+        """A line of ``step`` and the metrics; null for NaN and infinity, which JSON has not.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         row = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
-        self._lines.write(json.dumps(row, allow_nan=False) + "\n")
-        self._lines.flush()
+        try:
+            self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+            self._lines.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: the metrics of step {step} cannot be written: {error.strerror}"
+            ) from error
 
     def close(self) -> None:
         self._lines.close()

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import csv
+import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from nemo_aligner.config.training import ExpManagerConfig
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.training import loggers
-from nemo_aligner.training.loggers import build_loggers, check_loggers
-from nemo_aligner.training.metrics_file import read_metrics
+from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
+from nemo_aligner.training.metrics_file import MetricsFile, read_metrics
 
 
 def read(folder: Path) -> list[dict[str, str]]:
@@ -85,3 +87,42 @@ def test_a_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"create_wandb_logger: .* wandb is not installed"):
         check_loggers(ExpManagerConfig(create_tensorboard_logger=False, create_wandb_logger=True))
     check_loggers(ExpManagerConfig(create_tensorboard_logger=False))
+
+
+class Failing:
+    """A logger whose service is gone from the second step on."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if step > 1:
+            raise ValueError("not supported") from OSError("the disk is full\nreally")
+        self.steps.append(step)
+
+    def finalize(self, status: str) -> None:
+        raise AssertionError("it is told no more")
+
+
+def test_a_logger_that_fails_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing, other = Failing(), Mock()
+    logger = MetricLoggers(MetricsFile(tmp_path / "metrics.jsonl", 0), [failing, other])
+    for step in (1, 2, 3):
+        logger.log({"train/loss": 0.5}, step)
+    logger.close()
+    assert failing.steps == [1]
+    assert [call.args[1] for call in other.log_metrics.call_args_list] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert capsys.readouterr().out.splitlines() == [
+        "note: Failing failed at step 2 and is told no more; metrics.jsonl has everything: "
+        "the disk is full"
+    ]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file._lines = Mock(**{"flush.side_effect": OSError(errno.ENOSPC, "No space left on device")})
+    with pytest.raises(CheckpointError, match="metrics of step 7 cannot be written: No space"):
+        file.log({"train/loss": 0.5}, 7)
