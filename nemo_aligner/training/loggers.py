@@ -13,7 +13,7 @@ from typing import Any
 from nemo_aligner.checkpoint.run_folder import METRICS_NAME
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.console import say
-from nemo_aligner.errors import ConfigError, first_line
+from nemo_aligner.errors import ConfigError, one_line
 from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.training.metrics_file import MetricsFile
 from nemo_aligner.training.tracking import build_tracked_loggers
@@ -40,8 +40,8 @@ def check_loggers(config: RunFolderConfig) -> None:
 class MetricLoggers:
     """The run's own file and loggers as Lightning has them on rank 0; nothing on the others.
 
-    A logger that fails is left out from then on, which is said: the file has every number, and a
-    tracking service that is down ends no training.
+    A logger that fails, be it that its service or a disk is gone, hears no more of the run; that
+    is said, and does not end it.
     """
 
     def __init__(self, file: MetricsFile | None = None, loggers: Sequence[Any] = ()) -> None:
@@ -55,23 +55,23 @@ class MetricLoggers:
         """
         if self._file is not None:
             self._file.log(metrics, step)
-        self._tell(lambda logger: logger.log_metrics(dict(metrics), step), f"step {step}")
+        self._tell(lambda logger: logger.log_metrics(dict(metrics), step))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        self._tell(lambda logger: logger.finalize("success"), "the end")
+        self._tell(lambda logger: logger.finalize("success"))
 
-    def _tell(self, tell: Callable[[Any], None], when: str) -> None:
+    def _tell(self, tell: Callable[[Any], None]) -> None:
         for logger in list(self._loggers):
             try:
                 tell(logger)
-            except Exception as error:
+            except Exception as error:  # whatever its package raises
                 self._loggers.remove(logger)
-                cause = first_line(error.__cause__ or error)
+                cause = error.__cause__ or error
                 say(
-                    f"note: {type(logger).__name__} failed at {when} and is told no more; "
-                    f"{METRICS_NAME} has everything: {cause}"
+                    f"{logger.name}: it hears no more of this run ({type(cause).__name__}: "
+                    f"{one_line(cause)}); {METRICS_NAME} has every number"
                 )
 
 

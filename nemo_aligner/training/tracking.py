@@ -19,7 +19,6 @@ from nemo_aligner.checkpoint.run_folder import METRICS_NAME, TRACKING_NAME
 from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
-from nemo_aligner.console import say
 from nemo_aligner.data.write import replace_lines
 from nemo_aligner.errors import CheckpointError, ConfigError, one_line
 from nemo_aligner.training.metrics_file import read_metrics
@@ -138,35 +137,26 @@ class KnownRun:
 
 
 class TrackedLogger:
-    """Tells a service what it has not been told, until it fails: that does not end the run."""
+    """Tells a service what it has not been told; one that fails in a step is noted as lost."""
 
     def __init__(
         self, name: str, run: TrackedRun, logged: Logged, note_loss: Callable[[KnownRun], None]
     ) -> None:
-        self._name, self._run, self._logged, self._note_loss = name, run, logged, note_loss
-        self._is_lost = False
+        self.name, self._run, self._logged, self._note_loss = name, run, logged, note_loss
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         fresh = {name: metrics[name] for name in metrics if not self._logged.has(name, step)}
-        if fresh and not self._is_lost:
-            self._tell(lambda: self._run.log(fresh, step), step)
+        if not fresh:
+            return
+        try:
+            self._run.log(fresh, step)
+        except Exception:
+            told = Logged(step).and_also(self._logged)
+            self._note_loss(KnownRun(self._run.id, told, is_lost=True))
+            raise
 
     def finalize(self, status: str) -> None:
-        if not self._is_lost:
-            self._tell(self._run.close, step=None)
-
-    def _tell(self, call: Callable[[], None], step: int | None) -> None:
-        try:
-            call()
-        except Exception as error:  # whatever the service's package raises
-            self._is_lost = True
-            say(
-                f"{self._name}: it hears no more of this run ({type(error).__name__}: "
-                f"{one_line(error)}); {METRICS_NAME} has every number"
-            )
-            if step is not None:
-                told = Logged(step).and_also(self._logged)
-                self._note_loss(KnownRun(self._run.id, told, is_lost=True))
+        self._run.close()
 
 
 _SERVICES: dict[str, Callable[[Path, Mapping[str, Any], str | None], TrackedRun]] = {

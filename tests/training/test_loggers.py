@@ -90,14 +90,16 @@ def test_a_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 class Failing:
-    """A logger whose service is gone from the second step on."""
+    """A logger whose disk is full from the second step on."""
+
+    name = "failing"
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         if step > 1:
-            raise ValueError("not supported") from OSError("the disk is full\nreally")
+            raise ValueError("not supported") from OSError("the disk is full")
         self.steps.append(step)
 
     def finalize(self, status: str) -> None:
@@ -116,8 +118,8 @@ def test_a_logger_that_fails_ends_no_run(
     assert [call.args[1] for call in other.log_metrics.call_args_list] == [1, 2, 3]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert capsys.readouterr().out.splitlines() == [
-        "note: Failing failed at step 2 and is told no more; metrics.jsonl has everything: "
-        "the disk is full"
+        "failing: it hears no more of this run (OSError: the disk is full); "
+        "metrics.jsonl has every number"
     ]
 
 
