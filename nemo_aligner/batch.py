@@ -83,7 +83,7 @@ class Records:
         bounds: ``[R + 1]`` int64, from 0 to S: record r owns rewards ``bounds[r]`` up to
             ``bounds[r + 1]``.
         labels: what people said of the records.
-        ranks: ``[S]`` int64 of completions among those of their record: a lower one is better,
+        ranks: ``[S]`` integer of completions among those of their record: a lower one is better,
             equal ones are tied.
     """
 

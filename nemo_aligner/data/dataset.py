@@ -34,10 +34,10 @@ class TokenizedDataset:
         sequences: S of them, in record order.
         records: which sequences each record owns, and its labels.
         origins: file and line of every record.
-        reply_lengths: ``[S]`` int64 tokens of every reply, before any cut.
+        reply_lengths: ``[S]`` int32 tokens of every reply, before any cut.
         sources: where every record says it is from; "" where it says nothing.
         reports: what became of every file.
-        prefixes: ``[N]`` int64 tokens that all sequences of a record begin with; 0 for a lone one.
+        prefixes: ``[N]`` int32 tokens that all sequences of a record begin with; 0 for a lone one.
         known_digest: ``digest`` where the indexes have it.
     """
 
@@ -220,7 +220,7 @@ def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
         range(len(records)),
         [len(record.texts) for record in records],
         label_columns(records, columns),
-        torch.tensor([rank for record in records for rank in record.ranks], dtype=torch.int64),
+        torch.tensor([rank for record in records for rank in record.ranks], dtype=torch.int32),
     )
 
 

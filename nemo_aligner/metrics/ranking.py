@@ -18,7 +18,7 @@ class PairRewards:
 
     Attributes:
         chosen, rejected: ``[N]`` float64.
-        reply_lengths: ``[N, 2]`` int64 tokens of the replies, chosen then rejected.
+        reply_lengths: ``[N, 2]`` integer tokens of the replies, chosen then rejected.
     """
 
     chosen: Tensor

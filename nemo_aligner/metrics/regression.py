@@ -19,7 +19,7 @@ class RatedRewards:
         rewards: ``[N, A]`` float64.
         labels: ``[N, A]`` float64, NaN where a label is missing.
         attributes: A names.
-        reply_lengths: ``[N]`` int64 tokens of the replies.
+        reply_lengths: ``[N]`` integer tokens of the replies.
         spreads: ``[N, A]`` float64, how uncertain the model says a reward is; None if it does not.
     """
 

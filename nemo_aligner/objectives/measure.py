@@ -36,7 +36,7 @@ def measure_set(
 
     Args:
         rewards: ``[S, A]`` of every record once.
-        reply_lengths: ``[S]`` int64.
+        reply_lengths: ``[S]`` integer.
         sources: of every record where it is from; "" where it does not say.
     """
 

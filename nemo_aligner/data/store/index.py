@@ -32,6 +32,7 @@ from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 
 _INT = np.dtype(np.int64)
+_COUNT = np.dtype(np.int32)  # of what every rank has in memory for each pair
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
 # Called with how many records are tokenized.
@@ -83,8 +84,8 @@ class FileIndex:
         tokens: ``[T]`` uint16 or int32, sequence after sequence.
         offsets: ``[S + 1]`` int64, from 0 to T.
         bounds: ``[N + 1]`` int64 sequences of the records, from 0 to S.
-        ranks, reply_lengths: ``[S]`` int64, as in ``TokenizedDataset``.
-        prefixes: ``[N]`` int64, as there.
+        ranks, reply_lengths: ``[S]`` int32, as in ``TokenizedDataset``.
+        prefixes: ``[N]`` int32, as there.
         lines: ``[N]`` int64.
         sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
         labels: ``[N, C]`` float32.
@@ -97,9 +98,9 @@ class FileIndex:
         self.tokens = arrays.read("tokens", np.dtype(facts.token_type))
         self.offsets = arrays.read("offsets", _INT)
         self.bounds = arrays.read("bounds", _INT)
-        self.ranks = arrays.read("ranks", _INT)
-        self.reply_lengths = arrays.read("reply_lengths", _INT)
-        self.prefixes = arrays.read("prefixes", _INT)
+        self.ranks = arrays.read("ranks", _COUNT)
+        self.reply_lengths = arrays.read("reply_lengths", _COUNT)
+        self.prefixes = arrays.read("prefixes", _COUNT)
         self.lines = arrays.read("lines", _INT)
         self.sources = arrays.read("sources", np.dtype(np.int32))
         self.labels = _labels(arrays, len(self.lines), facts.columns)
@@ -214,17 +215,17 @@ class _Writer:
             format=rules.format,
             counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
             lengths=LengthSummary.of(np.diff(arrays.read("offsets", _INT))),
-            reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _INT)),
+            reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _COUNT)),
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary(),
             longer_chosen=every.longer.wins / every.longer.pairs if every.longer.pairs else None,
             prefixes=_summarize_prefixes(
-                arrays.read("prefixes", _INT), np.diff(arrays.read("bounds", _INT))
+                arrays.read("prefixes", _COUNT), np.diff(arrays.read("bounds", _INT))
             ),
             malformed=every.malformed,
         )
         summary = _with_labels(summary, rules.columns, labels, lines)
-        ranks, bounds = arrays.read("ranks", _INT), arrays.read("bounds", _INT)
+        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
         end_digest(self._digest, labels, ranks, bounds)
         digest, token_type = self._digest.hexdigest(), rules.token_type.name
         return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
@@ -253,4 +254,4 @@ def end_digest(digest: Any, labels: np.ndarray, ranks: np.ndarray, bounds: np.nd
     digest.update(np.ascontiguousarray(labels).tobytes())
     places = np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))
     if not np.array_equal(ranks, places):
-        digest.update(ranks.tobytes())
+        digest.update(ranks.astype(_INT).tobytes())

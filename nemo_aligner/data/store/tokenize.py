@@ -164,10 +164,10 @@ def _arrays(kept: Sequence[_Kept], rules: FileRules) -> dict[str, np.ndarray]:
     return {
         "tokens": tokens.astype(rules.token_type),
         "lengths": _integers([len(sequence) for sequence in sequences]),
-        "ranks": _integers([rank for each in kept for rank in each.record.ranks]),
-        "reply_lengths": _integers([n for each in kept for n in each.reply_lengths]),
+        "ranks": _counts([rank for each in kept for rank in each.record.ranks]),
+        "reply_lengths": _counts([n for each in kept for n in each.reply_lengths]),
         "sizes": _integers([len(each.sequences) for each in kept]),
-        "prefixes": _integers([prefix_of_all(each.sequences) for each in kept]),
+        "prefixes": _counts([prefix_of_all(each.sequences) for each in kept]),
         "lines": _integers([each.record.origin.line for each in kept]),
         "labels": np.array(labels, dtype=np.float32).reshape(len(kept), len(rules.columns)),
         "record_keys": np.array([_record_key(each) for each in kept], dtype=np.uint64),
@@ -177,6 +177,10 @@ def _arrays(kept: Sequence[_Kept], rules: FileRules) -> dict[str, np.ndarray]:
 
 def _integers(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
+
+
+def _counts(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
 
 
 def _record_key(kept: _Kept) -> int:
