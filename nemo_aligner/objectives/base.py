@@ -23,7 +23,7 @@ class Objective(Protocol):
     """A way to learn: its loss, the label columns that it reads, and its metrics.
 
     Rewards are ``[S, A]``, in the order of ``records``, which say who owns them and what people
-    said. ``reply_lengths`` are ``[S]`` integer, in tokens. An objective may have a ``readout``, too:
+    said. ``reply_lengths`` are ``[S]`` whole tokens. An objective may have a ``readout``, too:
     what it is given are then the head's ``[S, A * K]`` outputs, K of each attribute.
 
     Attributes:

@@ -21,8 +21,9 @@ from nemo_aligner.cli.main import load
 from nemo_aligner.config.load import load_config
 from nemo_aligner.serving.drift import RecentRewards
 from nemo_aligner.serving.transports.http_metrics import _COUNTED, GatewayMetrics
+from tests import tiny
 from tests.docs.test_pages import SCHEMAS
-from tests.environments import install, kept_environment, new_environment
+from tests.environments import install, kept_environment, make_environment, new_environment
 from tests.tiny import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -222,3 +223,28 @@ def test_the_image_installs_what_there_is() -> None:
     (version,) = re.findall(r"^ARG MEGATRON_CORE=(\S+)", text, re.MULTILINE)
     (needed,) = re.findall(r'"(megatron-core[^"]+)"', project)
     assert Requirement(needed).specifier.contains(version)
+
+
+@pytest.mark.slow(seconds=30)
+def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path) -> None:
+    """Its shell as it stands, in an environment that has a torch, as the base image has."""
+    text = (ROOT / "Dockerfile").read_text()
+    (version,) = re.findall(r"^ARG MEGATRON_CORE=(\S+)", text, re.MULTILINE)
+    (line,) = re.findall(r"^RUN (python -c .*?)(?=^\S)", text, re.MULTILINE | re.DOTALL)[-1:]
+    assert "pip install --no-cache-dir -e" in line
+    python = make_environment(tmp_path / "image")
+    shell = line.replace("/tmp/constraints.txt", str(tmp_path / "constraints.txt"))
+    shell = shell.replace("pip install --no-cache-dir", "python -m pip install --dry-run")
+    done = subprocess.run(
+        ["bash", "-ec", shell.replace("&& \\\n    rm ", "&& cat ")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env=tiny.environment(PATH=f"{python.parent}:/usr/bin:/bin", MEGATRON_CORE=version),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"megatron-core=={version}" in done.stdout
+    installs = re.findall(r"^Would install (.*)", done.stdout, re.MULTILINE)
+    assert "nemo_aligner" in " ".join(installs).replace("-", "_")
+    assert not re.search(r"\btorch-\d", " ".join(installs))
