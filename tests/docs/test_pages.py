@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from nemo_aligner.config.load import load_config
 from nemo_aligner.config.nemo_aligner_keys import FILES
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.data import report
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from tests.config.nemo_aligner_files import write_file
@@ -140,6 +142,15 @@ def test_the_page_of_data_shows_every_format() -> None:
         sample = "\n".join(json.dumps(line) for line in each.sample)
         assert f"`{each.name}`: " in text
         assert f"```\n{sample}\n```" in text
+
+
+def test_the_page_of_data_explains_every_row_of_its_table() -> None:
+    text, source = (ROOT / "docs" / "data.md").read_text(), inspect.getsource(report)
+    rows = [
+        row.replace("{self.unit}", "tokens") for row in re.findall(r'yield f?"([^"]+)"', source)
+    ]
+    assert len(rows) > 15
+    assert [name for name in (*rows, *report._DROPPED) if f"`{name}`" not in text] == []
 
 
 def test_the_setting_of_templates_names_every_one() -> None:
