@@ -228,5 +228,5 @@ def test_every_command_is_run_or_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("start", ELSEWHERE)
-def test_what_runs_a_command_speaks_of_it(start: str) -> None:
+def test_the_test_that_runs_a_command_is_there(start: str) -> None:
     assert (ROOT / ELSEWHERE[start]).is_file()
