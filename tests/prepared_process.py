@@ -22,6 +22,7 @@ from typing import Any
 LIBRARIES = (
     "numpy", "yaml", "omegaconf", "safetensors.torch", "torch", "torch.distributed.checkpoint",
     "torch.distributed.tensor", "torch.utils.tensorboard", "transformers",
+    "transformers.models.auto.tokenization_auto", "lightning.pytorch.loggers",
 )  # fmt: skip
 POLL_SECS = 0.01
 
