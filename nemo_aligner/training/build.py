@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from nemo_aligner.checkpoint.nemo.config_file import read_model_config
 from nemo_aligner.checkpoint.nemo.first_head import check_first_head, load_first_head
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
@@ -20,7 +22,8 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.adapters import train_adapters_alone
 from nemo_aligner.models.batch_invariant import make_batch_invariant
 from nemo_aligner.models.dropout import LoraDropout
-from nemo_aligner.models.lora import LoraShape
+from nemo_aligner.models.head_shape import HeadShape, with_head_shape
+from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.objectives.base import start_of_learned
@@ -109,6 +112,19 @@ def build_learner(
         _flops_counter(config, ModelShape.from_config(pretrained.config)),
     )
     return learner, pretrained, total_steps
+
+
+def trained_model_config(config: TrainConfig) -> dict[str, Any]:
+    """The model config of what is trained, of which no weight is read.
+
+    Raises:
+        ConfigError: the archive's LoRA is another one than the settings'.
+        CheckpointError: the archive has no config that can be read.
+    """
+    path = Path(str(config.pretrained_checkpoint.restore_from_path))
+    stored, wanted = read_model_config(path), LoraShape.from_settings(config.model.lora)
+    check_lora(read_lora(stored), wanted, path)
+    return with_lora(with_head_shape(stored, HeadShape.from_settings(config.model.head)), wanted)
 
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:

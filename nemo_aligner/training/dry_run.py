@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 from nemo_aligner.batch import PackedBatch
-from nemo_aligner.checkpoint.nemo.config_file import read_model_config
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.runs import RunCheckpoints
 from nemo_aligner.config.common import Precision
@@ -18,8 +17,6 @@ from nemo_aligner.data.store.prepare import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.models.attention.segments import chains_of
-from nemo_aligner.models.head_shape import HeadShape, with_head_shape
-from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import check_freezing
 from nemo_aligner.objectives.base import count_outputs
@@ -27,7 +24,7 @@ from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.planning.request import GIB
-from nemo_aligner.training.build import build_data, build_loader
+from nemo_aligner.training.build import build_data, build_loader, trained_model_config
 from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
 from nemo_aligner.training.run import check_settings, open_checkpoints, open_patience
@@ -50,7 +47,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     layout = _layout(config, processes)
     tokenizer, start = read_text_rules(path)
-    model_config = _model_config(config, path)
+    model_config = trained_model_config(config)
     shape = ModelShape.from_config(model_config)
     shape.check_fits(layout.tp, layout.pp)
     check_freezing(config.model.freeze_layers, shape.num_layers)
@@ -78,13 +75,6 @@ def check_run(config: TrainConfig, processes: int) -> str:
             f"written{_kept_tokens(config)}, and no weight was read.",
         ]
     )
-
-
-def _model_config(config: TrainConfig, path: Path) -> dict[str, object]:
-    """That of the model that is trained."""
-    stored, wanted = read_model_config(path), LoraShape.from_settings(config.model.lora)
-    check_lora(read_lora(stored), wanted, path)
-    return with_lora(with_head_shape(stored, HeadShape.from_settings(config.model.head)), wanted)
 
 
 def _kept_tokens(config: TrainConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nemo_aligner.objectives import (
 from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_changes import describe_differences
+from nemo_aligner.training.build import trained_model_config
 from nemo_aligner.training.learner import RewardLearner
 
 _CONTRACT = "scoring contract"
@@ -34,6 +36,19 @@ _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
 _DATA = "training data"
+
+
+def check_goes_on(config: TrainConfig, data: TrainingData, checkpoints: RunCheckpoints) -> None:
+    """Refuse the newest checkpoint, if it is of another run, before the model is read.
+
+    ``resume`` looks once more, with the model. Every rank calls it.
+
+    Raises:
+        ConfigError, CheckpointError: as ``resume``.
+    """
+    if newest(checkpoints, config.exp_manager) is not None:
+        model_config = on_main(partial(trained_model_config, config))
+        find_latest(checkpoints, config, new_state(config, model_config, data), data)
 
 
 def resume(

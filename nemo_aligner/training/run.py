@@ -32,7 +32,7 @@ from nemo_aligner.training.heldout import HeldoutRewards
 from nemo_aligner.training.learner import RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import build_loggers, check_loggers
 from nemo_aligner.training.patience import Patience
-from nemo_aligner.training.resume import resume
+from nemo_aligner.training.resume import check_goes_on, resume
 from nemo_aligner.training.stop import StopRequest
 from nemo_aligner.training.trainer import Outcome, SupervisedTrainer
 
@@ -54,9 +54,10 @@ def train(config: TrainConfig) -> Outcome:
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())
+        checkpoints = open_checkpoints(config.exp_manager, data)
+        check_goes_on(config, data, checkpoints)
         with waiting_for("loading the model"):
             learner, pretrained, total_steps = build_learner(config, data, layout)
-        checkpoints = open_checkpoints(config.exp_manager, data)
         patience = open_patience(config.exp_manager, data)
         described: list[str] = []
         if is_main():

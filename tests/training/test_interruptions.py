@@ -167,6 +167,7 @@ def test_killed_again_and_again(base: Path, data: Path, undisturbed: Path, tmp_p
     assert refused.returncode == 1
     assert "model.global_batch_size: the checkpoint has 8, this run 4" in refused.stderr
     assert "Traceback" not in refused.stderr
+    assert "loading" not in refused.stdout  # a weight
 
 
 @pytest.mark.slow(seconds=60)
