@@ -88,7 +88,7 @@ def _read(path: str | None, key: str) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
 

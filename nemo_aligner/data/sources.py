@@ -10,9 +10,10 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,8 @@ _Value: TypeAlias = tuple[int, str, Any]
 def read_lines(path: str | Path) -> list[AnyLine]:
     """Every object of a file of JSON lines, of one JSON list, or of a table that has rows of it.
 
-    Gzipped files are unpacked. The lines of a Parquet or Arrow file are its rows.
+    Gzipped files are unpacked. The lines of a Parquet or Arrow file are its rows, those of a JSON
+    list without a line for each item are its items.
 
     Raises:
         DataError: the file is missing, not UTF-8, a broken list or table, or holds something else
@@ -61,12 +63,12 @@ def read_lines(path: str | Path) -> list[AnyLine]:
         return [_line_of(row) for row in rows]
     text = _decode(content, str(path))
     if text.lstrip().startswith("["):
-        lines = [_checked(item) for item in _list_items(text, str(path))]
+        lines = [_checked(item) for item in _told_apart(list(_list_items(text, str(path))))]
     else:
         lines = list(json_lines(text))
     first = lines[0] if lines else None
     if isinstance(first, BadLine) and not any(isinstance(line, Line) for line in lines):
-        rows = read_text_table(text, str(path))
+        rows = None if text.lstrip().startswith("{") else read_text_table(text, str(path))
         if rows is not None:
             return [_line_of(row) for row in rows]
         raise DataError(
@@ -79,7 +81,20 @@ def _line_of(row: Row) -> AnyLine:
     number, value = row
     if isinstance(value, str):
         return BadLine(number, "", value)
-    return Line(number, json.dumps(value, ensure_ascii=False, default=str), value)
+    try:
+        raw = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        raw = json.dumps(_without_nan(value), ensure_ascii=False, default=str)
+    return Line(number, raw, value)
+
+
+def _without_nan(value: Any) -> Any:
+    """With null where JSON has no number."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read_content(path: Path) -> bytes:
@@ -178,6 +193,13 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
     if not text.startswith("]", position) or text[position + 1 :].strip():
         number = text.count("\n", 0, position) + 1
         raise DataError(f"{path}:{number}: malformed JSON: wanted one list, and nothing after it")
+
+
+def _told_apart(items: list[_Value]) -> list[_Value]:
+    """By their number in the list where some begin on one line, as a file without breaks has."""
+    if len({number for number, _, _ in items}) == len(items):
+        return items
+    return [(number, raw, value) for number, (_, raw, value) in enumerate(items, start=1)]
 
 
 def _after_space(text: str, position: int) -> int:

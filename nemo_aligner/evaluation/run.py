@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,8 @@ def evaluate(config: EvaluateConfig) -> None:
         raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
     # What is wrong with them is said before the model is loaded.
     task = None if config.task is None else find_task(config.task)
+    if task is not None:
+        _check_unread(config)
     if task is not None and most is not None:
         check_pairwise(task)
     how = _reading(config)
@@ -48,6 +50,22 @@ def evaluate(config: EvaluateConfig) -> None:
         if most is not None:
             robustness = check_robustness(measured.pairs(), source.score_as_one, source.fits, most)
         _tell(config, measured, robustness)
+
+
+def _check_unread(config: EvaluateConfig) -> None:
+    """Refuse what would change how records are read: a benchmark's have their own shape.
+
+    Raises:
+        ConfigError: such a setting is not its default.
+    """
+    usual = type(config.data)()
+    for field in fields(usual):
+        got = getattr(config.data, field.name)
+        if field.name != "path" and got != getattr(usual, field.name):
+            raise ConfigError(
+                f"data.{field.name}: got {got!r}, which has no effect on a benchmark's file; "
+                f"wanted it left out with task={config.task}"
+            )
 
 
 def _measure(task: Task | None, source: RewardSource, data_file: str, how: Reading) -> Measured:

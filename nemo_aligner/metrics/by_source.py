@@ -20,8 +20,9 @@ def by_source(
         groups.setdefault(source, []).append(record)
     if not 2 <= len(groups) <= MAX_SOURCES:
         return {}
+    unnamed = "(none)" if "none" in groups else "none"
     return {
-        f"{BY_SOURCE}{source or 'none'}/{name}": value
+        f"{BY_SOURCE}{source or unnamed}/{name}": value
         for source, records in sorted(groups.items())
         for name, value in metrics(records).items()
     }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +91,7 @@ def margin_quantile(percent: int) -> Callable[[PairRewards], float]:
     def quantile(pairs: PairRewards) -> float:
         if len(pairs.margins) == 0:
             return math.nan
-        return float(torch.quantile(pairs.margins, percent / 100))
+        # torch.quantile takes no more than 2^24.
+        return float(np.quantile(pairs.margins.detach().numpy(), percent / 100))
 
     return quantile

@@ -13,6 +13,7 @@ from enum import Flag, auto
 from typing import Any
 
 from nemo_aligner.metrics import calibration, length, ranking, regression
+from nemo_aligner.metrics.by_source import BY_SOURCE
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
 
@@ -201,7 +202,9 @@ def all_metrics() -> list[Metric]:
 
 def find_metric(name: str) -> Metric | None:
     """The row of a logged name, whatever set and source are named before, and attribute behind."""
-    path = f"/{name}/"
+    # A source may have a metric's name.
+    before, by, behind = name.partition(BY_SOURCE)
+    path = f"/{before}{behind.partition('/')[2]}/" if by else f"/{name}/"
     found = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
     # An attribute may have a metric's name; what stands first is the metric.
     named = [(index, row) for index, row in found if index >= 0]

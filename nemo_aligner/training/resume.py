@@ -36,6 +36,12 @@ _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
 _DATA = "training data"
+# What the best value is a value of.
+_JUDGED_BY = (
+    "exp_manager.checkpoint_callback_params.monitor",
+    "exp_manager.checkpoint_callback_params.mode",
+    "model.data.data_prefix.validation",
+)
 
 
 def check_goes_on(config: TrainConfig, data: TrainingData, checkpoints: RunCheckpoints) -> None:
@@ -79,11 +85,20 @@ def resume(
     checkpoints.reserve(learner.model, learner.optimizer)
     if latest is None:
         return fresh
-    before = latest.state
+    return go_on(fresh, latest.state)
+
+
+def go_on(fresh: RunState, before: RunState) -> RunState:
+    """A run's own state, where another left it.
+
+    What it waits for begins anew where validations are judged by another metric or on other files.
+    """
+    here = replace(fresh, step=before.step, consumed_samples=before.consumed_samples)
+    old, now = flatten(before.config), flatten(fresh.config)
+    if any(old.get(key) != now.get(key) for key in _JUDGED_BY):
+        return here
     return replace(
-        fresh,
-        step=before.step,
-        consumed_samples=before.consumed_samples,
+        here,
         best_value=before.best_value,
         validations_since_best=before.validations_since_best,
     )

@@ -45,6 +45,8 @@ def read(
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "score": 3}, "chat_pairs"),
         ({"chosen": f"{HH} because", "rejected": f"{HH} no"}, "hh"),
         ({"prompt": HH, "chosen": " because", "rejected": " no"}, "hh"),
+        ({"prompt": HH, "chosen": f"{HH} because", "rejected": f"{HH} no"}, "hh"),
+        ({**PAIR, "text": "why because"}, "chat_pairs"),
     ],
 )  # fmt: skip
 def test_a_pair_means_the_same_in_every_writing(
@@ -302,6 +304,37 @@ def test_a_record_of_another_kind_is_told_to_be_one(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompt": "a", "response": "b", "help": 3}) + "\n")
     with pytest.raises(DataError, match=r"It fits rated_chat, for model.reward_model_type=regr"):
         read_records(path, Reading(kind=RecordKind.comparison))
+
+
+@pytest.mark.parametrize("key", ["question", "instruction"])
+def test_a_prompt_in_a_field_of_another_name_is_not_left_out(tmp_path: Path, key: str) -> None:
+    record = {key: "why", "chosen": "because", "rejected": "no"}
+    with pytest.raises(DataError, match=f"If '{key}' is the prompt, set prompt_key={key}"):
+        read(tmp_path, record)
+    [pair] = read(tmp_path, {**record, key: None}).records
+    assert pair.texts == ("because", "no")
+
+
+def test_a_reply_that_is_another_conversation_is_malformed(tmp_path: Path) -> None:
+    record = {"prompt": HH, "chosen": f"{HH} because", "rejected": "\n\nHuman: what"}
+    with pytest.raises(DataError, match=r"rejected: .* that does not begin with the prompt"):
+        read(tmp_path, record)
+
+
+def test_items_of_a_list_on_one_line_have_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps([PAIR, {**PAIR, "chosen": "a"}, {"prompt": 1}]))
+    rule = MalformedRule(Malformed.drop, 0.5)
+    file = read_records(path, Reading(RecordKind.comparison, rule=rule))
+    assert [record.origin.line for record in file.records] == [1, 2]
+    assert [bad.origin.line for bad in file.malformed] == [3]
+
+
+def test_json_lines_that_are_all_bad_are_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "a", "chosen": NaN}\n' * 3)
+    with pytest.raises(DataError, match=r"pairs.jsonl:1: malformed JSON: NaN is not JSON"):
+        read_records(path, Reading(RecordKind.comparison))
 
 
 def test_a_label_column_with_a_typo_is_told(tmp_path: Path) -> None:

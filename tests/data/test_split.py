@@ -40,6 +40,28 @@ def test_split_keeps_lines_and_prompts_whole(tmp_path: Path) -> None:
     assert "longer reply is right in 100.0%" in done.stdout or "b" in "".join(heldout)
 
 
+def test_a_list_on_one_line_is_split_by_its_items(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"q {n}", "chosen": f"a {n}", "rejected": "b"} for n in range(6)]
+    source = tmp_path / "pairs.json"
+    source.write_text(json.dumps(pairs))
+    split_file(source, tmp_path, Split(heldout=0.3))
+    parts = rows(tmp_path / "train.jsonl") + rows(tmp_path / "heldout.jsonl")
+    assert sorted(parts, key=str) == pairs
+
+
+def test_numbers_that_json_has_not_are_null_in_the_parts(tmp_path: Path) -> None:
+    table = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    names = {"prompt": [f"q {n}" for n in range(4)], "chosen": ["a"] * 4, "rejected": ["b"] * 4}
+    columns = {**names, "score": [1.0, float("nan"), float("inf"), 2.0]}
+    parquet.write_table(table.table(columns), tmp_path / "pairs.parquet")
+    split_file(tmp_path / "pairs.parquet", tmp_path, Split(heldout=0.3))
+    parts = rows(tmp_path / "train.jsonl") + rows(tmp_path / "heldout.jsonl")
+    scores = {row["prompt"]: row["score"] for row in parts}
+    assert scores == {"q 0": 1.0, "q 1": None, "q 2": None, "q 3": 2.0}
+
+
 def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
     lines = []
     for n in range(40):

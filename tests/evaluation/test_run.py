@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.load import load_config
+from nemo_aligner.errors import ConfigError
+from nemo_aligner.evaluation.run import evaluate
 from tests import tiny
 
 EVALUATE = "examples/evaluate_reward_model.py"
@@ -100,6 +104,13 @@ def test_where_rewards_come_from_is_one_line(sources: list[str], got: str) -> No
     assert done.stderr.strip() == (
         f"SettingsError: rm_model_file, hf_model, server: got {got}, wanted exactly one of them"
     )
+
+
+def test_what_has_no_effect_on_a_benchmark_is_refused() -> None:
+    settings = ["task=rewardbench", "data.path=x.jsonl", "data.chosen_key=good"]
+    config = load_config(EvaluateConfig, [*settings, "rm_model_file=a.nemo"])
+    with pytest.raises(ConfigError, match=r"data.chosen_key: got 'good', which has no effect"):
+        evaluate(config)
 
 
 @pytest.mark.slow(seconds=25)

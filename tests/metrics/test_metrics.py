@@ -176,6 +176,7 @@ def test_what_is_better_small() -> None:
 def test_an_attribute_may_have_the_name_of_a_metric() -> None:
     assert not lower_is_better("v/pearson/ties")
     assert lower_is_better("v/by_source/x/ties")
+    assert not lower_is_better("v/by_source/ties/accuracy")
     assert not lower_is_better("v/what_is_this")
     assert find_metric("v/what_is_this") is None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.metrics.ranking import PairRewards
+from nemo_aligner.metrics.ranking import PairRewards, margin_quantile
 from nemo_aligner.metrics.table import measure_pairs
 
 
@@ -39,3 +39,9 @@ def test_a_step_has_the_metrics_that_make_sense_of_one_batch() -> None:
     sides = [f"reward_{side}_{what}" for side in ("chosen", "rejected") for what in ("mean", "std")]
     found = measure_pairs(PairRewards.of(torch.tensor([[1.0, 0.0]])), in_step=True)
     assert list(found) == ["accuracy", "ties", "reward_margin", *sides]
+
+
+def test_quantiles_of_more_margins_than_torch_takes() -> None:
+    margins = torch.arange(2**24 + 3, dtype=torch.float32)
+    pairs = PairRewards.of(torch.stack([margins, torch.zeros_like(margins)], dim=1))
+    assert margin_quantile(50)(pairs) == pytest.approx((2**24 + 2) / 2)

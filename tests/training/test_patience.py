@@ -7,8 +7,10 @@ import math
 import pytest
 
 from nemo_aligner.checkpoint.runs import RunState
-from nemo_aligner.config.training import MonitorMode
+from nemo_aligner.config.load import config_to_dict, load_config
+from nemo_aligner.config.training import MonitorMode, TrainConfig
 from nemo_aligner.training.patience import Patience
+from nemo_aligner.training.resume import go_on
 
 NAME = "validation/accuracy"
 
@@ -56,3 +58,26 @@ def test_a_run_goes_on_with_what_it_has_waited() -> None:
     later.go_on_from(patience.put_into(RunState(3, 24)))
     assert waited(later, 0.45) == [3]
     assert later.is_over
+
+
+@pytest.mark.parametrize(
+    ("change", "best"),
+    [
+        ([], 0.5),
+        (["exp_manager.checkpoint_callback_params.monitor=loss"], None),
+        (["exp_manager.checkpoint_callback_params.mode=min"], None),
+        (["model.data.data_prefix.validation=[b.jsonl]"], None),
+        (["model.optim.lr=1e-3"], 0.5),
+    ],
+)
+def test_what_is_judged_in_another_way_is_waited_for_anew(
+    change: list[str], best: float | None
+) -> None:
+    settings = ["model.data.data_prefix.validation=[a.jsonl]"]
+    before, now = (
+        config_to_dict(load_config(TrainConfig, [*settings, *more])) for more in ([], change)
+    )
+    left = RunState(3, 24, config=before, best_value=0.5, validations_since_best=2)
+    state = go_on(RunState(0, 0, config=now), left)
+    assert (state.step, state.consumed_samples) == (3, 24)
+    assert (state.best_value, state.validations_since_best) == (best, 2 if best else 0)

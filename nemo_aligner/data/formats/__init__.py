@@ -151,6 +151,12 @@ def _hint(line: Line) -> str:
         if known.matches(line.value):
             needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"
             return f". It fits {known.name}, for model.reward_model_type={needs}"
+    prompts = [key for key in text_pairs.MAYBE_PROMPTS if line.value.get(key)]
+    if {"chosen", "rejected"} <= set(line.value) and prompts:
+        return (
+            f". If {prompts[0]!r} is the prompt, set prompt_key={prompts[0]}; "
+            "where 'chosen' and 'rejected' are whole texts, leave that field out"
+        )
     return ""
 
 

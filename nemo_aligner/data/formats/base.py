@@ -63,6 +63,6 @@ class Format:
     lines_per_record: int = 1
 
 
-def has(*keys: str, without: str | None = None) -> Callable[[dict[str, Any]], bool]:
-    """Whether an object has all of ``keys``, and not the one it is to be ``without``."""
-    return lambda value: set(keys) <= set(value) and without not in value
+def has(*keys: str) -> Callable[[dict[str, Any]], bool]:
+    """Whether an object has all of ``keys``."""
+    return lambda value: set(keys) <= set(value)

@@ -27,10 +27,22 @@ def is_hh(value: dict[str, Any]) -> bool:
 def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
     prompt = read_string(values[0], "prompt") if "prompt" in values[0] else ""
     chosen, rejected = (
-        checked(turns_of(prompt + read_string(values[0], key), key), key)
+        checked(turns_of(_whole(prompt, read_string(values[0], key), key), key), key)
         for key in ("chosen", "rejected")
     )
     return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
+
+
+def _whole(prompt: str, text: str, key: str) -> str:
+    """Prompt and reply, of which the second field may have both."""
+    if text.startswith(prompt):
+        return text
+    if text.startswith("\n\nHuman:"):
+        raise DataError(
+            f"{key}: got {text[:40]!r}, a conversation that does not begin with the prompt; "
+            "wanted a reply, or the whole conversation"
+        )
+    return prompt + text
 
 
 def turns_of(text: str, key: str) -> Conversation:

@@ -11,11 +11,17 @@ from nemo_aligner.data.formats.hh import is_hh
 from nemo_aligner.data.formats.scored_pairs import read_margin_labels
 from nemo_aligner.data.records import Comparison, Origin
 
+# Names that prompts have elsewhere: whether such a field is one, only its owner knows.
+MAYBE_PROMPTS = (
+    "question", "instruction", "input", "query", "context", "messages", "conversations",
+)  # fmt: skip
+
 
 def _are_texts(value: dict[str, Any]) -> bool:
     return (
         {"chosen", "rejected"} <= set(value)
         and "prompt" not in value
+        and not any(value.get(key) for key in MAYBE_PROMPTS)
         and isinstance(value["chosen"], str)
         and not is_hh(value)
     )
@@ -31,7 +37,7 @@ FORMAT = Format(
     name="text_pairs",
     kind=RecordKind.comparison,
     matches=_are_texts,
-    wanted="'chosen' and 'rejected', raw texts, without 'prompt'",
+    wanted="'chosen' and 'rejected', raw texts, without a field for the prompt",
     parse=_parse,
     sample=({"chosen": "The sky is blue.", "rejected": "The sky is green."},),
 )
