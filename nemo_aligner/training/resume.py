@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def check_goes_on(config: TrainConfig, data: TrainingData, checkpoints: RunCheck
         ConfigError, CheckpointError: as ``resume``.
     """
     if newest(checkpoints, config.exp_manager) is not None:
-        model_config = on_main(partial(trained_model_config, config))
+        model_config = trained_model_config(config)
         find_latest(checkpoints, config, new_state(config, model_config, data), data)
 
 
