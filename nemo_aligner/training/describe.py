@@ -34,12 +34,13 @@ def describe_model(
     frozen = config.model.freeze_layers
     made = "" if shape.head is None else f" ({shape.head})"
     source = config.pretrained_checkpoint.load_rm_head_weights
-    of_whom = "a new head" if source is None else f"a new head that begins as that of {source}"
     lines = [
         f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
-        f"{of_whom if head_is_new else 'its own head'}{made}, "
+        f"{'a new head' if head_is_new else 'its own head'}{made}, "
         f"{config.trainer.precision.value}, {layout}"
     ]
+    if head_is_new and source is not None:
+        lines.append(f"the head begins as that of {source}")
     if config.trainer.precision is not Precision.fp32 and lacks_bf16():
         lines.append("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")
     if shape.lora is not None:
