@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_aligner.config.describe import list_keys
+from nemo_aligner.config.describe import kinds_of, list_keys
 from nemo_aligner.config.nemo_aligner_keys import RULES
 from nemo_aligner.config.suggest import suggestion
 from nemo_aligner.config.translate import Translation
@@ -84,10 +84,12 @@ class _Merging:
 
     def __init__(self, schema: type) -> None:
         self._schema = schema
-        self._updates: list[tuple[DictConfig, str]] = []
+        # Of each its file, and where it stands in none its key.
+        self._updates: list[tuple[DictConfig, str, str]] = []
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
         self._known = {key.name: key.kind for key in list_keys(schema)}
+        self._mappings = [name for name, kind in kinds_of(schema) if get_origin(kind) is dict]
         # Of each file, and under "" of what stands in none.
         self._problems: dict[str, list[str]] = {}
         self._unknown: dict[tuple[str, str], list[str]] = {}
@@ -103,16 +105,23 @@ class _Merging:
         except Exception as error:  # as of a YAML file
             self._complain("", f"{text}: {first_line(error)}")
             return
-        self.add(update, "")
+        self.add(update, "", key.lstrip("+"))
 
-    def add(self, update: DictConfig, where: str) -> None:
-        """A file's sections, or one setting; ``where`` names the file in errors."""
+    def add(self, update: DictConfig, where: str, key: str = "") -> None:
+        """A file's sections, or the setting ``key``; ``where`` names the file in errors."""
         self._translation.note(update)
-        self._updates.append((update, where))
+        self._updates.append((update, where, key))
 
     def notes(self) -> list[str]:
         """What became of another program's keys."""
         return self._translation.notes()
+
+    def _clear_mappings(self, update: DictConfig, key: str) -> None:
+        """A mapping that is given as a whole replaces what was there; ``key.name=value`` adds."""
+        tree: Any = OmegaConf.to_container(update, resolve=False)
+        for name in self._mappings:
+            if not key.startswith(f"{name}.") and _has(tree, name):
+                OmegaConf.update(self._merged, name, {}, merge=False)
 
     def _add_section(self, update: DictConfig, schema: Any, where: str, prefix: str) -> None:
         hints = get_type_hints(schema)
@@ -136,6 +145,8 @@ class _Merging:
             and "${" not in str(value)
         ):
             value = [value]
+        if get_origin(kind) is dict and value is None:
+            return  # it was cleared
         try:
             OmegaConf.update(self._merged, key, value, merge=get_origin(kind) is dict)
         except OmegaConfBaseException:
@@ -158,7 +169,8 @@ class _Merging:
         Raises:
             SettingsError: something was wrong with any of them.
         """
-        for update, where in self._updates:
+        for update, where, key in self._updates:
+            self._clear_mappings(update, key)
             ours = self._translation.translate(update, where)
             self._add_section(ours, self._schema, where, "")
         for where, problem in self._translation.problems:
@@ -213,6 +225,15 @@ class _Merging:
             for where, problems in ordered
             for problem in problems
         ]
+
+
+def _has(tree: Any, key: str) -> bool:
+    """Whether nested settings say something of ``key``."""
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return False
+        tree = tree[name]
+    return True
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
