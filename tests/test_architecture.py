@@ -89,6 +89,7 @@ IMPORTERS = {
 PRIVATE_NAMES = [
     "checkpoint/weights/",
     "config/load.py",
+    "config/written.py",
     "models/internals.py",
     "parallel/cpu/",
     "parallel/pipeline.py",

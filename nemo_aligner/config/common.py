@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import field
 from enum import Enum
+from math import inf
 from typing import TypeVar
 
 from nemo_aligner.errors import SettingsError
@@ -12,6 +13,7 @@ from nemo_aligner.errors import SettingsError
 T = TypeVar("T")
 # Under this key a field's metadata has what it is for.
 ABOUT = "about"
+MAX_SEED = 2**32 - 1
 
 
 class RecordKind(Enum):
@@ -101,6 +103,16 @@ class Checks:
         """Each of these is 0 or more."""
         for name in names:
             self.require(getattr(self._section, name) >= 0, name, "0 or more")
+
+    def finite(self, *names: str) -> None:
+        """Each of these is less than infinity; other checks refuse what is no number or too low."""
+        for name in names:
+            self.require(getattr(self._section, name) != inf, name, "a finite number")
+
+    def seed(self, name: str) -> None:
+        """It is a seed that every generator of random numbers takes."""
+        fits = 0 <= getattr(self._section, name) <= MAX_SEED
+        self.require(fits, name, f"a whole number from 0 to {MAX_SEED}")
 
     def fraction(self, *names: str) -> None:
         """Each of these is a part of a whole."""

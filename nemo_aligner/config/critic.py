@@ -104,6 +104,7 @@ class CriticModelConfig(InvarianceConfig):
                 "batch_invariant_rows",
             )
             checks.not_negative("freeze_layers", "loss_clip_val")
+            checks.seed("seed")
 
 
 @dataclass

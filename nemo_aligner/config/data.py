@@ -34,7 +34,9 @@ class DataPrefixConfig:
 
 
 def _is_number(text: str) -> bool:
-    """Whether it is one of the weights that NeMo writes between the files."""
+    """Whether it is one of the weights that NeMo writes between the files; 2024_10 is a file."""
+    if "_" in text:
+        return False
     try:
         float(text)
     except ValueError:
@@ -100,3 +102,8 @@ class RegressionConfig:
         {}, "attributes by name: their weighted sum is the one reward; {}: 1 each"
     )
     loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")
+
+    def __post_init__(self) -> None:
+        with Checks("model.regression", self) as checks:
+            are_names = all(name.strip() for name in self.attributes)
+            checks.require(are_names, "attributes", "names, none of them empty")

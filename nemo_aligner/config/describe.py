@@ -50,6 +50,15 @@ def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
             )
 
 
+def kinds_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of ``schema``, and the type of its values."""
+    for name, kind in get_type_hints(schema).items():
+        if is_dataclass(kind):
+            yield from kinds_of(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + name, kind
+
+
 def render_keys(schema: type) -> str:
     """Every key under its section, with type, default and what it is for."""
     lines: list[str] = []

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_aligner.config.describe import list_keys
+from nemo_aligner.config.describe import kinds_of, list_keys
 from nemo_aligner.config.nemo_aligner_keys import RULES
 from nemo_aligner.config.suggest import suggestion
 from nemo_aligner.config.translate import Translation
+from nemo_aligner.config.written import KindOf, read_file, read_setting
 from nemo_aligner.errors import ConfigError, SettingsError, first_line, shown
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def load_with_notes(
     """
     merging = _Merging(schema)
     if file is not None:
-        merging.add(_read(Path(file)), str(file))
+        merging.add(_read(Path(file), merging.kind_of), str(file))
     for text in settings:
         merging.add_setting(text)
     return merging.finish(), merging.notes()
@@ -69,9 +70,9 @@ def config_to_dict(config: object) -> dict[str, Any]:
     return plain  # type: ignore[return-value]
 
 
-def _read(path: Path) -> DictConfig:
+def _read(path: Path, kind_of: KindOf) -> DictConfig:
     try:
-        loaded = OmegaConf.load(path)
+        loaded = read_file(path, kind_of)
     except Exception as error:  # yaml and the file system have many
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(loaded, DictConfig):
@@ -84,35 +85,54 @@ class _Merging:
 
     def __init__(self, schema: type) -> None:
         self._schema = schema
-        self._updates: list[tuple[DictConfig, str]] = []
+        # Of each its file, and where it stands in none its key.
+        self._updates: list[tuple[DictConfig, str, str]] = []
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
         self._known = {key.name: key.kind for key in list_keys(schema)}
+        self._kinds = dict(kinds_of(schema))
+        self._mappings = [key for key, kind in self._kinds.items() if get_origin(kind) is dict]
         # Of each file, and under "" of what stands in none.
         self._problems: dict[str, list[str]] = {}
         self._unknown: dict[tuple[str, str], list[str]] = {}
 
+    def kind_of(self, key: str) -> Any:
+        """The type of a key's values, also of another program's key; None for a section."""
+        key = self._translation.target(key)
+        for name in self._mappings:
+            if key.startswith(f"{name}."):
+                return get_args(self._kinds[name])[1]
+        return self._kinds.get(key)
+
     def add_setting(self, text: str) -> None:
         """One ``key=value``; NeMo-Aligner's commands mark new keys with + or ++."""
-        key, is_setting, _ = text.partition("=")
+        key, is_setting, value = text.partition("=")
+        key = key.lstrip("+")
         if not is_setting or not key:
             self._complain("", f"got {text!r}, wanted section.key=value")
             return
         try:
-            update = OmegaConf.from_dotlist([text.lstrip("+")])
+            update = read_setting(key, value, self.kind_of)
         except Exception as error:  # as of a YAML file
             self._complain("", f"{text}: {first_line(error)}")
             return
-        self.add(update, "")
+        self.add(update, "", key)
 
-    def add(self, update: DictConfig, where: str) -> None:
-        """A file's sections, or one setting; ``where`` names the file in errors."""
+    def add(self, update: DictConfig, where: str, key: str = "") -> None:
+        """A file's sections, or the setting ``key``; ``where`` names the file in errors."""
         self._translation.note(update)
-        self._updates.append((update, where))
+        self._updates.append((update, where, key))
 
     def notes(self) -> list[str]:
         """What became of another program's keys."""
         return self._translation.notes()
+
+    def _clear_mappings(self, update: DictConfig, key: str) -> None:
+        """A mapping that is given as a whole replaces what was there; ``key.name=value`` adds."""
+        tree: Any = OmegaConf.to_container(update, resolve=False)
+        for name in self._mappings:
+            if not key.startswith(f"{name}.") and _has(tree, name):
+                OmegaConf.update(self._merged, name, {}, merge=False)
 
     def _add_section(self, update: DictConfig, schema: Any, where: str, prefix: str) -> None:
         hints = get_type_hints(schema)
@@ -136,6 +156,11 @@ class _Merging:
             and "${" not in str(value)
         ):
             value = [value]
+        if get_origin(kind) is dict and value is None:
+            return  # it was cleared
+        if get_origin(kind) in (list, tuple) and _has_collections(value):
+            self._complain(where, f"{key}: got {shown(value)}, wanted {self._known[key]}")
+            return
         try:
             OmegaConf.update(self._merged, key, value, merge=get_origin(kind) is dict)
         except OmegaConfBaseException:
@@ -158,7 +183,8 @@ class _Merging:
         Raises:
             SettingsError: something was wrong with any of them.
         """
-        for update, where in self._updates:
+        for update, where, key in self._updates:
+            self._clear_mappings(update, key)
             ours = self._translation.translate(update, where)
             self._add_section(ours, self._schema, where, "")
         for where, problem in self._translation.problems:
@@ -213,6 +239,22 @@ class _Merging:
             for where, problems in ordered
             for problem in problems
         ]
+
+
+def _has_collections(value: Any) -> bool:
+    """Whether a list has lists or mappings in it, which OmegaConf lets pass for anything."""
+    return isinstance(value, ListConfig) and any(
+        OmegaConf.is_config(item) and not item._is_none() for item in value._iter_ex(resolve=False)
+    )
+
+
+def _has(tree: Any, key: str) -> bool:
+    """Whether nested settings say something of ``key``."""
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return False
+        tree = tree[name]
+    return True
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

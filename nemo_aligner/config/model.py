@@ -70,6 +70,9 @@ class OptimConfig:
         with Checks("model.optim", self) as checks:
             checks.positive("lr", "eps")
             checks.not_negative("weight_decay")
+            checks.finite("lr", "eps", "weight_decay")
+            fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+            checks.require(fits, "betas", "two numbers, each 0 or more and less than 1")
             wanted = f"at most model.optim.lr ({self.lr})"
             checks.require(self.sched.min_lr <= self.lr, "sched.min_lr", wanted)
 
@@ -137,6 +140,7 @@ class ModelConfig(InvarianceConfig):
                 "batch_invariant_rows",
             )
             checks.not_negative("freeze_layers")
+            checks.seed("seed")
             checks.require(
                 self.lora.rank == 0 or self.freeze_layers == 0,
                 "freeze_layers",

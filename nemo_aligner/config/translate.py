@@ -113,6 +113,13 @@ class Translation:
         ignored = [f"{', '.join(keys)}: ignored: {why}" for why, keys in self._ignored.items()]
         return taken + ignored
 
+    def target(self, key: str) -> str:
+        """The key here that takes the value of ``key``, which may be here already."""
+        rule = self._rule_of(key)
+        if rule is None or not rule.to:
+            return key
+        return rule.to + key[len(rule.key) :] if key.startswith(f"{rule.key}.") else rule.to
+
     def _rule_of(self, key: str) -> KeyRule | None:
         fits = (
             rule
@@ -148,7 +155,7 @@ class Translation:
             keys += [rule.key] * (rule.key not in keys)
 
     def _take(self, rule: KeyRule, key: str, value: Any, tree: dict[str, Any]) -> None:
-        to = rule.to + key[len(rule.key) :] if key.startswith(f"{rule.key}.") else rule.to
+        to = self.target(key)
         text = as_yaml(value)
         if value is None and to != key and "null" not in rule.values:
             return  # not set there, and so not here
