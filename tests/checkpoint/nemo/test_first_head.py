@@ -154,7 +154,7 @@ def test_a_ranking_begins_with_what_a_regression_has_learned(first: Path, tmp_pa
     done = tiny.run_script(
         example, *settings, "pretrained_checkpoint.rm_head_names={reward: verbosity}"
     )
-    assert f"a new head that begins as that of {first}" in done.stdout
+    assert f"the head begins as that of {first}" in done.stdout
     (trained,) = (tmp_path / "run").rglob("megatron_gpt.nemo")
     with open_nemo(first) as one, open_nemo(trained) as other:
         rows, row = (each.store.read("model.rm_head.weight") for each in (one, other))
