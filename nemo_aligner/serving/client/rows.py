@@ -69,7 +69,8 @@ class RowCollector:
         """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
 
         Raises:
-            ServingError: no server answers, or one refused a row that is not set aside.
+            ServingError: no server answers, the model failed, or a row was refused that is not
+                set aside.
         """
         if total:
             limit, servers = await self._pool.limit()
@@ -140,7 +141,8 @@ class RowCollector:
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]
-        if not self._sets_aside:
+        # A reward that is not finite names a row, too, and is the model's fault, not the text's.
+        if not self._sets_aside or refusal.status not in _AT_FAULT:
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         return part.only([other for other in part.rows if other != row])

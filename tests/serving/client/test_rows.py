@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,13 +61,17 @@ class TestRefusedRows:
         with RewardClient(lone.url) as client:
             assert "unexpected" in seconds(client.score_rows, ["a", "b", "c"])[1]
 
-    def test_whose_reward_is_not_finite(self, lone: Misbehaving) -> None:
+    def test_are_not_those_that_the_model_fails_on(self, lone: Misbehaving) -> None:
         def answer(texts: list[str]) -> Any:
             return (500, {"error": f"row {texts.index('b')}: not finite"}) if "b" in texts else None
 
-        lone.answer = answer
+        lone.answer, lone.limit = answer, 2
         with RewardClient(lone.url) as client:
-            assert client.score_rows(["a", "b"]).errors == {1: "not finite"}
+            for ask in (client.score_rows, partial(client.score, on_error="nan")):
+                with pytest.raises(RefusedError, match="row 2: not finite") as caught:
+                    ask(["a", "a", "b"])
+                assert caught.value.status == 500
+            assert client.score_rows(["a"]).errors == {}
 
     def test_that_cannot_be_sent(self, lone: Misbehaving) -> None:
         with RewardClient(lone.url) as client:
