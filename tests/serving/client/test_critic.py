@@ -61,10 +61,13 @@ def test_nothing_is_asked_about_nothing(critic: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "save"])
+@pytest.mark.parametrize(
+    "said", [Die(), *((status, {"error": "gone; retry after 0.1 s"}) for status in (502, 504))]
+)
 def test_what_changes_a_critic_is_sent_once_though_its_answer_is_lost(
-    verb: str, critic: Any
+    verb: str, said: Answer | Die, critic: Any
 ) -> None:
-    critic.said = Die()
+    critic.said = said
     with RewardCriticClient(critic.url, retry_s=30) as client:
         took, error = seconds(getattr(client, verb), *(ROLLOUT if verb == "train" else []))
     assert "it is not sent again, as it may have been done" in error
