@@ -219,7 +219,10 @@ class RemoteServer:
     async def _published(self) -> ScoringContract | None:
         try:
             return await self._contract()
-        except RefusedError:  # a server of NeMo-Aligner has none
+        except RefusedError as error:  # a server of NeMo-Aligner has none
+            if error.status == 404 and self._agreement.is_expected:  # it may still be loaded
+                text = f"got the scoring contract (none), wanted one: {error.text}"
+                raise UnavailableError(text) from error
             return None
 
     def _leave_out(self, error: UnavailableError) -> None:

@@ -155,5 +155,9 @@ def contract_endpoint(
         return {**published, **kserve.encode_statistics(statistics())}
 
     return Endpoint(
-        kserve.CONTRACT_MODEL_NAME, kserve.CONTRACT_INPUTS, kserve.CONTRACT_OUTPUTS, publish
+        kserve.CONTRACT_MODEL_NAME,
+        kserve.CONTRACT_INPUTS,
+        kserve.CONTRACT_OUTPUTS,
+        publish,
+        comes_first=True,  # Triton loads a model in seconds, and answers others meanwhile
     )
