@@ -44,6 +44,8 @@ class RewardModelServable:
         self._scorer.forget()
 
     def start(self, ranks: ModelRanks) -> RewardModel:
+        if self._shaper is not None:
+            self._shaper.check_file()
         # The first forward pass is slow, and may show that the model cannot run.
         ranks.execute(_SCORE, [[0]])
         return RewardModel(self._scorer, self._config, self._shaper, ranks)
