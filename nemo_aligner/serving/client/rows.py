@@ -149,7 +149,7 @@ class RowCollector:
 
     async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
         """What was refused without a row's number: find the rows by halves."""
-        is_too_large = refusal.status == 413 and len(part.rows) > 1
+        is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.status in _AT_FAULT):
             raise refusal
         if len(part.rows) == 1:
