@@ -11,7 +11,6 @@ A conversation gets the model's chat template; a text is scored as it stands. A 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ def new_parser() -> Parser:
     parser.add_argument("texts", nargs="*", help="texts, scored without a chat template")
     parser.add_argument("--url", default="http://127.0.0.1:5555", help="default: %(default)s")
     parser.add_argument(
-        "--conversation", action="append", type=_messages, default=[], metavar="JSON",
+        "--conversation", action="append", default=[], metavar="JSON",
         help="a list of messages",
     )  # fmt: skip
     parser.add_argument("--file", type=Path, metavar="JSONL", help="texts of a file")
@@ -65,16 +64,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _texts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    from nemo_aligner.data.texts import label_of, labelled_texts
+    from nemo_aligner.data.texts import label_of, labelled_conversation, labelled_texts
 
     yield from ((label_of(text), text) for text in options.texts)
-    yield from ((label_of(messages), messages) for messages in options.conversation)
+    yield from map(labelled_conversation, options.conversation)
     if options.file is not None:
         yield from labelled_texts(options.file)
-
-
-def _messages(text: str) -> list[dict[str, str]]:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"got {text[:60]!r}, wanted JSON: {error}") from error

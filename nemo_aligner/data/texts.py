@@ -12,10 +12,29 @@ from nemo_aligner.data.malformed import MOST_LISTED, list_first
 from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.data.sources import AnyLine, BadLine, read_lines
-from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import prompt_of, reply_of
+from nemo_aligner.errors import ConfigError, DataError, shown
+from nemo_aligner.text.messages import check_text, prompt_of, reply_of
 
 _MOST_SHOWN = 80
+
+
+def labelled_conversation(given: str) -> tuple[str, Any]:
+    """The conversation of a command line, with its label.
+
+    Raises:
+        ConfigError: it is no JSON, or no conversation that ends with a reply.
+    """
+    try:
+        messages = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--conversation: got {given[:60]!r}, wanted JSON: {error}") from error
+    if isinstance(messages, str):
+        raise ConfigError(f"--conversation: got {shown(messages)}, wanted a list of messages")
+    try:
+        check_text(messages)
+    except DataError as error:
+        raise ConfigError(f"--conversation: {error}") from error
+    return label_of(messages), messages
 
 
 def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:

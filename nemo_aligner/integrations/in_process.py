@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 
 from nemo_aligner.config.environment import RewardEnvironmentConfig
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.errors import ConfigError, DataError, ServingError
 from nemo_aligner.models.residence import Holds, ResidentPart
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
@@ -69,7 +69,11 @@ class InProcessScorer:
         return self._scorer.contract
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
-        """Rewards, NaN for the texts that the contract refuses, and why it does."""
+        """Rewards, NaN for the texts that the contract refuses, and why it does.
+
+        Raises:
+            ServingError: the model's reward of a text is not a finite number.
+        """
         encoded: dict[int, EncodedText] = {}
         errors: dict[int, str] = {}
         for row, text in enumerate(texts):
@@ -80,7 +84,11 @@ class InProcessScorer:
         rewards = np.full((len(texts), len(self._scorer.attributes)), np.nan, dtype=np.float32)
         with self._weights_here():
             token_lists = [each.token_ids for each in encoded.values()]
-            rewards[list(encoded)] = self._scorer.score_token_lists(token_lists)
+            found = self._scorer.score_token_lists(token_lists)
+        for row, reward in zip(encoded, found, strict=True):
+            if not np.isfinite(reward).all():
+                raise ServingError(f"row {row}: the model's reward is not a finite number")
+        rewards[list(encoded)] = found
         exceeded = [row in encoded and encoded[row].truncated for row in range(len(texts))]
         return ScoredRows(rewards, errors, np.array(exceeded, dtype=bool), self.contract().hash)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ import numpy as np
 from nemo_aligner.config.shaping import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.errors import ConfigError, short
 from nemo_aligner.text.contract import ScoringContract
+
+logger = logging.getLogger(__name__)
 
 _SAVE_SECS = 30.0
 _MERGED = "reward"
@@ -119,6 +122,15 @@ class RewardShaper:
             None if least is None else shaped[:, 0] >= np.float32(least),
         )
 
+    def check_file(self) -> None:
+        """Once, by the one process that saves.
+
+        Raises:
+            ConfigError: the file of running statistics cannot be written.
+        """
+        if self._running is not None:
+            self._running.check_file()
+
     def save(self) -> None:
         """Keep running statistics for the next start, where there is a file for them."""
         if self._running is not None:
@@ -209,20 +221,39 @@ class RunningStatistics:
         """``[N, M, A]`` less the mean, over the deviation."""
         return (values - self.mean) / self.std
 
+    def check_file(self) -> None:
+        """Raises ConfigError where the file cannot be written."""
+        if self._file is None:
+            return
+        try:
+            self._write(self._file)
+        except OSError as error:
+            raise ConfigError(f"shaping.statistics_file: {self._file}: {short(error)}") from error
+
     def save(self) -> None:
-        """Write the file anew, as a whole."""
+        """Keep them where there is a file; that it cannot be written now is a warning."""
         self._saved = time.monotonic()
         if self._file is None:
             return
+        try:
+            self._write(self._file)
+        except OSError as error:
+            logger.warning("shaping.statistics_file: %s: %s", self._file, short(error))
+
+    def _write(self, file: Path) -> None:
+        """The file anew, as a whole."""
         content = {
             "contracts": self._contracts,
             "count": self.count,
             "mean": self.mean.tolist(),
             "squares": self._squares.tolist(),
         }
-        partial = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        partial.replace(self._file)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _load(self, file: Path) -> None:
         try:

@@ -24,6 +24,7 @@ class Endpoint:
             many at once as come, those of each endpoint in an event loop of its own.
         max_rows: of a request. The shapes of ``inputs`` and ``outputs`` then leave out the first
             dimension, which counts rows; 0 is an endpoint that has whole shapes.
+        comes_first: it has to answer before the others do, as clients ask it before they use them.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Endpoint:
     outputs: Sequence[TensorSpec]
     answer: Callable[[Tensors], Coroutine[Any, Any, Tensors | Failure]]
     max_rows: int = 0
+    comes_first: bool = False
 
 
 class Service(Protocol):
@@ -48,6 +50,12 @@ class Service(Protocol):
 
     def close(self) -> None:
         """Finish what was submitted, and end all threads; nothing may be in flight."""
+
+
+def in_order(services: Sequence[Service]) -> list[Endpoint]:
+    """The endpoints of all services, as a transport has to make them known: one after the other."""
+    endpoints = [endpoint for each in services for endpoint in each.endpoints]
+    return sorted(endpoints, key=lambda endpoint: not endpoint.comes_first)
 
 
 class Servable(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -10,9 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
+from nemo_aligner.integrations.nemo_gym.reward_model.reward_server import (
+    RewardServerError,
+    RewardServers,
+)
 from nemo_aligner.scoring.scorer import RewardScorer
 from tests.integrations import gym
 
@@ -53,6 +60,33 @@ def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
     done = gym.run(python, folder, "-m", "pytest", "-q", "resources_servers/reward_model")
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "times"),
+    [(500, "verifier_error", 1), (404, "verifier_error", 1), (503, "provider_unavailable", 2)],
+)
+def test_only_servers_that_are_gone_or_busy_are_asked_again(
+    status: int, kind: str, times: int
+) -> None:
+    asked = []
+
+    async def infer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({"error": "row 0: no"}, status=status)
+
+    async def score() -> str:
+        app = web.Application()
+        app.router.add_post("/v2/models/reward_model/infer", infer)
+        async with TestServer(app) as server:
+            servers = RewardServers([str(server.make_url("/"))], None, 10, retry_s=0.2)
+            with pytest.raises(RewardServerError) as caught:
+                await servers.score([{"role": "assistant", "content": "a"}])
+            await servers.close()
+        return caught.value.kind
+
+    assert asyncio.run(score()) == kind
+    assert len(asked) == times
 
 
 CLIP = "shaping.clip=[1.4, 1.6]"

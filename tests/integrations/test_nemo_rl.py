@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.errors import ConfigError, DataError, SettingsError
+from nemo_aligner.errors import ConfigError, DataError, ServingError, SettingsError
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvironment
@@ -215,6 +215,17 @@ class TestInProcess:
         rewards = given.step(self.LOGS, [None, None]).rewards
         given.shutdown()
         assert rewards[0] != rewards[1]
+
+    def test_a_reward_that_is_not_finite_is_an_error(
+        self, reward_model: Path, layout: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scorer = load_scorer(reward_model, layout)
+        made = np.array([[1.0, 2.0], [np.nan, 2.0]], dtype=np.float32)
+        monkeypatch.setattr(scorer, "score_token_lists", lambda token_lists: made)
+        config = {"attribute": "helpfulness", "refused_reward": 0.0}
+        given = RewardModelEnvironment(config, InProcessScorer(scorer))
+        with pytest.raises(ServingError, match="row 2: the model's reward is not a finite number"):
+            given.step([self.LOGS[0], said("", "<|im_end|>"), self.LOGS[1]], [None] * 3)
 
 
 def test_the_processor_gives_the_policy_its_template_and_the_environment_the_messages(

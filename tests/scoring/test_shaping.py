@@ -106,6 +106,27 @@ def test_running_statistics_go_on_after_a_restart(tmp_path: Path) -> None:
         shaper(**rules())
 
 
+def test_a_file_of_statistics_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "kept"
+    rules = {"standardize": Standardize.running, "statistics_file": str(folder / "seen.json")}
+    with pytest.raises(ConfigError, match=r"^shaping.statistics_file: .*seen.json: .*No such file"):
+        shaper(**rules).check_file()
+    folder.mkdir()
+    running = shaper(**rules)
+    running.check_file()
+    running.shape(RAW)
+    (folder / "seen.json").unlink()
+    folder.rmdir()
+    running.save()
+    assert "shaping.statistics_file: " in caplog.messages[0]
+    folder.mkdir()
+    running.save()
+    assert json.loads((folder / "seen.json").read_text())["count"] == 3
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_weighed_attributes_are_one_reward() -> None:
     merged = shaper(TWO, attribute_weights={"help": 2.0, "length": -0.5})
     shaped = merged.shape(np.array([[1.0, 4.0], [0.0, 1.0]], dtype=np.float32))

@@ -171,17 +171,25 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
 async def _values(pool: ServerPool, token_lists: list[Sequence[int]]) -> Valued:
     limit, _ = await pool.limit()
     whole = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
-    replies = await asyncio.gather(*(_ask_for_values(pool, part) for part in whole.chunks(limit)))
+    replies = await _all_values(pool, whole.chunks(limit))
     rows = [row for reply in replies for row in reply.values]
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
     rewards = [reply.rewards for reply in replies if reply.rewards is not None]
     return Valued(values, np.concatenate(rewards) if rewards else None)
 
 
-async def _ask_for_values(pool: ServerPool, part: PartialRequest) -> wire.ValueReply:
+async def _all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[wire.ValueReply]:
+    found = await asyncio.gather(*(_ask_for_values(pool, part) for part in parts))
+    return [reply for replies in found for reply in replies]
+
+
+async def _ask_for_values(pool: ServerPool, part: PartialRequest) -> list[wire.ValueReply]:
+    """The answer to a request; to its halves where it has too many bytes."""
     try:
-        return await pool.ask_for(encoded(part), len(part.rows), _read_values)
+        return [await pool.ask_for(encoded(part), len(part.rows), _read_values)]
     except RefusedError as refusal:
+        if refusal.is_too_large and len(part.rows) > 1:
+            return await _all_values(pool, part.chunks(-(-len(part.rows) // 2)))
         if refusal.row is None or refusal.row >= len(part.rows):
             raise
         raise refusal.of_row(part.rows[refusal.row]) from refusal

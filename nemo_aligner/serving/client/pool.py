@@ -152,7 +152,8 @@ class ServerPool:
             try:
                 answer = await question(server)
             except UnavailableError as error:
-                if not again and error.again_in_s is None:
+                # A proxy's 502 or 504 may also say when to come again: it may have been done.
+                if not again and (error.is_lost or error.again_in_s is None):
                     raise ServingError(
                         f"{server.name}: {error}; it is not sent again, as it may have been done"
                     ) from error

@@ -69,7 +69,8 @@ class RowCollector:
         """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
 
         Raises:
-            ServingError: no server answers, or one refused a row that is not set aside.
+            ServingError: no server answers, the model failed, or a row was refused that is not
+                set aside.
         """
         if total:
             limit, servers = await self._pool.limit()
@@ -140,14 +141,15 @@ class RowCollector:
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]
-        if not self._sets_aside:
+        # A reward that is not finite names a row, too, and is the model's fault, not the text's.
+        if not self._sets_aside or refusal.status not in _AT_FAULT:
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         return part.only([other for other in part.rows if other != row])
 
     async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
         """What was refused without a row's number: find the rows by halves."""
-        is_too_large = refusal.status == 413 and len(part.rows) > 1
+        is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.status in _AT_FAULT):
             raise refusal
         if len(part.rows) == 1:

@@ -34,6 +34,8 @@ _FOREIGN = (
     "(a gateway has clients of its own: docs/gateway.md)"
 )
 _AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
+# Triton has no 413.
+_TOO_LARGE = re.compile(r"\d+ bytes, wanted at most \d+ \(server\.max_request_bytes\)")
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
 
 
@@ -52,6 +54,11 @@ class RefusedError(ServingError):
         """The row of the request that it is about, if it says one."""
         found = _ROW.match(self.text)
         return int(found[1]) if found else None
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the request has too many bytes, so that parts of it may be fit."""
+        return self.status == 413 or (self.status == 400 and bool(_TOO_LARGE.search(self.text)))
 
     @property
     def reason(self) -> str:
@@ -219,7 +226,10 @@ class RemoteServer:
     async def _published(self) -> ScoringContract | None:
         try:
             return await self._contract()
-        except RefusedError:  # a server of NeMo-Aligner has none
+        except RefusedError as error:  # a server of NeMo-Aligner has none
+            if error.status == 404 and self._agreement.is_expected:  # it may still be loaded
+                text = f"got the scoring contract (none), wanted one: {error.text}"
+                raise UnavailableError(text) from error
             return None
 
     def _leave_out(self, error: UnavailableError) -> None:

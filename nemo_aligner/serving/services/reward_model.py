@@ -44,6 +44,8 @@ class RewardModelServable:
         self._scorer.forget()
 
     def start(self, ranks: ModelRanks) -> RewardModel:
+        if self._shaper is not None:
+            self._shaper.check_file()
         # The first forward pass is slow, and may show that the model cannot run.
         ranks.execute(_SCORE, [[0]])
         return RewardModel(self._scorer, self._config, self._shaper, ranks)
@@ -155,5 +157,9 @@ def contract_endpoint(
         return {**published, **kserve.encode_statistics(statistics())}
 
     return Endpoint(
-        kserve.CONTRACT_MODEL_NAME, kserve.CONTRACT_INPUTS, kserve.CONTRACT_OUTPUTS, publish
+        kserve.CONTRACT_MODEL_NAME,
+        kserve.CONTRACT_INPUTS,
+        kserve.CONTRACT_OUTPUTS,
+        publish,
+        comes_first=True,  # Triton loads a model in seconds, and answers others meanwhile
     )

@@ -190,7 +190,7 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     flags = None if add_eos is None else [bool(flag) for flag in add_eos]
     if form == "tokens":
         return ScoreRequest(token_lists=_decode_tokens(inputs), add_eos=flags)
-    rows = [_decode_bytes(raw) for raw in _column(inputs, form, len(inputs[form]))]
+    rows = [_text(form, *each) for each in enumerate(_column(inputs, form, len(inputs[form])))]
     if form == "sentences":
         return ScoreRequest(texts=list(rows), add_eos=flags)
     conversations = [_conversation(row, text) for row, text in enumerate(rows)]
@@ -234,6 +234,14 @@ def _column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]
     return list(array.reshape(-1))
 
 
+def _text(form: str, row: int, raw: Any) -> str:
+    """One that is not UTF-8 would be scored as another text."""
+    try:
+        return raw.decode("utf-8") if isinstance(raw, bytes) else str(raw)
+    except UnicodeDecodeError as error:
+        raise ServingError(f"{form}, row {row}: not UTF-8 ({error.reason})") from None
+
+
 def _decode_bytes(raw: Any) -> str:
     return raw.decode("utf-8", errors="replace") if isinstance(raw, bytes) else str(raw)
 
@@ -257,6 +265,8 @@ def _conversation(row: int, text: str) -> Conversation:
         messages = json.loads(text)
     except ValueError as error:
         raise ServingError(f"conversations, row {row}: not JSON ({error})") from None
+    except RecursionError:
+        raise ServingError(f"conversations, row {row}: JSON that is nested too deeply") from None
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ServingError(
             f"conversations, row {row}: got {text[:80]}, "

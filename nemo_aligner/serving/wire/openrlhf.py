@@ -12,14 +12,22 @@ from typing import Any
 
 from pydantic import Field
 
-from nemo_aligner.serving.wire.route import STATUSES, Body, HttpAnswer, Route, ScoredRequest, Served
+from nemo_aligner.serving.wire.route import (
+    STATUSES,
+    Body,
+    HttpAnswer,
+    Items,
+    Route,
+    ScoredRequest,
+    Served,
+)
 from nemo_aligner.serving.wire.types import Failure, ScoreRequest
 
 
 class GetRewardRequest(Body):
     """Texts to score; what else is sent has no part in a reward."""
 
-    query: list[str] = Field(min_length=1, examples=[["What is red? A rose."]])
+    query: Items[str] = Field(min_length=1, examples=[["What is red? A rose."]])
     prompts: list[Any] | None = None
     labels: list[Any] | None = None
 

@@ -15,7 +15,15 @@ import numpy as np
 from pydantic import Field
 
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.wire.route import STATUSES, Body, HttpAnswer, Route, ScoredRequest, Served
+from nemo_aligner.serving.wire.route import (
+    STATUSES,
+    Body,
+    HttpAnswer,
+    Items,
+    Route,
+    ScoredRequest,
+    Served,
+)
 from nemo_aligner.serving.wire.types import Failure, ScoreRequest
 from nemo_aligner.text.messages import Text
 
@@ -33,9 +41,9 @@ class RewardMessage(Body, extra="forbid"):
 class RewardsRequest(Body, extra="forbid"):
     """Exactly one of the three."""
 
-    texts: list[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
-    conversations: list[list[RewardMessage]] | None = Field(None, min_length=1)
-    tokens: list[list[int]] | None = Field(None, min_length=1)
+    texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
+    conversations: Items[Items[RewardMessage]] | None = Field(None, min_length=1)
+    tokens: Items[Items[int]] | None = Field(None, min_length=1)
 
 
 class RowError(Body):

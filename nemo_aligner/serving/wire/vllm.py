@@ -26,6 +26,7 @@ from nemo_aligner.serving.wire.route import (
     STATUSES,
     Body,
     HttpAnswer,
+    Items,
     Route,
     ScoredRequest,
     Served,
@@ -90,10 +91,10 @@ class PoolingRequest(Body):
     """``input`` or ``messages``."""
 
     model: str | None = None
-    input: str | list[str] | list[int] | list[list[int]] | None = Field(
+    input: str | Items[str] | Items[int] | Items[Items[int]] | None = Field(
         None, examples=[["What is red? A rose."]]
     )
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     request_id: str | None = None
 
 
@@ -101,10 +102,10 @@ class PairsRequest(Body):
     """``queries`` and ``documents``, or one of vLLM's other names for the two."""
 
     model: str | None = None
-    queries: str | dict[str, Any] | list[str | dict[str, Any]] | None = Field(
+    queries: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
         None, examples=["What is red?"]
     )
-    documents: str | dict[str, Any] | list[str | dict[str, Any]] | None = Field(
+    documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
         None, examples=[["A rose.", "The sky."]]
     )
     request_id: str | None = None

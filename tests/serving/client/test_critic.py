@@ -54,6 +54,24 @@ def test_values_are_cut_to_each_sequence_and_long_calls_are_split(critic: Any) -
     assert [name for name, _ in critic.asked] == ["critic_infer"] * 2
 
 
+def test_too_many_bytes_at_once_are_sent_in_parts(critic: Any) -> None:
+    large = "got a request of 9 bytes, wanted at most 8 (server.max_request_bytes)"
+
+    def post(path: str, body: bytes, headers: Any) -> Answer:
+        header = json.loads(body[: int(headers["Inference-Header-Content-Length"])])
+        rows, width = next(each["shape"] for each in header["inputs"] if each["name"] == "tokens")
+        critic.asked.append(rows)
+        if rows > 1:
+            return 400, {"error": large}
+        return answer(output("values", "FP32", [1, width], [float(width)] * width))
+
+    critic._post = post
+    with RewardCriticClient(critic.url) as client:
+        found = client.infer([[1, 2, 3], [4], [5, 6]])
+    assert [row.tolist() for row in found.values] == [[3, 3, 3], [1], [2, 2]]
+    assert sorted(critic.asked) == [1, 1, 1, 2, 3]
+
+
 def test_nothing_is_asked_about_nothing(critic: Any) -> None:
     with RewardCriticClient(critic.url) as client:
         assert client.infer([]).values == []
@@ -61,10 +79,13 @@ def test_nothing_is_asked_about_nothing(critic: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "save"])
+@pytest.mark.parametrize(
+    "said", [Die(), *((status, {"error": "gone; retry after 0.1 s"}) for status in (502, 504))]
+)
 def test_what_changes_a_critic_is_sent_once_though_its_answer_is_lost(
-    verb: str, critic: Any
+    verb: str, said: Answer | Die, critic: Any
 ) -> None:
-    critic.said = Die()
+    critic.said = said
     with RewardCriticClient(critic.url, retry_s=30) as client:
         took, error = seconds(getattr(client, verb), *(ROLLOUT if verb == "train" else []))
     assert "it is not sent again, as it may have been done" in error

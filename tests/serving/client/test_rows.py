@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.serving.client import RefusedError, RewardClient
-from tests.serving.client.misbehaving import Misbehaving, refuse, seconds
+from tests.serving.client.misbehaving import Answer, Misbehaving, refuse, seconds
+
+# As a server has it: Triton knows no 413.
+TOO_LARGE = (
+    400,
+    {"error": "got a request of 9 bytes, wanted at most 8 (server.max_request_bytes)"},
+)
 
 
 class TestRefusedRows:
@@ -60,13 +67,17 @@ class TestRefusedRows:
         with RewardClient(lone.url) as client:
             assert "unexpected" in seconds(client.score_rows, ["a", "b", "c"])[1]
 
-    def test_whose_reward_is_not_finite(self, lone: Misbehaving) -> None:
+    def test_are_not_those_that_the_model_fails_on(self, lone: Misbehaving) -> None:
         def answer(texts: list[str]) -> Any:
             return (500, {"error": f"row {texts.index('b')}: not finite"}) if "b" in texts else None
 
-        lone.answer = answer
+        lone.answer, lone.limit = answer, 2
         with RewardClient(lone.url) as client:
-            assert client.score_rows(["a", "b"]).errors == {1: "not finite"}
+            for ask in (client.score_rows, partial(client.score, on_error="nan")):
+                with pytest.raises(RefusedError, match="row 2: not finite") as caught:
+                    ask(["a", "a", "b"])
+                assert caught.value.status == 500
+            assert client.score_rows(["a"]).errors == {}
 
     def test_that_cannot_be_sent(self, lone: Misbehaving) -> None:
         with RewardClient(lone.url) as client:
@@ -85,10 +96,15 @@ class TestRefusedRows:
                 client.score_tokens([5, 6])  # type: ignore[list-item]
         assert lone.asked == []
 
-    def test_too_much_at_once_is_sent_in_parts(self, lone: Misbehaving) -> None:
-        lone.answer = lambda texts: (413, b"<html>too large") if len(texts) > 2 else None
+    @pytest.mark.parametrize("refusal", [(413, b"<html>too large"), TOO_LARGE])
+    def test_too_much_at_once_is_sent_in_parts(self, lone: Misbehaving, refusal: Answer) -> None:
+        lone.answer = lambda texts: refusal if len(texts) > 2 else None
         with RewardClient(lone.url) as client:
             assert client.score(list("abcde"))[:, 0].tolist() == [97, 98, 99, 100, 101]
+        lone.answer = lambda texts: refusal if "".join(texts) != "a" else None
+        with RewardClient(lone.url) as client:
+            seconds(client.score, ["a", "b"])
+            assert list(client.score_rows(["a", "b"]).errors) == [1]
 
     def test_another_way_is_an_error(self, lone: Misbehaving) -> None:
         wanted = "on_error: got 'none', wanted 'raise' or 'nan'"

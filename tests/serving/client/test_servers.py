@@ -249,6 +249,15 @@ class TestTrouble:
         with RewardClient(lone.url, expect=CONTRACT) as client:
             assert "contract (none), wanted" in seconds(client.score, ["a"])[1]
 
+    def test_a_contract_that_is_expected_may_come_after_the_model(self, lone: Misbehaving) -> None:
+        lone.is_old = True
+        with RewardClient(lone.url, expect=CONTRACT, wait_s=10) as client:
+            future = client.score_future(["a"])
+            time.sleep(0.3)
+            assert not future.done()
+            lone.is_old = False
+            assert future.result(timeout=10)[0, 0] == 97
+
 
 class TestSeveral:
     def test_the_least_busy_is_asked(self, servers: list[Misbehaving]) -> None:

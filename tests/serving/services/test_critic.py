@@ -16,6 +16,7 @@ from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.ranks import RanksLostError
+from nemo_aligner.serving.service import in_order
 from nemo_aligner.serving.services.critic import SAVE, TRAIN, VALUES, CriticService
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import Failure, FailureKind
@@ -218,3 +219,10 @@ def test_a_critic_alone_offers_its_contract() -> None:
     asked = Asked()
     assert [*asked.endpoints] == [*names, "contract"]
     assert asked.endpoints["critic_train"].max_rows == 0
+
+
+def test_the_contract_is_made_known_before_what_is_scored_by_it() -> None:
+    service = Asked().service
+    first, *others = in_order([service])
+    assert first.name == "contract"
+    assert [each.name for each in others] == ["critic_infer", "critic_train", "critic_save"]

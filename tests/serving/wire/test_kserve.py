@@ -40,10 +40,19 @@ def test_a_reply_without_exceeded_is_read():
     assert back.exceeded.tolist() == [False, False]
 
 
-def test_broken_utf8_is_replaced():
-    assert kserve.decode_request({"sentences": column(b"a\xff")}).texts == [
-        "a\N{REPLACEMENT CHARACTER}"
-    ]
+@pytest.mark.parametrize("form", ["sentences", "conversations"])
+def test_what_is_not_utf8_is_refused(form):
+    good = b'[{"role": "assistant", "content": "a"}]'
+    with pytest.raises(ServingError, match=rf"^{form}, row 1: not UTF-8 \(invalid start byte\)"):
+        kserve.decode_request({form: column(good, b"a\xff")})
+
+
+def test_json_of_too_many_levels_is_refused():
+    deep = b"[" * 200_000 + b"]" * 200_000
+    with pytest.raises(
+        ServingError, match=r"^conversations, row 0: JSON that is nested too deeply"
+    ):
+        kserve.decode_request({"conversations": column(deep)})
 
 
 TOKENS = np.zeros((2, 4), np.int64)

@@ -56,7 +56,8 @@ def test_each_form_is_what_it_says(body, texts, token_lists) -> None:
         ({"conversations": [[{**TURNS[0], "text": ""}]]}, r"0\.text: unknown key$"),
         ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
         ([], r"body: got \[\], wanted an object"),
-        ({"texts": [1, 2, 3, 4, 5]}, "and 2 more"),
+        ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
+        (dict.fromkeys("vwxyz", 1), "and 2 more"),
     ],
 )
 def test_another_body_is_refused_in_a_line(body, message) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 pytest.importorskip("pydantic")
+from pydantic import ValidationError
+
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.wire.protocols import ROUTES
 from nemo_aligner.serving.wire.route import STATUSES, Served, text_of
@@ -45,6 +49,28 @@ def test_every_path_is_served_once() -> None:
     paths = [route.path for route in ROUTES]
     assert sorted(paths) == sorted({*paths})
     assert {*paths} == {"/v1/rewards", "/get_reward", "/classify", "/pooling", "/score", "/verify"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "wrong"),
+    [
+        ("/v1/rewards", "texts", [5] * 1000),
+        ("/v1/rewards", "conversations", [[{}] * 1000] * 5),
+        ("/v1/rewards", "tokens", [["a"] * 1000] * 5),
+        ("/get_reward", "query", [5] * 1000),
+        ("/classify", "input", [[None] * 1000] * 5),
+        ("/pooling", "messages", [5] * 1000),
+        ("/score", "queries", [5] * 1000),
+        ("/score", "documents", [5] * 1000),
+    ],
+)
+def test_a_list_is_left_at_its_first_unfit_element(path, field, wrong) -> None:
+    (route,) = (each for each in ROUTES if each.path == path)
+    body = {"query": ["a"], "queries": "a", "documents": "a"} if path != "/v1/rewards" else {}
+    with pytest.raises(ServingError) as caught:
+        route.parse(json.dumps({**body, field: wrong}).encode())
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() <= 6  # one for each form that a list may have
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)

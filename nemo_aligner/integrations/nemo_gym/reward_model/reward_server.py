@@ -25,6 +25,7 @@ _PAUSE_S = 0.5
 _STOP_S = 30.0
 _UNAVAILABLE = (429, 502, 503, 504)
 _REFUSED = (400, 413, 422)
+_COMES_BACK = ("transport_unreachable", "provider_unavailable")
 _ROW = re.compile(r"^(?:\w+, )?row \d+: ")
 _SHOWN = 2000
 
@@ -116,13 +117,13 @@ class RewardServers:
         return self._contract
 
     async def _ask(self, model: str, tensor: dict[str, Any]) -> dict[str, list[Any]]:
-        """Until a server answers: to score twice harms nobody."""
+        """Until one of the servers that are gone or busy answers: to score twice harms nobody."""
         end = time.monotonic() + self._retry_s
         while True:
             try:
                 return await self._post(f"{next(self._urls)}/v2/models/{model}/infer", tensor)
-            except RewardServerError:
-                if time.monotonic() > end:
+            except RewardServerError as error:
+                if error.kind not in _COMES_BACK or time.monotonic() > end:
                     raise
             await asyncio.sleep(_PAUSE_S)
 

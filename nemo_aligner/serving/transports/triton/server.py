@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.errors import AlignerError, ServingError
 from nemo_aligner.serving.ranks import ModelRanks
-from nemo_aligner.serving.service import Servable, Service
+from nemo_aligner.serving.service import Servable, Service, in_order
 from nemo_aligner.serving.transports.ready import ready_file
 from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
@@ -103,7 +103,7 @@ def _answer(
     """Have Triton hand requests over until it shall stop, while the model is at work beside."""
     port = free_port(config.host, config.port)
     services = [each.start(ranks) for each in servables]
-    endpoints = [endpoint for each in services for endpoint in each.endpoints]
+    endpoints = in_order(services)
     triton = build_triton(endpoints, config, port)
     guard = _start(triton)
     processes = triton_processes(os.getpid())

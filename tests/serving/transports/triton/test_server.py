@@ -50,6 +50,12 @@ class TestNemoAlignerClients:
             old_client.infer_batch(sentences=sentences, add_EOS=np.array([[False]])).result()
 
 
+def test_the_contract_is_loaded_before_what_is_scored_by_it(server):
+    said = server.output()
+    assert "Serving contract, reward_model at" in said
+    assert 0 < said.index("loaded 'contract'") < said.index("loading: reward_model")
+
+
 class TestPlainHttp:
     def test_sentences(self, server):
         status, answer = server.post(
