@@ -7,8 +7,9 @@ no part of it, and a rollout with calls of tools cannot be scored.
 
 A rollout whose reward is no measurement of the policy has ``mask_sample``, ``failure_kind`` (of
 Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, and where the
-model refuses what the policy said (too long, or with the template's own tokens). With
-``gateway.reward_threshold`` the latter is a rollout that failed: reward 0, and no mask.
+model refuses what the policy said (too long, or with the template's own tokens; with
+``gateway.reward_threshold`` that is a rollout that failed: reward 0, and no mask), or it said
+nothing, as one does whose thoughts took all of its tokens.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _KINDS = {
     FailureKind.internal: "verifier_error",
 }
 _REFUSED = "reward_model:refused_text"
+_NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
 _ROLES = {"developer": "system"}
 
 
@@ -100,14 +102,18 @@ def read(body: VerifyRequest) -> ScoreRequest:
         turns.append({"role": "user", "content": asked.input})
     else:
         turns += _turns(asked.input, "responses_create_params.input")
-    turns += _turns(body.response.output, "response.output")
-    if not turns or turns[-1]["role"] != "assistant":
-        raise ServingError("response.output: got no message of the assistant, wanted its reply")
-    return ScoreRequest(texts=[turns])
+    said = _turns(body.response.output, "response.output")
+    if not _has_reply(said):
+        raise ServingError(_NO_REPLY)
+    return ScoreRequest(texts=[_joined([*turns, *said])])
+
+
+def _has_reply(said: Conversation) -> bool:
+    return bool(said) and said[-1]["role"] == "assistant"
 
 
 def _turns(items: list[Any], where: str) -> Conversation:
-    """Messages of the Responses API; several of one role that follow each other are one turn."""
+    """Messages of the Responses API, without reasoning."""
     turns: Conversation = []
     for number, item in enumerate(items):
         place = f"{where}.{number}"
@@ -119,12 +125,19 @@ def _turns(items: list[Any], where: str) -> Conversation:
                 f"{place}: got {as_json(item)}, wanted a message with role and content"
             )
         role = _ROLES.get(item["role"], item["role"])
-        content = text_of(item.get("content"), place)
-        if turns and turns[-1]["role"] == role == "assistant":
-            turns[-1]["content"] += content
-        else:
-            turns.append({"role": role, "content": content})
+        turns.append({"role": role, "content": text_of(item.get("content"), place)})
     return turns
+
+
+def _joined(turns: Conversation) -> Conversation:
+    """With the assistant's messages that follow each other as one: a reply may go on a prompt's."""
+    joined: Conversation = []
+    for turn in turns:
+        if joined and joined[-1]["role"] == turn["role"] == "assistant":
+            joined[-1] = {**turn, "content": joined[-1]["content"] + turn["content"]}
+        else:
+            joined.append(turn)
+    return joined
 
 
 def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
@@ -147,10 +160,11 @@ def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[s
 
 
 def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
-    """Where a server failed, a rollout without a valid reward; else an error."""
-    if body is None or failure.kind not in _KINDS:
+    """Where a server failed, or nothing was said, a rollout without a reward; else an error."""
+    kind = _REFUSED if failure.message == _NO_REPLY else _KINDS.get(failure.kind)
+    if body is None or kind is None:
         return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
-    unmeasured = _unmeasured(_KINDS[failure.kind], failure.message, is_masked=True)
+    unmeasured = _unmeasured(kind, failure.message, is_masked=True)
     return HttpAnswer(200, {**_echo(body), **unmeasured})
 
 

@@ -77,6 +77,26 @@ def test_turns_instructions_and_parts_are_kept_and_reasoning_is_not() -> None:
     ]
 
 
+def test_a_reply_goes_on_where_the_prompt_ends() -> None:
+    asked = [{"role": "user", "content": "a"}, said("Sure: ")]
+    assert texts(rollout(asked, said("b"))) == [("user", "a"), ("assistant", "Sure: b")]
+
+
+@pytest.mark.parametrize("output", [[], [{"type": "reasoning", "id": "t", "summary": []}]])
+def test_a_prompts_own_turn_is_no_reply(output: list[Any]) -> None:
+    body = rollout([{"role": "user", "content": "a"}, said("earlier")], *output)
+    with pytest.raises(ServingError, match="no message of the assistant at its end") as refused:
+        texts(body)
+    failure = Failure(str(refused.value), FailureKind.bad_request)
+    answer = ROUTE.refuse(failure, parsed(body))
+    assert (answer.status, answer.content["reward"], answer.content["mask_sample"]) == (
+        200,
+        0,
+        True,
+    )
+    assert answer.content["failure_kind"] == "reward_model:refused_text"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
