@@ -87,13 +87,14 @@ class Rating:
 
 
 Record: TypeAlias = Comparison | Rating
+_NO_CHANCE = 20  # characters that two texts begin with
 
 
 def prompt_key(record: Record) -> str:
     """What two records of the same prompt have in common, whatever its case and white space.
 
-    Raw text does not say where its prompt ends: a pair's is what both texts begin with, up to a
-    line's end if there is one; a rated text stands for itself.
+    Raw text does not say where its prompt ends: a pair's is the whole lines that both texts begin
+    with, or else a beginning that is too long for chance; other texts stand for themselves.
     """
     first = record.texts[0]
     if isinstance(first, str):
@@ -106,7 +107,10 @@ def _common_start(record: Record) -> str:
     start = os.path.commonprefix(texts)  # noqa: RUF071 - of texts, not of paths
     if len(texts) == 1:
         return start
-    return start[: start.rfind("\n") + 1] or start or texts[0]
+    lines = start[: start.rfind("\n") + 1]
+    if lines.strip():
+        return lines
+    return start if len(start.strip()) >= _NO_CHANCE else "\n".join(texts)
 
 
 def _normal(text: str) -> str:

@@ -49,6 +49,15 @@ def test_a_list_on_one_line_is_split_by_its_items(tmp_path: Path) -> None:
     assert sorted(parts, key=str) == pairs
 
 
+def test_raw_texts_that_begin_alike_by_chance_are_of_many_prompts(tmp_path: Path) -> None:
+    pairs = [{"chosen": f"I love it {n}.", "rejected": f"I hate it {n}."} for n in range(8)]
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("\n".join(map(json.dumps, pairs)))
+    said = split_file(source, tmp_path, Split(heldout=0.25))
+    assert "train: 6 records, 6 prompts" in said
+    assert "heldout: 2 records, 2 prompts" in said
+
+
 def test_numbers_that_json_has_not_are_null_in_the_parts(tmp_path: Path) -> None:
     table = pytest.importorskip("pyarrow")
     from pyarrow import parquet
