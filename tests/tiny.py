@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.launching import ROOT, launch_script
+from tests.launching import PREPARED, ROOT, launch_script
 
 # The environment of the test run: libraries and launches in this process put more into it.
 GIVEN = dict(os.environ)
@@ -179,6 +179,10 @@ def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(ROOT), GIVEN.get("PYTHONPATH"))))
     ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return {**GIVEN, **ours, **more}
+
+
+# Whatever a worker starts first, its prepared processes have what most scripts are given.
+PREPARED.fits(environment())
 
 
 def temporary_files_in(folder: Path) -> dict[str, str]:

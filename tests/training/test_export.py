@@ -17,7 +17,8 @@ def test_the_candidates_are_listed_with_what_decided() -> None:
     checkpoints = RunCheckpoints("checkpoints", "validation-pairs/accuracy", save_top_k=2)
     ranked = [saved(24, accuracy=1.0, loss=0.07), saved(5, accuracy=1.0, loss=0.565)]
     assert render_candidates(checkpoints, ranked, saved(30)).splitlines() == [
-        "checkpoints, by validation-pairs/accuracy, equals by validation-pairs/loss:",
+        "checkpoints, by validation-pairs/accuracy,",
+        "  equals by validation-pairs/loss:",
         "  step 24      accuracy 1  loss 0.07  (chosen)",
         "  step 5       accuracy 1  loss 0.565",
         "  step 30      not validated",
