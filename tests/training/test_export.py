@@ -46,5 +46,5 @@ def test_few_of_many_are_listed() -> None:
     checkpoints = RunCheckpoints("checkpoints", "validation-pairs/accuracy")
     ranked = [saved(step, accuracy=1 / step, loss=0.5) for step in range(1, 31)]
     lines = render_candidates(checkpoints, ranked, ranked[29]).splitlines()
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert lines[-1] == "  and 22 that are not as good"
