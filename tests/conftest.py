@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 import nemo_aligner.parallel  # noqa: F401 - before any test imports megatron-core
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
@@ -20,6 +21,7 @@ from tests.contracts import Contracts
 from tests.environments import kept_environment, make_environment
 from tests.launching import PREPARED
 from tests.once import TURNS, Once, once_per_run, run_folder
+from tests.tiers import QUICK_SECS, Clock, Durations, store
 
 # Workers of xdist, and what a shell puts into the background, ignore SIGINT, and what they start
 # does, too: Ctrl-C could not be tested there.
@@ -27,6 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_THREADS = 150  # a layout has 60
 FEWEST_MUTATIONS = 100  # of which some load and some do not
+DURATIONS = Durations()
 
 
 def mutations(text: str) -> int:
@@ -44,41 +47,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="damaged checkpoints of each kind that are read (default: 300)",
     )
     parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"only what takes up to {QUICK_SECS:.0f} s by tests/durations.json, and what is smoke",
+    )
+    parser.addoption(
+        "--store-durations", action="store_true", help="measure anew what tests/durations.json has"
+    )
+    parser.addoption(
         "--fresh",
         action="store_true",
         help="start every script by python or torchrun, none from a prepared process",
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that the workers of a run, who share out what is left, end together."""
-
-    def seconds(item: pytest.Item) -> float:
-        marker = item.get_closest_marker("slow")
-        return 0.0 if marker is None else marker.kwargs.get("seconds", 10.0)
-
-    items.sort(key=seconds, reverse=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Clock())
 
 
-def minutes(seconds: float) -> str:
-    whole, rest = divmod(round(seconds), 60)
-    return f"{whole} min {rest} s"
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        left_out = [item for item in items if not DURATIONS.is_quick(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if DURATIONS.is_quick(item)]
+    DURATIONS.longest_first(items)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What the slow tests and the others took, set-up and all, summed over the workers."""
-    spent = {True: 0.0, False: 0.0}
-    tests: dict[bool, set[str]] = {True: set(), False: set()}
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                is_slow = "slow" in report.keywords
-                spent[is_slow] += report.duration
-                tests[is_slow].add(report.nodeid)
-    for is_slow, name in ((False, "not slow"), (True, "slow")):
-        if tests[is_slow]:
-            count = f"{len(tests[is_slow])} tests that are {name}"
-            terminalreporter.write_line(f"{count}: {minutes(spent[is_slow])} of work")
+class Groups(LoadScopeScheduling):
+    """What is one group goes to one worker, in a row."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return DURATIONS.group(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
+    config.option.loadscopereorder = False  # they come longest first
+    return Groups(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("store_durations"):
+        reports = [r for found in terminalreporter.stats.values() for r in found]
+        store([report for report in reports if isinstance(report, pytest.TestReport)])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,21 +49,30 @@ class Turns:
 
     def __init__(self) -> None:
         self.count = max(1, len(os.sched_getaffinity(0)) // 2)
+        self.was_taken = False  # since the test began
         self._folder: Path | None = None
         self._depth = 0
+        self._waited = 0.0
 
     def begin(self, folder: Path) -> None:
         """Take turns with the other workers whose run has this ``folder``."""
         self._folder = folder / "turns"
         self._folder.mkdir(exist_ok=True)
 
+    def now(self) -> float:
+        """Seconds of a clock that stands still while this worker waits for its turn."""
+        return time.monotonic() - self._waited
+
     @contextmanager
     def one(self) -> Iterator[None]:
         """A turn, waited for; inside it this worker has further ones at once."""
+        self.was_taken = True
         if self._folder is None or self._depth > 0:
             yield
             return
+        before = time.monotonic()
         lock = self._wait()
+        self._waited += time.monotonic() - before
         self._depth += 1
         try:
             yield

@@ -35,7 +35,7 @@ class ResidentPart:
         self, tensors: Iterable[Tensor], holds: Holds, apart_from: Sequence[ResidentPart] = ()
     ) -> None:
         """The storages of ``tensors``; those of ``apart_from`` are left to these parts."""
-        others = {storage.data_ptr() for part in apart_from for storage in part._storages}
+        others = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors
         }

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Lint, types and the import rules, as run_tests.sh has them; the settings are in pyproject.toml.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+use_environment test
+ruff check .
+mypy
+lint-imports --no-logo
