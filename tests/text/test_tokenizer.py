@@ -240,10 +240,10 @@ def test_tokenizer_with_added_tokens_that_are_special_if_they_say_so(
     assert found.encode("wonderful<judge>") == [320, 321]
 
 
-def test_reading_records_imports_neither_torch_nor_transformers() -> None:
+def test_imports_for_reading_records_are_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, nemo_aligner.data.records, nemo_aligner.data.formats, "
-        "nemo_aligner.text.contract; "
+        "nemo_aligner.text.contract, nemo_aligner.precision; "
         "print([name for name in ('torch', 'transformers', 'jinja2') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
