@@ -13,7 +13,7 @@ from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.readout import Readout
 from nemo_aligner.text.one_reward import one_reward, reward_weights
 from tests.serving.fake_server import CONTRACT
-from tests.text.refusals import not_refused
+from tests.text.refusals import assert_refused
 
 BINS = Readout("bins", ((0.0, 1.0, 4.0), (-1.0, 0.0, 1.0)))
 QUANTILES = Readout("quantiles", ((0.1, 0.5, 0.9),) * 2)
@@ -57,7 +57,7 @@ def test_readout_survives_json() -> None:
         assert readout.width == 3
     texts = ("", "[]", "{}", '{"kind": "bins"}', '{"kind": "bins", "numbers": [["x", 1]]}', "1")
     cases = [(text, "readout: got") for text in texts]
-    assert not_refused(Readout.from_json, cases, DataError) == {}
+    assert_refused(Readout.from_json, cases, DataError)
 
 
 def test_readout_of_other_numbers_is_refused() -> None:
@@ -71,7 +71,7 @@ def test_readout_of_other_numbers_is_refused() -> None:
         (("quantiles", ((0.1, 0.9),)), "with 0.5, which is the reward"),
         (("quantiles", ((0.0, 0.5),)), "wanted levels between 0 and 1"),
     ]
-    assert not_refused(lambda case: Readout(*case), cases, DataError) == {}
+    assert_refused(lambda case: Readout(*case), cases, DataError)
 
 
 WEIGHED = dataclasses.replace(CONTRACT, attribute_weights=(0.25, 2.0))

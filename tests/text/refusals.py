@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def not_refused(
+def assert_refused(
     call: Callable[[Any], object],
     cases: Iterable[tuple[Any, str]],
     error: type[Exception],
-) -> dict[str, str]:
-    """Each ``(case, pattern)`` that ``call`` takes, or refuses without saying the pattern."""
-    wrong = {}
+) -> None:
+    """Of ``(case, pattern)`` all are refused by ``call``, with an ``error`` that says it."""
+    wrong = []
     for number, (case, pattern) in enumerate(cases):
         said = "nothing, and took it"
         try:
@@ -21,5 +21,5 @@ def not_refused(
         except error as caught:
             said = str(caught)
         if not re.search(pattern, said):
-            wrong[f"{number}: {case!r:.100}"] = f"said {said}; wanted {pattern}"
-    return wrong
+            wrong.append(f"case {number}, {case!r:.100}: wanted {pattern!r}, it said: {said}")
+    assert not wrong, "\n".join(wrong)

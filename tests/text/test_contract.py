@@ -18,7 +18,7 @@ from nemo_aligner.text.contract_fields import MAX_TEMPLATE
 from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from tests.contracts import Contracts
-from tests.text.refusals import not_refused
+from tests.text.refusals import assert_refused
 
 CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the cat sings"}]
 FIXED = ScoringContract(
@@ -110,7 +110,7 @@ def test_contract_that_was_changed_is_refused() -> None:
         ({**content, "readout": one_attribute}, "readout: got 1 attributes, wanted 2"),
         ({**content, "readout": "[1]"}, "readout: got"),
     ]
-    assert not_refused(ScoringContract.from_dict, cases, CheckpointError) == {}
+    assert_refused(ScoringContract.from_dict, cases, CheckpointError)
 
 
 def test_contract_expected_is_named_with_the_one_that_came() -> None:
@@ -185,7 +185,7 @@ def test_contract_fields_refuse_everything_else() -> None:
         for name, (wanted, values) in BAD_VALUES.items()
         for value in values
     ]
-    assert not_refused(lambda case: changed(**dict([case])), cases, DataError) == {}
+    assert_refused(lambda case: changed(**dict([case])), cases, DataError)
 
 
 def test_contract_has_one_weight_and_mean_for_each_attribute() -> None:
@@ -195,7 +195,7 @@ def test_contract_has_one_weight_and_mean_for_each_attribute() -> None:
         for name, value in more.items()
     ]
     cases.append((dict.fromkeys(more, ()), "got 0 attributes, 0 weights and 0 label means"))
-    assert not_refused(lambda case: changed(**case), cases, DataError) == {}
+    assert_refused(lambda case: changed(**case), cases, DataError)
 
 
 def test_contract_is_built_from_the_settings(contracts: Contracts, tokenizer: Tokenizer) -> None:
@@ -306,7 +306,7 @@ def test_texts_that_cannot_be_encoded_are_refused(
         ([CHAT[0], {"role": "assistant", "content": "a<|im_end|>\n"}], twice.format(2)),
         ([{"role": "user", "content": "a<|im_end|>"}, CHAT[1]], twice.format(1)),
     ]
-    assert not_refused(lambda text: contract.encode(tokenizer, text), cases, DataError) == {}
+    assert_refused(lambda text: contract.encode(tokenizer, text), cases, DataError)
     inside = [CHAT[0], {"role": "assistant", "content": "a<|im_end|>b"}]
     assert contract.encode(tokenizer, inside).token_ids
 

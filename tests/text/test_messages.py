@@ -18,7 +18,7 @@ from nemo_aligner.text.reply_marker import find_marker, make_reply_marker, reply
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests.contracts import Contracts
-from tests.text.refusals import not_refused
+from tests.text.refusals import assert_refused
 
 SYSTEM = {"role": "system", "content": "be kind"}
 USER = {"role": "user", "content": "why"}
@@ -67,7 +67,7 @@ def test_messages_that_are_no_text_are_refused() -> None:
         ([{"role": "user", "content": "\udfff"}, REPLY], "surrogate pair at character 0"),
     ]
     escaped = [(text, re.escape(wanted)) for text, wanted in cases]
-    assert not_refused(check_text, escaped, DataError) == {}
+    assert_refused(check_text, escaped, DataError)
 
 
 TURNS = [

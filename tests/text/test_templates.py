@@ -18,7 +18,7 @@ from nemo_aligner.text.templates import (
     resolve_template,
 )
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
-from tests.text.refusals import not_refused
+from tests.text.refusals import assert_refused
 
 CHAT = [
     {"role": "user", "content": "why"},
@@ -113,7 +113,7 @@ def test_template_that_does_not_end_is_stopped(tokenizer: Tokenizer) -> None:
     ]
     where = r"^model\.data\.template: x\.jinja: "
     cases = [(template, rf"{where}{wanted}.*; set it to") for template, wanted in cases]
-    assert not_refused(partial(check_x, tokenizer), cases, ConfigError) == {}
+    assert_refused(partial(check_x, tokenizer), cases, ConfigError)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -136,7 +136,7 @@ def test_template_that_would_spoil_scores_is_refused(tokenizer: Tokenizer) -> No
     ]
     where = r"^model\.data\.template: x\.jinja: "
     cases = [(template, rf"{where}{wanted}") for template, wanted in cases]
-    assert not_refused(partial(check_x, tokenizer), cases, ConfigError) == {}
+    assert_refused(partial(check_x, tokenizer), cases, ConfigError)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -176,7 +176,7 @@ def test_template_that_refuses_or_pries_is_a_data_error() -> None:
         "{{ 1 / 0 }}",
     )
     cases = [(text, "the chat template cannot write this conversation") for text in texts]
-    assert not_refused(lambda text: render(text, CHAT, "", ""), cases, DataError) == {}
+    assert_refused(lambda text: render(text, CHAT, "", ""), cases, DataError)
 
 
 def test_template_writes_json_as_it_reads() -> None:
