@@ -8,10 +8,12 @@ from typing import Any
 NOT_REFUSED = "it was not refused"
 
 
-def refusal(kind: type[Exception], function: Callable[..., Any], *given: Any, **more: Any) -> str:
+def refusal(
+    kind: type[Exception] | tuple[type[Exception], ...], function: Callable[..., Any], *given: Any
+) -> str:
     """The error's text; an error of another kind is raised."""
     try:
-        function(*given, **more)
+        function(*given)
     except kind as error:
         return str(error)
     return NOT_REFUSED
