@@ -70,8 +70,10 @@ def test_cached_rewards_are_those_without_a_cache(
 
 @pytest.mark.slow(seconds=30)
 def test_cached_rewards_are_those_without_a_cache_at_any_layout(archives: dict[str, Path]) -> None:
+    """Of keys that are seen all at once, and by windows in every other layer."""
     script = "tests/scoring/cached_layouts.py"
-    done = tiny.run_script(script, *map(str, archives.values()), processes=2)
+    chosen = (str(archives[case]) for case in ("llama3", "gemma2"))
+    done = tiny.run_script(script, *chosen, processes=2)
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == set(cached_layouts.LAYOUTS)
     for name, by_case in found.items():
