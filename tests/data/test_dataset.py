@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,26 @@ from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
+from tests.data.files import write
 
 RULE = MalformedRule()
 
 
 def build_dataset(
-    paths: list[str], contract: ScoringContract, tokenizer: Tokenizer, rule: MalformedRule = RULE
+    paths: list[Path], contract: ScoringContract, tokenizer: Tokenizer, rule: MalformedRule = RULE
 ) -> TokenizedDataset:
     """Of pairs."""
     rules = IndexRules(Reading(RecordKind.comparison, rule=rule), contract, tokenizer)
-    indexes = open_indexes(paths, rules)
+    indexes = open_indexes([str(path) for path in paths], rules)
     check_indexes(indexes, rule)
     return join_indexes(indexes, "train")
-
-
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def pair(chosen: str, rejected: str) -> dict[str, str]:
     return {"prompt": "why", "chosen": chosen, "rejected": rejected}
 
 
-def test_records_keep_order_and_sides(
+def test_dataset_keeps_order_and_sides(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     path = write(tmp_path / "a.jsonl", pair("the cat", "no"), pair("a dog", "bad bad"))
@@ -67,7 +62,7 @@ def test_records_keep_order_and_sides(
             assert torch.as_tensor(sequence).tolist() == ids
 
 
-def test_overlong_pairs_are_dropped_whole_and_not_replaced(
+def test_dataset_drops_overlong_pairs_whole(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     rows = [pair("yes", "no"), pair("yes", "cat " * 50), pair("cat " * 50, "no"), pair("a", "b")]
@@ -87,7 +82,7 @@ def test_overlong_pairs_are_dropped_whole_and_not_replaced(
         build(Overlong.error)
 
 
-def test_sides_equal_as_tokens_are_dropped(
+def test_dataset_drops_sides_equal_as_tokens(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     rows = [pair("x" + " cat" * 60, "y" + " cat" * 60), pair("yes", "no")]
@@ -97,7 +92,7 @@ def test_sides_equal_as_tokens_are_dropped(
     assert dataset.counts == {"read": 2, "kept": 1, "same_tokens": 1}
 
 
-def test_a_record_the_template_refuses_is_named(
+def test_dataset_names_a_record_the_template_refuses(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     path = write(tmp_path / "a.jsonl", pair("yes", "no"), pair("forbidden", "no"))
@@ -115,7 +110,7 @@ def test_a_record_the_template_refuses_is_named(
         build_dataset([path], contract, tokenizer, MalformedRule(Malformed.drop, most=0.4))
 
 
-def test_a_missing_template_is_no_fault_of_records(
+def test_dataset_without_a_template_is_no_fault_of_records(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     path = write(tmp_path / "a.jsonl", pair("yes", "no"), pair("who", "no"))
@@ -125,14 +120,14 @@ def test_a_missing_template_is_no_fault_of_records(
     assert "malformed" not in str(caught.value)
 
 
-def test_one_error_names_the_malformed_records_of_all_files(
+def test_malformed_records_of_all_files_are_one_error(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     config = contracts.config()
     bad = [{**pair("a", "b"), "chosen": n} for n in range(12)]
     train = write(tmp_path / "train.jsonl", *bad, pair("a", "b"))
     valid = write(tmp_path / "valid.jsonl", *bad[:1], {**pair("c", "d"), "prompt": "y"})
-    config.data.data_prefix = DataPrefixConfig([train], [valid])
+    config.data.data_prefix = DataPrefixConfig([str(train)], [str(valid)])
     with pytest.raises(DataError) as caught:
         build_training_data(config, contracts(), tokenizer)
     lines = str(caught.value).splitlines()
@@ -153,7 +148,7 @@ def test_one_error_names_the_malformed_records_of_all_files(
     assert listed[3] == "    and 9 more"
 
 
-def test_nothing_left_is_an_error(
+def test_dataset_of_no_records_is_an_error(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     path = write(tmp_path / "a.jsonl", pair("the cat", "no"))
@@ -168,7 +163,8 @@ def regression_data(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) 
     train += [{"prompt": "f", "response": "e", "help": None, "depth": -100}]
     valid = [{"prompt": "g", "response": "e", "help": 3, "depth": 7}]
     config.data.data_prefix = DataPrefixConfig(
-        [write(tmp_path / "train.jsonl", *train)], [write(tmp_path / "valid.jsonl", *valid)]
+        [str(write(tmp_path / "train.jsonl", *train))],
+        [str(write(tmp_path / "valid.jsonl", *valid))],
     )
     return build_training_data(config, contracts(["help", "depth"]), tokenizer)
 
@@ -192,7 +188,7 @@ def rows_of(table: str) -> dict[str, str]:
     return {line[2:28].strip(): line[28:] for line in table.splitlines()[1:]}
 
 
-def test_the_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+def test_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
     data = regression_data(tmp_path, contracts, tokenizer)
     train, valid = rows_of(data.train.table()), rows_of(data.validation[0].table())
     assert data.validation[0].table().startswith(f"validation-valid: {tmp_path / 'valid.jsonl'} (")
@@ -207,7 +203,7 @@ def test_the_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: T
     assert data.table() == f"{data.train.table()}\n{data.validation[0].table()}"
 
 
-def test_the_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+def test_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
     rows = [
         {**pair("cat cat cat", "no"), "source": "one"},
         {**pair("cat cat cat", "no"), "source": "one"},
@@ -229,13 +225,13 @@ def test_the_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tok
     assert table["tokens of a reply"].startswith(f"1 to {longest}, median ")
 
 
-def test_the_table_says_what_is_not_computed_again(
+def test_table_says_what_is_computed_once_for_all(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     config = contracts.config()
     replies = [(1, "yes"), (2, "cat"), (3, "no dog"), (4, "a tree")]
     path = write(tmp_path / "ranked.jsonl", tiny.ranked("why is it so", *replies))
-    config.data.data_prefix = DataPrefixConfig([path])
+    config.data.data_prefix = DataPrefixConfig([str(path)])
     train = build_training_data(config, contracts(), tokenizer).train
     total, packed = sum(train.lengths(0)), packed_size(train, 0)
     assert total > 2 * packed
@@ -243,45 +239,28 @@ def test_the_table_says_what_is_not_computed_again(
     assert saved == f"{1 - packed / total:.1%}; nothing in 0 records"
 
 
-def test_a_prompt_in_training_and_validation_is_an_error_unless_allowed(
+def test_prompt_in_training_and_validation_is_an_error_unless_allowed(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     config = contracts.config()
     train = write(tmp_path / "train.jsonl", {**pair("a", "b"), "prompt": "x"}, pair("a", "b"))
     valid = write(tmp_path / "valid.jsonl", {**pair("c", "d"), "prompt": "y"}, pair("c", "d"))
-    config.data.data_prefix = DataPrefixConfig([train], [valid])
+    config.data.data_prefix = DataPrefixConfig([str(train)], [str(valid)])
     with pytest.raises(DataError, match=r"1 of its 2 prompts .*valid.jsonl:2 and .*train.jsonl:2"):
         build_training_data(config, contracts(), tokenizer)
     config.data.allow_prompt_overlap = True
     data = build_training_data(config, contracts(), tokenizer)
     assert rows_of(data.validation[0].table())["prompts also in training"] == "1"
-
-
-def test_raw_text_has_a_common_prompt_up_to_a_lines_end(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    config = contracts.config()
-    texts = {"train": ("why\nyes cat", "why\nyes dog"), "valid": ("why\nno", "why\na tree")}
-    paths = {
-        name: write(tmp_path / f"{name}.jsonl", *({"text": text} for text in sides))
-        for name, sides in texts.items()
-    }
-    config.data.data_prefix = DataPrefixConfig([paths["train"]], [paths["valid"]])
+    # Raw texts have a common prompt up to a line's end.
+    sides = (("why\nyes cat", "why\nyes dog"), ("why\nno", "why\na tree"))
+    for path, texts in zip((train, valid), sides, strict=True):
+        write(path, *({"text": text} for text in texts))
+    config.data.allow_prompt_overlap = False
     with pytest.raises(DataError, match="1 of its 1 prompts stand in the training files"):
         build_training_data(config, contracts(), tokenizer)
 
 
-def test_an_attribute_without_a_label_is_an_error(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    config = contracts.config(["help", "depth"])
-    row = {"prompt": "a", "response": "b", "help": 1, "depth": None}
-    config.data.data_prefix.train = [write(tmp_path / "train.jsonl", row)]
-    with pytest.raises(DataError, match="no record has a label of depth"):
-        build_training_data(config, contracts(["help", "depth"]), tokenizer)
-
-
-def test_ranking_data_and_its_names(
+def test_validation_sets_are_named_by_their_files(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     config = contracts.config()
@@ -299,13 +278,13 @@ def test_ranking_data_and_its_names(
     assert data.contract == contracts()
 
 
-def test_a_record_beyond_the_budget_is_found_at_the_start(
+def test_training_data_that_cannot_be_trained_on_is_refused_at_the_start(
     tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     config = contracts.config()
     config.micro_batch_tokens = 60
     rows = [pair("yes", "no"), pair("cat " * 30, "dog " * 30)]
-    config.data.data_prefix.train = [write(tmp_path / "a.jsonl", *rows)]
+    config.data.data_prefix.train = [str(write(tmp_path / "a.jsonl", *rows))]
     with pytest.raises(
         ConfigError, match=r"micro_batch_tokens: got 60, wanted at least.*a.jsonl:2"
     ):
@@ -313,3 +292,8 @@ def test_a_record_beyond_the_budget_is_found_at_the_start(
     config.data.data_prefix.train = []
     with pytest.raises(ConfigError, match=r"data_prefix.train: got no file"):
         build_training_data(config, contracts(), tokenizer)
+    rated = contracts.config(["help", "depth"])
+    row = {"prompt": "a", "response": "b", "help": 1, "depth": None}
+    rated.data.data_prefix.train = [str(write(tmp_path / "train.jsonl", row))]
+    with pytest.raises(DataError, match="no record has a label of depth"):
+        build_training_data(rated, contracts(["help", "depth"]), tokenizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests.contracts import Contracts
+from tests.data.files import write
 
 RATED = [
     {"prompt": "why", "response": "the cat", "help": 1, "brief": None},
@@ -28,12 +28,8 @@ PAIRS = [{"prompt": "who", "chosen": "a cat", "rejected": "no"}]
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    found = {}
-    for name, rows in (("rated", RATED), ("pairs", PAIRS)):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found[name] = str(path)
-    return found
+    rows = {"rated": RATED, "pairs": PAIRS}
+    return {name: str(write(tmp_path / f"{name}.jsonl", *each)) for name, each in rows.items()}
 
 
 def build(
@@ -57,45 +53,39 @@ def build(
     return build_training_data(config, contract, tokenizer)
 
 
-@pytest.mark.parametrize("order", [("rated", "pairs"), ("pairs", "rated")])
-def test_files_of_both_kinds_are_one_set(
-    order: tuple[str, str], files: dict[str, str], contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    contract = contracts(["help", "brief"])
-    paths = [files[name] for name in order]
-    data = build(tokenizer, contract, paths, paths, "ranking_and_regression")
-    records = data.train.records
-    assert records.sizes.tolist() == ([1, 1, 2] if order[0] == "rated" else [2, 1, 1])
-    rated = records.labels.values[records.sizes == 1]
-    assert rated[1].tolist() == [4.0, 2.0]
-    assert bool(torch.isnan(records.labels.values[records.sizes == 2]).all())
-    assert data.contract.label_means == (2.5, 2.0)
-    for dataset in data.validation:
-        assert dataset.records.labels.means == (2.5, 2.0)
-    assert "label means" in data.train.reports[order.index("rated")].table()
-    assert "label means" not in data.train.reports[order.index("pairs")].table()
-
-
-def test_an_attribute_that_nobody_rates_is_an_error(
+def test_mixed_files_of_both_kinds_are_one_set(
     files: dict[str, str], contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     contract = contracts(["help", "brief"])
+    for order, sizes in ((("rated", "pairs"), [1, 1, 2]), (("pairs", "rated"), [2, 1, 1])):
+        paths = [files[name] for name in order]
+        data = build(tokenizer, contract, paths, paths, "ranking_and_regression")
+        records = data.train.records
+        assert records.sizes.tolist() == sizes
+        rated = records.labels.values[records.sizes == 1]
+        assert rated[1].tolist() == [4.0, 2.0]
+        assert bool(torch.isnan(records.labels.values[records.sizes == 2]).all())
+        assert data.contract.label_means == (2.5, 2.0)
+        for dataset in data.validation:
+            assert dataset.records.labels.means == (2.5, 2.0)
+        assert "label means" in data.train.reports[order.index("rated")].table()
+        assert "label means" not in data.train.reports[order.index("pairs")].table()
+
+
+def test_labels_that_an_objective_cannot_learn_from_are_refused(
+    files: dict[str, str], contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    contract, bins = contracts(["help", "brief"]), "ordinal_bins"
     with pytest.raises(DataError, match="no record has a label of help"):
         build(tokenizer, contract, [files["pairs"]], [], "ranking_and_regression")
-
-
-def test_a_label_beyond_the_bins_is_an_error_with_its_line(
-    files: dict[str, str], contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    contract = contracts(["help", "brief"])
     message = r"rated.jsonl:2: help: got 4, wanted 0 to 3, as .* \(1 labels of train are not\)"
     with pytest.raises(DataError, match=message):
-        build(tokenizer, contract, [files["rated"]], [], "ordinal_bins", values=[0, 1, 2, 3])
+        build(tokenizer, contract, [files["rated"]], [], bins, values=[0, 1, 2, 3])
     with pytest.raises(ConfigError, match="all labels of brief are one in"):
-        build(tokenizer, contract, [files["rated"]], [], "ordinal_bins")
+        build(tokenizer, contract, [files["rated"]], [], bins)
 
 
-def test_bins_are_in_the_contract_and_labels_are_not_centred(
+def test_labels_in_bins_are_not_centred_and_the_contract_has_the_bins(
     files: dict[str, str], contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     contract = contracts(["help", "brief"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from nemo_aligner.errors import DataError
 from nemo_aligner.objectives.measure import measure_set, measure_step
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests.contracts import Contracts
+from tests.data.files import write
 from tests.data.ranked_format import FORMAT
 
 TIED = {"question": "who", "ranked": [[0, "the cat"], [0, "a dog"]]}
@@ -32,12 +32,7 @@ LOG_2 = math.log(2)
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(FORMATS, FORMAT.name, FORMAT)
-    return write(tmp_path / "ranked.jsonl", TIED, THREE, PLAIN, EQUAL)
-
-
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write(tmp_path / "ranked.jsonl", TIED, THREE, PLAIN, EQUAL))
 
 
 def read(
@@ -58,7 +53,7 @@ def rows_of(data: TrainingData) -> dict[str, str]:
     return {line[:28].strip(): line[28:].strip() for line in lines}
 
 
-def test_a_reader_drops_what_is_tied_unless_it_is_to_keep_ties(path: str) -> None:
+def test_ties_are_dropped_by_a_reader_unless_it_is_to_keep_them(path: str) -> None:
     file = read_records(path, Reading(RecordKind.comparison))
     assert file.counts == {"read": 4, "kept": 2, "tied": 1, "identical": 1}
     kept = read_records(path, Reading(RecordKind.comparison, ties=True))
@@ -67,49 +62,41 @@ def test_a_reader_drops_what_is_tied_unless_it_is_to_keep_ties(path: str) -> Non
     assert [record.has_ties for record in kept.records] == [True, True, False]
 
 
-@pytest.mark.parametrize("objective", [None, "plackett_luce"])
-def test_what_learns_from_no_ties_counts_them_as_dropped(
-    path: str, contracts: Contracts, tokenizer: Tokenizer, objective: str | None
+def test_ties_are_counted_as_dropped_where_nothing_is_learned_from_them(
+    path: str, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    data = read(path, contracts, tokenizer, objective)
-    table = rows_of(data)
-    assert len(data.train) == 2
-    assert table["dropped"] == "2 (1 identical, 1 tied)"
-    assert table["exact ties (dropped)"] == "2"
-    assert "all tied (kept)" not in table
-    assert table["some tied"] == "1"
+    for objective in (None, "plackett_luce"):
+        data = read(path, contracts, tokenizer, objective)
+        table = rows_of(data)
+        assert len(data.train) == 2
+        assert table["dropped"] == "2 (1 identical, 1 tied)"
+        assert table["exact ties (dropped)"] == "2"
+        assert "all tied (kept)" not in table
+        assert table["some tied"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("objective", "settings", "tie"),
-    [
+def test_ties_are_kept_in_training_and_validation_where_they_are_learned_from(
+    path: str, contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    for objective, settings, tie in (
         ("rao_kupper", {}, math.log(3)),
         ("davidson", {}, math.log(3)),
         ("bradley_terry", {"ties": "half"}, LOG_2),
-    ],
-)
-def test_what_learns_from_ties_keeps_them_in_training_and_validation(
-    path: str,
-    contracts: Contracts,
-    tokenizer: Tokenizer,
-    objective: str,
-    settings: dict[str, Any],
-    tie: float,
-) -> None:
-    data = read(path, contracts, tokenizer, objective, **settings)
-    table = rows_of(data)
-    assert (table["kept"], table["all tied (kept)"], table["some tied"]) == ("3", "1", "1")
-    assert table["exact ties (dropped)"] == "1"
-    assert len(data.validation[0]) == 3
-    records = data.train.records
-    assert records.ranks.tolist() == [0, 0, 1, 0, 1, 1, 0]
-    # With equal rewards everything is as likely as anything else.
-    step = measure_step(data.objective, torch.zeros(7, 1), records)
-    assert step["loss"] == pytest.approx(tie)
-    assert step["accuracy"] == 0.5
+    ):
+        data = read(path, contracts, tokenizer, objective, **settings)
+        table = rows_of(data)
+        assert (table["kept"], table["all tied (kept)"], table["some tied"]) == ("3", "1", "1")
+        assert table["exact ties (dropped)"] == "1"
+        assert len(data.validation[0]) == 3
+        records = data.train.records
+        assert records.ranks.tolist() == [0, 0, 1, 0, 1, 1, 0]
+        # With equal rewards everything is as likely as anything else.
+        step = measure_step(data.objective, torch.zeros(7, 1), records)
+        assert step["loss"] == pytest.approx(tie), objective
+        assert step["accuracy"] == 0.5, objective
 
 
-def test_metrics_are_of_pairs_with_an_order_alone(
+def test_ties_are_in_the_loss_and_not_in_accuracy_and_margin(
     path: str, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     data = read(path, contracts, tokenizer, "davidson")
@@ -122,11 +109,11 @@ def test_metrics_are_of_pairs_with_an_order_alone(
     assert found["by_source/tied/loss"] > LOG_2
 
 
-def test_a_pair_cannot_be_scaled_by_less_than_nothing(
+def test_label_margin_cannot_scale_by_less_than_nothing(
     tmp_path: Path, path: str, contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     rows = [{**PLAIN, "label_margin": margin} for margin in (0, None, -1, -2)]
-    path = write(tmp_path / "margins.jsonl", *rows)
+    path = str(write(tmp_path / "margins.jsonl", *rows))
     message = (
         r"margins.jsonl:3: label_margin: got -1, wanted 0 or more, as model.objective needs it "
         r"\(2 labels of train are not\)"

@@ -1,11 +1,17 @@
-"""A rank that opens tokens on the disk: ``ranks.py FILE TOKENIZER FOLDER``, for test_ranks.py."""
+"""A rank that opens tokens on the disk, for test_ranks.py and test_store.py.
+
+``ranks.py TOKENIZER FOLDER FILE ...`` opens one file after the other, and says of each what its
+ranks have. With ``--die`` it is killed when half of an index is written.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import signal
 import sys
+from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser
 from nemo_aligner.cli.running import run_verb
@@ -18,6 +24,17 @@ from nemo_aligner.text.tokenizer import load_tokenizer
 from tests.contracts import Contracts
 
 
+def die_at_half(place: Path) -> None:
+    add = index._Writer.add
+
+    def die(*block: object) -> None:
+        add(*block)  # type: ignore[arg-type]
+        print(json.dumps([part.name for part in place.iterdir()]), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    index._Writer.add = die  # type: ignore[assignment,method-assign]
+
+
 def run(options: argparse.Namespace) -> int:
     made: list[str] = []
 
@@ -26,24 +43,29 @@ def run(options: argparse.Namespace) -> int:
         return index.make_index(path, *rest)  # type: ignore[arg-type]
 
     folder.make_index = make  # type: ignore[assignment]
+    if options.die:
+        die_at_half(Path(options.folder))
     tokenizer = load_tokenizer(options.tokenizer)
     contracts = Contracts(tokenizer)
-    kept = {"index_dir": options.folder} if options.folder else {"keep_index": False}
-    config = contracts.config(None, **kept)
-    config.data.data_prefix.train = [options.file]
+    config = contracts.config(None, index_dir=options.folder)
+    rank = int(os.environ.get("RANK", "0"))
     with launch():
-        data = build_training_data(config, contracts(), tokenizer)
-        loader = TrainLoader(data.train, 4, 400, 1, int(os.environ["RANK"]), 2)
-        plan = loader.plan(0)
-        tokens = [pack.tokens.tolist() for pack in plan.packs]
-        found = gather_objects((len(made), data.train.digest, plan.record_ids, tokens))
-    if os.environ["RANK"] == "0":
-        print(json.dumps(found))
+        for file in options.files:
+            made.clear()
+            config.data.data_prefix.train = [file]
+            data = build_training_data(config, contracts(), tokenizer)
+            plan = TrainLoader(data.train, 4, 400, 1, rank, 2).plan(0)
+            tokens = [pack.tokens.tolist() for pack in plan.packs]
+            found = gather_objects((len(made), data.train.digest, plan.record_ids, tokens))
+            if rank == 0:
+                print(json.dumps(found), flush=True)
     return 0
 
 
 if __name__ == "__main__":
     parser = Parser("ranks", __doc__)
-    for name in ("file", "tokenizer", "folder"):
+    parser.add_argument("--die", action="store_true")
+    for name in ("tokenizer", "folder"):
         parser.add_argument(name)
+    parser.add_argument("files", nargs="+")
     sys.exit(run_verb(run, parser.parse(sys.argv[1:])))

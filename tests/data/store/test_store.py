@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,23 +22,22 @@ from nemo_aligner.data.store import folder as folders
 from nemo_aligner.data.store import index, pool, prepare
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.text.tokenizer import load_tokenizer
 from tests import tiny
 from tests.contracts import Contracts
+from tests.data.files import rows_of, write
 
 LONG_AGO = 1_600_000_000
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def old(path: Path) -> Path:
+    """Last written so long ago that a change would show."""
     os.utime(path, (LONG_AGO, LONG_AGO))
     return path
 
 
 def pairs(path: Path, count: int = 40, seed: int = 0) -> Path:
-    tiny.write_pairs(path, count, seed)
-    os.utime(path, (LONG_AGO, LONG_AGO))
-    return path
+    return old(tiny.write_pairs(path, count, seed))
 
 
 def build(contracts: Contracts, *train: Path, attributes: Any = None, **data: Any) -> TrainingData:
@@ -99,13 +97,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:
     """Data of every kind, and the settings that read it."""
     if name == "pairs":
-        rows = [json.loads(line) for line in pairs(folder / "p.jsonl").read_text().splitlines()]
+        rows = rows_of(pairs(folder / "p.jsonl"))
         rows += rows[:3]
         rows[5]["source"] = "one"
         rows[7]["rejected"] = rows[7]["chosen"]
         rows[9]["chosen"] = 3
         rows[11]["chosen"] = "cat " * 90
-        return [write(folder / "a.jsonl", rows)], {
+        return [old(write(folder / "a.jsonl", *rows))], {
             "seq_length": 60, "overlong": Overlong.drop, "max_malformed": 0.5,
             "malformed": Malformed.drop,
         }  # fmt: skip
@@ -128,7 +126,7 @@ def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["pairs", "files", "lines", "list", "ratings"])
-def test_mapped_data_is_that_of_memory_bit_for_bit(
+def test_index_gives_the_data_of_memory_bit_for_bit(
     tmp_path: Path,
     contracts: Contracts,
     name: str,
@@ -144,8 +142,7 @@ def test_mapped_data_is_that_of_memory_bit_for_bit(
     assert made == list(dict.fromkeys(map(str, files)))
 
 
-@pytest.mark.slow(seconds=6)
-def test_several_processes_give_the_same(
+def test_index_made_by_several_processes_is_the_same(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, settings = files_of("pairs", tmp_path)
@@ -156,7 +153,8 @@ def test_several_processes_give_the_same(
     monkeypatch.setattr(pool, "tokenize_block", None)
     settings["index_dir"] = str(tmp_path / "index")
     assert_same(build(contracts, *files, **settings), in_memory)
-    bad = write(tmp_path / "bad.jsonl", [{"prompt": "a", "chosen": "x " * 99, "rejected": "b"}] * 9)
+    long = {"prompt": "a", "chosen": "x " * 99, "rejected": "b"}
+    bad = old(write(tmp_path / "bad.jsonl", *[long] * 9))
     settings["overlong"] = Overlong.error
     with pytest.raises(DataError, match=r"bad.jsonl:1: got \d+ tokens, wanted at most 60"):
         build(contracts, bad, **settings)
@@ -165,7 +163,7 @@ def test_several_processes_give_the_same(
         build(contracts, *files, **{**settings, "index_dir": str(tmp_path / "other")})
 
 
-def test_a_second_start_reads_no_text(
+def test_index_of_a_second_start_needs_no_text(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
@@ -184,7 +182,7 @@ def test_a_second_start_reads_no_text(
     assert_same(build_training_data(config, contracts(), contracts.tokenizer), first)
 
 
-def test_a_changed_file_is_indexed_anew(
+def test_index_of_a_changed_file_is_made_anew(
     tmp_path: Path, contracts: Contracts, made: list[str]
 ) -> None:
     path, place = tmp_path / "a.jsonl", {"index_dir": str(tmp_path / "index")}
@@ -202,7 +200,7 @@ def test_a_changed_file_is_indexed_anew(
     assert len(list((tmp_path / "index").iterdir())) == 1
 
 
-def test_a_file_written_a_moment_ago_is_compared_by_its_content(
+def test_index_of_a_file_written_a_moment_ago_is_compared_by_its_content(
     tmp_path: Path, contracts: Contracts, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, place = tmp_path / "a.jsonl", {"index_dir": str(tmp_path / "index")}
@@ -216,7 +214,7 @@ def test_a_file_written_a_moment_ago_is_compared_by_its_content(
     assert digests
 
 
-def test_other_rules_have_an_index_of_their_own(
+def test_index_of_other_rules_is_another(
     tmp_path: Path, contracts: Contracts, made: list[str], tmp_path_factory: Any
 ) -> None:
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
@@ -225,8 +223,8 @@ def test_other_rules_have_an_index_of_their_own(
         {"template": "plain"}, {"seq_length": 50}, {"overlong": Overlong.truncate_left},
         {"format": "chat_pairs"}, {"prompt_key": "prompt"}, {"add_eos": True},
     ):  # fmt: skip
-        build(contracts, path, **place, **settings)
-        build(contracts, path, **place, **settings)
+        for _ in range(2):
+            build(contracts, path, **place, **settings)
     assert len(made) == 7
     folder = tmp_path_factory.mktemp("tokenizer")
     contracts.tokenizer.save(folder)
@@ -240,83 +238,57 @@ def test_other_rules_have_an_index_of_their_own(
     assert len(made) == 8
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "index.json", "bounds.bin"])
-def test_a_damaged_index_is_made_anew(
-    tmp_path: Path, contracts: Contracts, made: list[str], name: str
+def test_index_that_is_damaged_is_made_anew(
+    tmp_path: Path, contracts: Contracts, made: list[str]
 ) -> None:
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
+    in_memory = build(contracts, path)
     build(contracts, path, **place)
     [folder] = (tmp_path / "index").iterdir()
-    damaged = folder / name
-    damaged.write_bytes(damaged.read_bytes()[:-8])
-    assert_same(build(contracts, path, **place), build(contracts, path))
-    assert len(made) == 2
+    for number, name in enumerate(("tokens.bin", "index.json", "bounds.bin"), start=2):
+        damaged = folder / name
+        damaged.write_bytes(damaged.read_bytes()[:-8])
+        assert_same(build(contracts, path, **place), in_memory)
+        assert len(made) == number, name
 
 
-WRITER = """
-import sys
-from nemo_aligner.data.store import index
-from nemo_aligner.data.training_data import build_training_data
-from nemo_aligner.text.tokenizer import load_tokenizer
-from tests.contracts import Contracts
-
-path, tokenizer, folder, when = sys.argv[1:]
-contracts = Contracts(load_tokenizer(tokenizer))
-config = contracts.config(None, index_dir=folder)
-config.data.data_prefix.train = [path]
-add = index._Writer.add
-
-def stop(self, block):
-    add(self, block)
-    if when == "half":
-        print("half", flush=True)
-        sys.stdin.read()
-
-index._Writer.add = stop
-build_training_data(config, contracts(), contracts.tokenizer)
-"""
-
-
-def start_writer(path: Path, tokenizer: Path, folder: Path, when: str) -> Any:
-    command = [sys.executable, "-c", WRITER, str(path), str(tokenizer), str(folder), when]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=tiny.environment(), **pipes)  # type: ignore[call-overload]
-
-
-@pytest.mark.slow(seconds=12)
-def test_what_a_killed_process_has_written_is_not_used(
+def test_index_of_a_process_that_is_killed_is_not_used(
     tmp_path: Path, tokenizer_folder: Path, contracts: Contracts
 ) -> None:
     path, folder = pairs(tmp_path / "a.jsonl"), tmp_path / "index"
-    with start_writer(path, tokenizer_folder, folder, "half") as writer:
-        for line in writer.stdout:
-            if line == "half\n":
-                break
-        assert [part.name[0] for part in folder.iterdir()] == ["."]
-        writer.send_signal(signal.SIGKILL)
+    arguments = map(str, (tokenizer_folder, folder, path))
+    done = tiny.run_script("tests/data/store/ranks.py", "--die", *arguments, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [name[0] for name in json.loads(done.stdout.splitlines()[-1])] == ["."]
     end = time.monotonic() + 10
     while list(folder.iterdir()) and time.monotonic() < end:
         time.sleep(0.05)
     assert list(folder.iterdir()) == []
-    mapped = build(contracts, path, index_dir=str(folder))
+    assert_same(build(contracts, path, index_dir=str(folder)), build(contracts, path))
+
+
+def test_index_that_another_process_made_meanwhile_stays(
+    tmp_path: Path, contracts: Contracts, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one begins and ends while the first is at work."""
+    path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
+    add, of_other = index._Writer.add, list[int]()
+
+    def meanwhile(*block: Any) -> None:
+        add(*block)
+        if len(made) == 1:
+            build(contracts, path, **place)
+            [folder] = (tmp_path / "index").glob("a.*")
+            of_other.append(folder.stat().st_ino)
+
+    monkeypatch.setattr(index._Writer, "add", meanwhile)
+    mapped = build(contracts, path, **place)
+    assert len(made) == 2
+    assert [folder.stat().st_ino for folder in (tmp_path / "index").iterdir()] == of_other
     assert_same(mapped, build(contracts, path))
 
 
-@pytest.mark.slow(seconds=12)
-def test_two_processes_at_once_leave_one_index(
-    tmp_path: Path, tokenizer_folder: Path, contracts: Contracts, made: list[str]
-) -> None:
-    path, folder = pairs(tmp_path / "a.jsonl"), tmp_path / "index"
-    writers = [start_writer(path, tokenizer_folder, folder, "never") for _ in range(2)]
-    for writer in writers:
-        _, _ = writer.communicate(timeout=120)
-        assert writer.returncode == 0
-    assert len(list(folder.iterdir())) == 1
-    assert_same(build(contracts, path, index_dir=str(folder)), build(contracts, path))
-    assert made == []
-
-
-def test_ids_have_16_bits_where_the_vocabulary_allows(
+def test_index_has_ids_of_16_bits_where_the_vocabulary_allows(
     tmp_path: Path, contracts: Contracts, tokenizer_folder: Path, made: list[str]
 ) -> None:
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
@@ -329,7 +301,7 @@ def test_ids_have_16_bits_where_the_vocabulary_allows(
     backend.save(str(large_folder / "tokenizer.json"))
     large_contracts = Contracts(load_tokenizer(large_folder))
     row = {"prompt": "why", "chosen": "<65999> yes", "rejected": "<65998> no"}
-    other = write(tmp_path / "b.jsonl", [row])
+    other = write(tmp_path / "b.jsonl", row)
     large = build(large_contracts, other, **place)
     sizes = {
         folder.name[0]: json.loads((folder / "index.json").read_text())["facts"]["token_type"]
@@ -342,7 +314,7 @@ def test_ids_have_16_bits_where_the_vocabulary_allows(
     assert_same(large, build(large_contracts, other))
 
 
-def test_beside_a_file_that_lies_where_nothing_can_be_written(
+def test_index_beside_a_file_where_nothing_can_be_written(
     tmp_path: Path,
     contracts: Contracts,
     monkeypatch: pytest.MonkeyPatch,
@@ -370,12 +342,14 @@ def test_beside_a_file_that_lies_where_nothing_can_be_written(
         build(contracts, path, index_dir=str(data / "index"))
 
 
-def test_a_small_file_has_no_index_beside_it(tmp_path: Path, contracts: Contracts) -> None:
+def test_index_of_a_small_file_is_not_kept(tmp_path: Path, contracts: Contracts) -> None:
     build(contracts, pairs(tmp_path / "a.jsonl"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    with pytest.raises(ConfigError, match=r"model.data.index_dir: got 'x', wanted null, as"):
+        contracts.config(None, index_dir="x", keep_index=False)
 
 
-def test_a_disk_that_is_full_is_said(
+def test_index_on_a_full_disk_is_an_error(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(*unused: Any) -> None:
@@ -387,22 +361,10 @@ def test_a_disk_that_is_full_is_said(
     assert list((tmp_path / "index").iterdir()) == []
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
+def test_index_of_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = pairs(tmp_path / "a.jsonl")
     monkeypatch.setattr(folders, "content_digest", lambda _: os.utime(path) or "")
     with pytest.raises(DataError, match=r"a.jsonl: it was changed while it was read"):
         build(contracts, path, index_dir=str(tmp_path / "index"))
-
-
-def test_settings_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"model.data.index_dir: got 'x', wanted null, as"):
-        Contracts.config(None, index_dir="x", keep_index=False)  # type: ignore[arg-type]
-
-
-def test_a_tokenizer_survives_a_pickle(tokenizer: Tokenizer) -> None:
-    import pickle
-
-    again = pickle.loads(pickle.dumps(tokenizer))
-    assert again.fingerprint == tokenizer.fingerprint

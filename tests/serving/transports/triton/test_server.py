@@ -105,7 +105,9 @@ def test_server_answers_a_bad_request_in_one_line_and_goes_on(server: Server) ->
     assert server.post({"inputs": [json_request("sentences", "BYTES", [["a"]])]})[0] == 200
 
 
-def test_client_of_a_real_server_has_every_form_of_request_and_answer(server: Server) -> None:
+def test_client_of_a_real_server_has_every_form_of_request_and_answer(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     """What its own format and Triton's make of it; tests/serving/client has servers of its own."""
     chat = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Grüße"}]
     many = ["x" * (1 + i % 7) for i in range(100)]  # the server refuses more than 32
@@ -133,6 +135,7 @@ def test_client_of_a_real_server_has_every_form_of_request_and_answer(server: Se
         scored = client.score_rows(["a" * 100, "", "b"])
         assert scored.exceeded.tolist() == [True, False, False]
         assert scored.rewards[0, 0] == 64 * ord("a")
+        assert "1 of 3 texts were cut" in caplog.text
         assert (scored.contract_hash, [*scored.errors]) == (CONTRACT.hash, [1])
         scored = asyncio.run(client.score_token_rows_async([[1], [-1]]))
         assert scored.rewards[0].tolist() == [1.0, -1.0]
