@@ -1,8 +1,7 @@
-"""Every family against transformers: rewards, gradients, features, 16 bits, and layouts."""
+"""Every family against transformers: rewards, gradients, features, and 16 bits."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,12 +20,9 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 from tests import families, tiny
 from tests.families import CASES, GROUPS, SEQUENCES, WINDOW
-from tests.models import family_layouts
+from tests.models import layouts
 
 FP32, BF16 = Precision.fp32, Precision.bf16
-LAYOUT_CASES = (
-    "llama3", "qwen2", "qwen3", "mistral_untied_window", "gemma", "gemma2", "nemotron"
-)  # fmt: skip
 PACKS = {
     "together": [PackedBatch.pack(SEQUENCES)],
     "alone": [PackedBatch.pack([tokens]) for tokens in SEQUENCES],
@@ -293,7 +289,7 @@ def test_family_in_16_bits_is_near_and_its_stream_in_fp32(
     """In scoring the residual stream is fp32, and products are not."""
     made = build(case)
     wanted = our_rewards(made.ours, layout)
-    for precision in (Precision.bf16, Precision.fp16) if case in LAYOUT_CASES else (BF16,):
+    for precision in (Precision.bf16, Precision.fp16) if case in layouts.CASES else (BF16,):
         model = load(made.path, layout, precision)
         seen, dtype = watch(model), model.config.params_dtype
         assert dtype is torch.bfloat16 or precision is not BF16
@@ -358,16 +354,16 @@ def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
         return rewards.square().sum(), torch.tensor(rewards.size(0))
 
     path = build(case).path
-    plain = family_layouts.step(path, layout)
+    plain = layouts.step(path, layout)
     for how in Recompute:
         if how is not Recompute.none:
-            again = family_layouts.step(path, layout, how)
+            again = layouts.step(path, layout, how)
             assert again == {key: pytest.approx(plain[key], rel=1e-6) for key in plain}, how
-        model = family_layouts.load(path, layout, BF16, how)
+        model = layouts.load(path, layout, BF16, how)
         seen = watch(model)
         wrapped = wrap_for_training(model)
         wrapped.train()
-        forward_backward(wrapped, family_layouts.batches(), layout, loss)
+        forward_backward(wrapped, layouts.batches(), layout, loss)
         assert seen == {"layers": {torch.bfloat16}, "products": {torch.bfloat16}}, how
         assert all(weight.main_grad.abs().max() > 0 for weight in model.decoder.parameters())
 
@@ -381,41 +377,5 @@ def test_family_with_added_query_groups_trains_alike(
     made = build(case)
     padded = made.path.with_suffix(".padded.nemo")
     convert_hf_to_nemo(made.path.with_suffix(".hf"), padded, tensor_parallel=4)
-    alone, with_groups = (family_layouts.step(path, layout) for path in (made.path, padded))
+    alone, with_groups = (layouts.step(path, layout) for path in (made.path, padded))
     assert with_groups == {key: pytest.approx(alone[key], rel=1e-5) for key in alone}
-
-
-@pytest.mark.slow
-def test_family_at_every_layout_scores_and_trains_alike(
-    build: Any, layout: ParallelLayout, tmp_path: Path
-) -> None:
-    """Rewards, gradient norm, and rewards after a step, of every family, against one process.
-
-    What each layout saved after it is the same model. In bf16 rewards have the same bits between
-    pipeline stages; tensor parallel products are summed otherwise.
-    """
-    paths = [build(case).path for case in LAYOUT_CASES]
-    script = "tests/models/family_layouts.py"
-    done = tiny.run_script(script, str(tmp_path), *map(str, paths), processes=2, timeout=600)
-    found = json.loads(done.stdout.splitlines()[-1])
-    for path in paths:
-        alone, in_bf16 = (
-            family_layouts.step(path, layout),
-            family_layouts.rewards(path, layout, precision=BF16),
-        )
-        assert alone["after"] != pytest.approx(alone["before"], abs=1e-3)
-        for name in family_layouts.LAYOUTS:
-            there = found[name][path.stem]
-            said = f"{path.stem} at {name}"
-            assert there["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5), said
-            there["saved"] = family_layouts.rewards(
-                path, layout, weights=tmp_path / name / path.stem
-            )
-            for when, wanted in (("before", "before"), ("after", "after"), ("saved", "after")):
-                size = max(map(abs, alone[wanted]))
-                # Adam divides a gradient by its own size, and so its rounding, which is the
-                # processor's: 1.2e-5 was seen.
-                near = 1e-5 if when == "before" else 2e-5
-                assert there[when] == pytest.approx(alone[wanted], abs=near * size), (said, when)
-            near = 0 if name == "PP=2" else 0.05 * max(map(abs, in_bf16))
-            assert there["bf16"] == pytest.approx(in_bf16, abs=near, rel=0), said

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.gateway import GatewayConfig
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.errors import ConfigError, DataError, ServingError
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.process import served
 from tests import tiny
 from tests.serving.gateway_calls import call
 from tests.serving.servers import SERVE, Server, json_request, running, tokens_request
@@ -147,6 +148,16 @@ def check_score_example(server: Server, rewards: np.ndarray) -> None:
     )
     printed = [[float(word) for word in line.split()[:2]] for line in done.stdout.splitlines()]
     np.testing.assert_allclose(printed, rewards[[0, chat]], rtol=0, atol=1e-4)
+
+
+def test_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with pytest.raises(ServingError) as caught, served(["rm_model_file=nowhere.nemo"], log):
+        pytest.fail("the server started without a model")
+    said = str(caught.value)
+    assert said.startswith(f"the server did not start; the end of {log}:\n")
+    assert "CheckpointError: nowhere.nemo" in said
+    assert "Serving" not in said
 
 
 def test_gateway_gives_the_bits_of_the_server_by_every_protocol(

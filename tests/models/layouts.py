@@ -1,22 +1,29 @@
-"""A step at some layouts, and rewards in bf16: ``family_layouts.py FOLDER ARCHIVE...`` prints them.
+"""Models at some layouts: ``layouts.py FOLDER REWARD_MODEL ARCHIVE...``, under torchrun.
 
-Under torchrun; the weights after the step are saved in FOLDER/LAYOUT/ARCHIVE.
+Of each ARCHIVE a step of training, whose weights are saved in FOLDER/LAYOUT/ARCHIVE, and rewards in
+bf16; of REWARD_MODEL the values of a critic. What rank N found is in FOLDER/rankN.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from nemo_aligner.batch import Group, PackedBatch, Records
-from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_critic,
+    load_pretrained,
+    load_reward_model,
+)
 from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
-from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
 from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.parallel.collectives import on_main
@@ -30,6 +37,9 @@ LAYOUTS: dict[str, tuple[int, int, bool]] = {
     "TP=2+SP": (2, 1, True),
     "PP=2": (1, 2, False),
 }
+# Of tests.families, one of each.
+CASES = ["llama3", "qwen2", "qwen3", "mistral_untied_window", "gemma", "gemma2", "nemotron"]
+LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
 
 def batches() -> list[PackedBatch]:
@@ -95,20 +105,63 @@ def rewards(
     return everyone(infer(model, batches(), layout), layout)
 
 
-def main(folder: str, *archives: str) -> None:
+def critic(archive: Path, layout: ParallelLayout) -> dict[str, Any]:
+    """A critic's values, and the rewards of all beginnings."""
+    beginnings = [sequence[:end] for sequence in LENGTHENED for end in range(1, len(sequence) + 1)]
+    alike = [[*range(30, 50), 7], [*range(30, 50), 8, 9]]
+    packs = [
+        PackedBatch.pack(LENGTHENED),
+        PackedBatch.pack(alike, Records.of([0], [2]), groups=[Group(2, 20)]),
+    ]
+    model = load_reward_model(archive, layout).model
+    return {
+        "rewards": infer(model, [PackedBatch.pack(beginnings)], layout),
+        "with_prefix": infer(model, packs[1:], layout),
+        "values": infer_values(load_critic(archive, layout).model, packs, layout),
+    }
+
+
+def received_late(layout: ParallelLayout) -> list[bool]:
+    """Whether what one stage sends, and goes on, is what the other one receives afterwards."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    from nemo_aligner.parallel.pipeline import PipelineMessages
+
+    shapes = [(100_000, 1, 8), (3, 1, 8)]
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, variable_seq_lengths=True
+    )
+    messages = PipelineMessages(config, shapes, torch.float32)
+    sent = [torch.arange(shape[0] * 8.0).view(shape) for shape in shapes]
+    got = []
+    if layout.is_first_stage:
+        for tensor in sent:
+            messages.send_forward(tensor, False)
+    dist.barrier()
+    if layout.is_last_stage:
+        got = [messages.recv_forward(shape, False) for shape in shapes]
+    messages.finish()
+    return [torch.equal(*pair) for pair in zip(got, sent, strict=True)] if got else []
+
+
+def main(folder: str, reward_model: str, *archives: str) -> None:
     with launch(60.0) as world:
         found: dict[str, dict[str, Any]] = {}
+        on_rank: dict[str, Any] = {}
         for name, sizes in LAYOUTS.items():
             layout = initialize_layout(*sizes)
             found[name] = {}
             for archive in map(Path, archives):
-                save = Path(folder, name, archive.stem)
                 in_bf16 = rewards(archive, layout, Precision.bf16)
-                trained = step(archive, layout, save=save)
+                trained = step(archive, layout, save=Path(folder, name, archive.stem))
                 found[name][archive.stem] = {**trained, "bf16": in_bf16}
+            values = critic(Path(reward_model), layout)
+            if layout.is_last_stage and layout.tp_rank == 0:
+                on_rank[name] = values
+            if layout.pp > 1:
+                on_rank["received"] = received_late(layout)
             destroy_layout()
-        if world.is_main:
-            print(json.dumps(found))
+        torch.save({**on_rank, "families": found}, Path(folder, f"rank{world.rank}"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""Families, a critic and pipeline messages on two ranks, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_aligner.config.common import Precision
+from tests import families, tiny
+from tests.models import layouts
+from tests.models.layouts import LAYOUTS
+
+
+# Before there is a layout: the reward model is made in one of its own.
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of all archives, and what two ranks found of them, in one launch."""
+    folder = tmp_path_factory.mktemp("layouts")
+    reward_model = tiny.write_reward_nemo(folder / "rm.nemo")
+    paths = [families.write_base_nemo(folder / f"{case}.nemo", case) for case in layouts.CASES]
+    script = "tests/models/layouts.py"
+    tiny.run_script(script, str(folder), str(reward_model), *map(str, paths), processes=2)
+    found: dict[str, Any] = {}
+    for rank in (1, 0):
+        found.update(torch.load(folder / f"rank{rank}"))
+    return folder, found
+
+
+@pytest.fixture
+def alone(there: Any, layout: Any) -> Any:
+    """The layout of this process, made after what is to be found at others."""
+    return layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", layouts.CASES)
+def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, alone: Any) -> None:
+    """Rewards, gradient norm, and rewards after a step, against one process.
+
+    What each layout saved after it is the same model. In bf16 rewards have the same bits between
+    pipeline stages; tensor parallel products are summed otherwise.
+    """
+    folder, found = there
+    path = folder / f"{case}.nemo"
+    wanted = layouts.step(path, alone)
+    in_bf16 = layouts.rewards(path, alone, Precision.bf16)
+    assert wanted["after"] != pytest.approx(wanted["before"], abs=1e-3)
+    for name in LAYOUTS:
+        got = found["families"][name][case]
+        assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), name
+        got["saved"] = layouts.rewards(path, alone, weights=folder / name / case)
+        for when, then in (("before", "before"), ("after", "after"), ("saved", "after")):
+            size = max(map(abs, wanted[then]))
+            # Adam divides a gradient by its own size, and so its rounding, which is the
+            # processor's: 1.2e-5 was seen.
+            near = 1e-5 if when == "before" else 2e-5
+            assert got[when] == pytest.approx(wanted[then], abs=near * size), (name, when)
+        near = 0.0 if name == "PP=2" else 0.05 * max(map(abs, in_bf16))
+        assert got["bf16"] == pytest.approx(in_bf16, abs=near, rel=0), name
+
+
+@pytest.mark.slow
+def test_critic_at_every_layout_values_a_token_as_the_text_that_ends_with_it(
+    there: Any, alone: Any
+) -> None:
+    folder, found = there
+    at_all = {name: found[name] for name in LAYOUTS} | {
+        "one": layouts.critic(folder / "rm.nemo", alone)
+    }
+    for name, got in at_all.items():
+        first, second = got["values"]
+        # Every prefix of every sequence, laid out as the packed tokens are.
+        rewards = got["rewards"]
+        assert first.shape == rewards.shape == (5 + 21 + 1 + 12, 2), name
+        assert first.dtype is torch.float32
+        assert rewards.std(0).min() > 0.1
+        torch.testing.assert_close(first, rewards, rtol=0, atol=1e-5, msg=name)
+        # 20 tokens that both replies begin with are there once; the ends are the rewards.
+        assert second.shape == (20 + 1 + 2, 2)
+        torch.testing.assert_close(second[[20, 22]], got["with_prefix"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_pipeline_stage_goes_on_before_its_messages_are_received(there: Any) -> None:
+    folder, _ = there
+    assert torch.load(folder / "rank1")["received"] == [True, True]
+
+
+@pytest.mark.slow
+def test_more_than_two_ranks_are_summed_in_their_order() -> None:
+    done = tiny.run_script("tests/models/rank_order.py", processes=3, timeout=120)
+    assert done.stdout.splitlines()[-1] == "differs: []"
