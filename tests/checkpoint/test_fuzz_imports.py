@@ -180,17 +180,17 @@ def megatron_settings(name: str) -> list[Mutation]:
 
 
 def nemo2(folder: Path, *parts: Any) -> list[Mutation]:
-    foreign.write_nemo2(folder, *parts)
+    foreign.nemo2(folder, *parts)
     return megatron_settings("context/model.yaml")
 
 
 def bridge(folder: Path, *parts: Any) -> list[Mutation]:
-    inner = foreign.write_bridge(folder, *parts)
+    inner = foreign.bridge(folder, *parts)
     return [*megatron_settings(f"{inner.name}/run_config.yaml"), Mutation(tracker)]
 
 
 def megatron_lm(folder: Path, *parts: Any) -> list[Mutation]:
-    foreign.write_megatron_lm(folder, *parts)
+    foreign.megatron_lm(folder, *parts)
     return [
         Mutation(arguments, ALL),
         Mutation(tracker),
@@ -203,7 +203,7 @@ def megatron_lm(folder: Path, *parts: Any) -> list[Mutation]:
 def zarr(folder: Path, *parts: Any) -> list[Mutation]:
     pytest.importorskip("zarr")
     pytest.importorskip("ml_dtypes")
-    foreign.write_nemo1(folder, *parts)
+    foreign.nemo1(folder, *parts)
     for path in (folder / "model_weights").iterdir():
         path.unlink()
     (folder / "model_weights").rmdir()
@@ -249,7 +249,7 @@ def aligner(folder: Path, tensors: Any, tokenizer: Path) -> list[Mutation]:
         "reward_standardization": {"enable": True, "mean": 0.5, "std": 2.0},
         "output_sequence": False,
     }
-    foreign.write_nemo1(folder, {**tensors, **head}, tokenizer, **settings)
+    foreign.nemo1(folder, {**tensors, **head}, tokenizer, **settings)
     tokens = f"{foreign.HEX}_tokenizer"
 
     def head_settings(files: Files, rng: random.Random) -> Files:

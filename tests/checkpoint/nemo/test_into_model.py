@@ -104,7 +104,7 @@ def test_nothing_under_the_prefix_is_nothing(
     tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
 ) -> None:
     """NeMo 1 settings over NeMo 2 weights would leave a model as it was drawn."""
-    foreign.write_nemo1(tmp_path / "theirs", tensors, tokenizer_folder)
+    foreign.nemo1(tmp_path / "theirs", tensors, tokenizer_folder)
     shutil.rmtree(tmp_path / "theirs" / "model_weights")
     foreign.save(tmp_path / "theirs" / "model_weights", tensors, "module.")
     with pytest.raises(CheckpointError, match=r"model\.embedding.*: got none"):

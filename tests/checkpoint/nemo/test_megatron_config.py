@@ -33,8 +33,8 @@ def test_a_gemma_of_megatron_bridge_is_nemo_1s(
     gelu = torch.nn.functional.gelu(numbers, approximate="tanh")
     torch.testing.assert_close(fast_gelu(numbers), gelu)
     tied = {key: tensor for key, tensor in tensors.items() if key != "output_layer.weight"}
-    foreign.write_nemo1(tmp_path / "a", tied, tokenizer_folder, **foreign.NEMO1_GEMMA)
-    foreign.write_bridge(tmp_path / "b", tied, tokenizer_folder, **foreign.BRIDGE_GEMMA)
+    foreign.nemo1(tmp_path / "a", tied, tokenizer_folder, **foreign.NEMO1_GEMMA)
+    foreign.bridge(tmp_path / "b", tied, tokenizer_folder, **foreign.BRIDGE_GEMMA)
     wanted, got = load(tmp_path / "a", layout), load(tmp_path / "b", layout)
     check(got.model, tied)
     batch = [PackedBatch.pack(SEQUENCES)]
@@ -74,7 +74,7 @@ def test_other_models_are_refused(
     layout: Any,
     tmp_path: Path,
 ) -> None:
-    foreign.write_nemo2(tmp_path / "theirs", tensors, tokenizer_folder, **changes)
+    foreign.nemo2(tmp_path / "theirs", tensors, tokenizer_folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "theirs", layout)
 
@@ -100,7 +100,7 @@ def test_what_nemo_1_hands_to_megatron_core_is_refused(
     tmp_path: Path,
 ) -> None:
     """NeMo 1 sets fields of ``TransformerConfig`` by their names; a schedule changes no result."""
-    foreign.write_nemo1(tmp_path / "theirs", tensors, tokenizer_folder, **changes)
+    foreign.nemo1(tmp_path / "theirs", tensors, tokenizer_folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "theirs", layout)
     harmless = {"mcore_customization_config": {"num_microbatches_per_virtual_pipe": 4}}

@@ -21,7 +21,7 @@ from tests.checkpoint.loading import (
 def test_a_bias_is_not_dropped_on_the_way_to_training(
     tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
 ) -> None:
-    foreign.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(1)}, tokenizer_folder)
+    foreign.nemo1(tmp_path / "theirs", {**tensors, **head_of(1)}, tokenizer_folder)
     with pytest.raises(CheckpointError, match=r"has a bias.*nemo-aligner import"):
         load(tmp_path / "theirs", layout)
 
