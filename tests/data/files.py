@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.data import DataPrefixConfig
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
+from nemo_aligner.data.training_data import TrainingData, build_training_data
+from nemo_aligner.text.contract import ScoringContract
+from tests.contracts import Contracts
 
 
 def write(path: Path, *records: object) -> Path:
@@ -26,3 +31,23 @@ def read(
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def build(
+    contracts: Contracts,
+    train: Sequence[Path | str],
+    validation: Sequence[Path | str] = (),
+    *,
+    attributes: list[str] | None = None,
+    contract: ScoringContract | None = None,
+    objective: str | None = None,
+    settings: dict[str, Any] | None = None,
+    **data: Any,
+) -> TrainingData:
+    """What a run learns from these files, by an objective of such ``settings``."""
+    config = contracts.config(attributes, **data)
+    config.objective, config.objective_kwargs = objective, settings or {}
+    files = ([str(path) for path in paths] for paths in (train, validation))
+    config.data.data_prefix = DataPrefixConfig(*files)
+    contract = contract or contracts(attributes, **data)
+    return build_training_data(config, contract, contracts.tokenizer)

@@ -11,135 +11,96 @@ import torch
 
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
 from nemo_aligner.config.data import DataPrefixConfig
-from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes
-from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.packing import packed_size
-from nemo_aligner.data.reading import Reading
-from nemo_aligner.data.store.index import IndexRules
-from nemo_aligner.data.store.prepare import open_indexes
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
-from tests.data.files import write
-
-RULE = MalformedRule()
+from tests.data.files import build, write
 
 
-def build_dataset(
-    paths: list[Path], contract: ScoringContract, tokenizer: Tokenizer, rule: MalformedRule = RULE
-) -> TokenizedDataset:
-    """Of pairs."""
-    rules = IndexRules(Reading(RecordKind.comparison, rule=rule), contract, tokenizer)
-    indexes = open_indexes([str(path) for path in paths], rules)
-    check_indexes(indexes, rule)
-    return join_indexes(indexes, "train")
+def pair(chosen: str, rejected: str, prompt: str = "why") -> dict[str, str]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def pair(chosen: str, rejected: str) -> dict[str, str]:
-    return {"prompt": "why", "chosen": chosen, "rejected": rejected}
+def rows_of(table: str) -> dict[str, str]:
+    """``name -> value`` of one file's part of the table."""
+    return {line[2:28].strip(): line[28:] for line in table.splitlines()[1:]}
 
 
-def test_dataset_keeps_order_and_sides(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
+def test_dataset_keeps_order_and_sides(tmp_path: Path, contracts: Contracts) -> None:
     path = write(tmp_path / "a.jsonl", pair("the cat", "no"), pair("a dog", "bad bad"))
-    contract = contracts()
-    dataset = build_dataset([path, path], contract, tokenizer)
+    data = build(contracts, [path, path])
+    dataset = data.train
     assert (len(dataset), dataset.kind) == (4, RecordKind.comparison)
     assert dataset.records.bounds.tolist() == [0, 2, 4, 6, 8]
     assert dataset.counts == {"read": 4, "kept": 4, "duplicates": 2}
     assert [str(origin) for origin in dataset.origins] == [f"{path}:1", f"{path}:2"] * 2
     for index, replies in enumerate([("the cat", "no"), ("a dog", "bad bad")]):
         for sequence, reply in zip(dataset.record(index), replies, strict=True):
-            conversation = [
-                {"role": "user", "content": "why"},
-                {"role": "assistant", "content": reply},
-            ]
-            ids = contract.encode(tokenizer, conversation).token_ids
+            turns = (("user", "why"), ("assistant", reply))
+            text = [{"role": role, "content": content} for role, content in turns]
+            ids = data.contract.encode(contracts.tokenizer, text).token_ids
             assert torch.as_tensor(sequence).tolist() == ids
+    assert data.contract == contracts()
 
 
-def test_dataset_drops_overlong_pairs_whole(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
+def test_dataset_drops_overlong_pairs_whole(tmp_path: Path, contracts: Contracts) -> None:
     rows = [pair("yes", "no"), pair("yes", "cat " * 50), pair("cat " * 50, "no"), pair("a", "b")]
     path = write(tmp_path / "a.jsonl", *rows)
-
-    def build(rule: Overlong) -> Any:
-        options: dict[str, Any] = {"seq_length": 30, "overlong": rule}
-        return build_dataset([path], contracts(**options), tokenizer)
-
-    dropped = build(Overlong.drop)
+    dropped = build(contracts, [path], seq_length=30, overlong=Overlong.drop).train
     assert dropped.counts == {"read": 4, "kept": 2, "overlong": 2}
     assert [origin.line for origin in dropped.origins] == [1, 4]
-    cut = build(Overlong.truncate_left)
+    cut = build(contracts, [path], seq_length=30, overlong=Overlong.truncate_left).train
     assert cut.counts == {"read": 4, "kept": 4, "truncated": 2}
     assert max(len(sequence) for sequence in cut.sequences) == 30
     with pytest.raises(DataError, match=r"a.jsonl:2: got \d+ tokens, wanted at most 30"):
-        build(Overlong.error)
-
-
-def test_dataset_drops_sides_equal_as_tokens(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
+        build(contracts, [path], seq_length=30, overlong=Overlong.error)
+    with pytest.raises(DataError, match=r"train: no usable record in .*'overlong': 4"):
+        build(contracts, [path], seq_length=3, overlong=Overlong.drop)
+    # What is left of two sides may be the same.
     rows = [pair("x" + " cat" * 60, "y" + " cat" * 60), pair("yes", "no")]
     path = write(tmp_path / "a.jsonl", *rows)
-    options: dict[str, Any] = {"seq_length": 30, "overlong": Overlong.truncate_left}
-    dataset = build_dataset([path], contracts(**options), tokenizer)
-    assert dataset.counts == {"read": 2, "kept": 1, "same_tokens": 1}
+    same = build(contracts, [path], seq_length=30, overlong=Overlong.truncate_left).train
+    assert same.counts == {"read": 2, "kept": 1, "same_tokens": 1}
 
 
-def test_dataset_names_a_record_the_template_refuses(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
+def test_dataset_names_a_record_the_template_refuses(tmp_path: Path, contracts: Contracts) -> None:
     path = write(tmp_path / "a.jsonl", pair("yes", "no"), pair("forbidden", "no"))
     refusing = (
         "{% for m in messages %}{% if m.content == 'forbidden' %}{{ raise_exception('refused') }}"
         "{% endif %}{{ m.content }}{% endfor %}"
     )
-    contract = replace(contracts(), template=refusing)
+    how: dict[str, Any] = {"contract": replace(contracts(), template=refusing)}
     with pytest.raises(DataError, match=r"a.jsonl:2: the chat template .*refused"):
-        build_dataset([path], contract, tokenizer)
-    dropped = build_dataset([path], contract, tokenizer, MalformedRule(Malformed.drop, most=0.5))
+        build(contracts, [path], **how)
+    dropped = build(contracts, [path], **how, malformed=Malformed.drop, max_malformed=0.5).train
     assert dropped.counts == {"read": 2, "kept": 1, "malformed": 1}
     assert [origin.line for origin in dropped.origins] == [1]
     with pytest.raises(DataError, match=r"50.00%.* malformed\n.*a.jsonl:2: .*refused"):
-        build_dataset([path], contract, tokenizer, MalformedRule(Malformed.drop, most=0.4))
-
-
-def test_dataset_without_a_template_is_no_fault_of_records(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    path = write(tmp_path / "a.jsonl", pair("yes", "no"), pair("who", "no"))
-    contract = replace(contracts(), template="")
+        build(contracts, [path], **how, malformed=Malformed.drop, max_malformed=0.4)
+    # That there is no template is no fault of records.
+    how = {"contract": replace(contracts(), template="")}
     with pytest.raises(DataError, match=r"^[^\n]*a.jsonl:1: .*there is no chat template") as caught:
-        build_dataset([path], contract, tokenizer, MalformedRule(Malformed.drop, most=1.0))
+        build(contracts, [path], **how, malformed=Malformed.drop, max_malformed=1.0)
     assert "malformed" not in str(caught.value)
 
 
 def test_malformed_records_of_all_files_are_one_error(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+    tmp_path: Path, contracts: Contracts
 ) -> None:
-    config = contracts.config()
     bad = [{**pair("a", "b"), "chosen": n} for n in range(12)]
     train = write(tmp_path / "train.jsonl", *bad, pair("a", "b"))
-    valid = write(tmp_path / "valid.jsonl", *bad[:1], {**pair("c", "d"), "prompt": "y"})
-    config.data.data_prefix = DataPrefixConfig([str(train)], [str(valid)])
+    valid = write(tmp_path / "valid.jsonl", *bad[:1], pair("c", "d", "y"))
     with pytest.raises(DataError) as caught:
-        build_training_data(config, contracts(), tokenizer)
+        build(contracts, [train], [valid])
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{train}: 12 of its 13 records (92.31%) are malformed"
     assert lines[1] == f"  {train}:1: chosen: got 0, wanted a string or a list of messages"
-    assert lines[11:13] == [
-        "  and 2 more",
-        f"{valid}: 1 of its 2 records (50.00%) are malformed",
-    ]
+    assert lines[11] == "  and 2 more"
+    assert lines[12] == f"{valid}: 1 of its 2 records (50.00%) are malformed"
     assert lines[-1].startswith("model.data.malformed=drop would leave them out, but model.data.")
-    config.data.malformed, config.data.max_malformed = Malformed.drop, 0.95
-    data = build_training_data(config, contracts(), tokenizer)
+    data = build(contracts, [train], [valid], malformed=Malformed.drop, max_malformed=0.95)
     table = data.table().splitlines()
     assert "  dropped                   12 (12 malformed)" in table
     assert "  malformed                 1 (50.00%)" in table
@@ -148,48 +109,28 @@ def test_malformed_records_of_all_files_are_one_error(
     assert listed[3] == "    and 9 more"
 
 
-def test_dataset_of_no_records_is_an_error(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    path = write(tmp_path / "a.jsonl", pair("the cat", "no"))
-    with pytest.raises(DataError, match=r"train: no usable record in .*'overlong': 1"):
-        build_dataset([path], contracts(seq_length=3), tokenizer)
-
-
-def regression_data(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> TrainingData:
-    config = contracts.config(["help", "depth"])
+def ratings(tmp_path: Path, contracts: Contracts) -> TrainingData:
     train = [{"prompt": "a", "response": "b c", "help": n, "depth": None} for n in (1, 2, 6)]
     train += [{"prompt": "d", "response": "e", "help": -100, "depth": 4}]
     train += [{"prompt": "f", "response": "e", "help": None, "depth": -100}]
-    valid = [{"prompt": "g", "response": "e", "help": 3, "depth": 7}]
-    config.data.data_prefix = DataPrefixConfig(
-        [str(write(tmp_path / "train.jsonl", *train))],
-        [str(write(tmp_path / "valid.jsonl", *valid))],
-    )
-    return build_training_data(config, contracts(["help", "depth"]), tokenizer)
+    valid = {"prompt": "g", "response": "e", "help": 3, "depth": 7}
+    files = [write(tmp_path / "train.jsonl", *train)], [write(tmp_path / "valid.jsonl", valid)]
+    return build(contracts, *files, attributes=["help", "depth"])
 
 
-def test_labels_are_centred_on_the_training_set(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    data = regression_data(tmp_path, contracts, tokenizer)
-    nan = float("nan")
+def test_labels_are_centred_on_the_training_set(tmp_path: Path, contracts: Contracts) -> None:
+    data = ratings(tmp_path, contracts)
     assert data.contract.label_means == (3.0, 4.0)
     assert data.train.counts == {"read": 5, "no_label": 1, "kept": 4}
-    expected = torch.tensor([[3.0, nan], [nan, 0.0]])
     labels = data.train.records.select([2, 3]).labels.targets(["help", "depth"])
-    assert torch.equal(torch.nan_to_num(labels, -1), torch.nan_to_num(expected, -1))  # type: ignore[arg-type]
-    assert data.validation[0].records.labels.targets(["help", "depth"]).tolist() == [[0.0, 3.0]]  # type: ignore[union-attr]
-    assert data.validation[0].records.labels.values.tolist() == [[3.0, 7.0]]  # type: ignore[union-attr]
+    assert torch.nan_to_num(labels, -1).tolist() == [[3.0, -1], [-1, 0.0]]
+    heldout = data.validation[0].records.labels  # type: ignore[union-attr]
+    assert heldout.targets(["help", "depth"]).tolist() == [[0.0, 3.0]]
+    assert heldout.values.tolist() == [[3.0, 7.0]]
 
 
-def rows_of(table: str) -> dict[str, str]:
-    """``name -> value`` of one file's part of the table."""
-    return {line[2:28].strip(): line[28:] for line in table.splitlines()[1:]}
-
-
-def test_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
-    data = regression_data(tmp_path, contracts, tokenizer)
+def test_table_of_ratings(tmp_path: Path, contracts: Contracts) -> None:
+    data = ratings(tmp_path, contracts)
     train, valid = rows_of(data.train.table()), rows_of(data.validation[0].table())
     assert data.validation[0].table().startswith(f"validation-valid: {tmp_path / 'valid.jsonl'} (")
     assert train["records"] == "5"
@@ -203,17 +144,16 @@ def test_table_of_ratings(tmp_path: Path, contracts: Contracts, tokenizer: Token
     assert data.table() == f"{data.train.table()}\n{data.validation[0].table()}"
 
 
-def test_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+def test_table_of_pairs(tmp_path: Path, contracts: Contracts) -> None:
     rows = [
         {**pair("cat cat cat", "no"), "source": "one"},
         {**pair("cat cat cat", "no"), "source": "one"},
         {**pair("no", "cat cat"), "subset": "two"},
-        {**pair("cat", "dog"), "prompt": "WHO \n is"},
-        {**pair("cat cat", "a"), "prompt": "who is"},
-        {**pair("same", "same"), "prompt": "what"},
+        pair("cat", "dog", "WHO \n is"),
+        pair("cat cat", "a", "who is"),
+        pair("same", "same", "what"),
     ]
-    path = write(tmp_path / "a.jsonl", *rows)
-    table = rows_of(build_dataset([path], contracts(), tokenizer).table())
+    table = rows_of(build(contracts, [write(tmp_path / "a.jsonl", *rows)]).train.table())
     assert table["kept"] == "5"
     assert table["dropped"] == "1 (1 identical)"
     assert table["exact ties (dropped)"] == "1"
@@ -221,18 +161,14 @@ def test_table_of_pairs(tmp_path: Path, contracts: Contracts, tokenizer: Tokeniz
     assert table["prompts"] == "2, 3 repeated"
     assert table["chosen is the longer"] == "70.0%"
     assert table["sources"] == "none 2, one 2, two 1"
-    longest = len(tokenizer.encode("cat cat cat"))
+    longest = len(contracts.tokenizer.encode("cat cat cat"))
     assert table["tokens of a reply"].startswith(f"1 to {longest}, median ")
 
 
-def test_table_says_what_is_computed_once_for_all(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    config = contracts.config()
+def test_table_says_what_is_computed_once_for_all(tmp_path: Path, contracts: Contracts) -> None:
     replies = [(1, "yes"), (2, "cat"), (3, "no dog"), (4, "a tree")]
     path = write(tmp_path / "ranked.jsonl", tiny.ranked("why is it so", *replies))
-    config.data.data_prefix = DataPrefixConfig([str(path)])
-    train = build_training_data(config, contracts(), tokenizer).train
+    train = build(contracts, [path]).train
     total, packed = sum(train.lengths(0)), packed_size(train, 0)
     assert total > 2 * packed
     saved = rows_of(train.table())["computed once for all"]
@@ -240,60 +176,42 @@ def test_table_says_what_is_computed_once_for_all(
 
 
 def test_prompt_in_training_and_validation_is_an_error_unless_allowed(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+    tmp_path: Path, contracts: Contracts
 ) -> None:
-    config = contracts.config()
-    train = write(tmp_path / "train.jsonl", {**pair("a", "b"), "prompt": "x"}, pair("a", "b"))
-    valid = write(tmp_path / "valid.jsonl", {**pair("c", "d"), "prompt": "y"}, pair("c", "d"))
-    config.data.data_prefix = DataPrefixConfig([str(train)], [str(valid)])
+    train = write(tmp_path / "train.jsonl", pair("a", "b", "x"), pair("a", "b"))
+    valid = write(tmp_path / "valid.jsonl", pair("c", "d", "y"), pair("c", "d"))
     with pytest.raises(DataError, match=r"1 of its 2 prompts .*valid.jsonl:2 and .*train.jsonl:2"):
-        build_training_data(config, contracts(), tokenizer)
-    config.data.allow_prompt_overlap = True
-    data = build_training_data(config, contracts(), tokenizer)
+        build(contracts, [train], [valid])
+    data = build(contracts, [train], [valid], allow_prompt_overlap=True)
     assert rows_of(data.validation[0].table())["prompts also in training"] == "1"
     # Raw texts have a common prompt up to a line's end.
     sides = (("why\nyes cat", "why\nyes dog"), ("why\nno", "why\na tree"))
     for path, texts in zip((train, valid), sides, strict=True):
         write(path, *({"text": text} for text in texts))
-    config.data.allow_prompt_overlap = False
     with pytest.raises(DataError, match="1 of its 1 prompts stand in the training files"):
-        build_training_data(config, contracts(), tokenizer)
+        build(contracts, [train], [valid])
 
 
-def test_validation_sets_are_named_by_their_files(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    config = contracts.config()
+def test_validation_sets_are_named_by_their_files(tmp_path: Path, contracts: Contracts) -> None:
     (tmp_path / "other").mkdir()
-    paths = [tmp_path / "a.jsonl", tmp_path / "other" / "a.jsonl", tmp_path / "b.v2.jsonl"]
-    names = [str(tiny.write_pairs(path, 3, seed)) for seed, path in enumerate(paths)]
-    config.data.allow_prompt_overlap = True
-    config.data.data_prefix = DataPrefixConfig(names[:1], names)
-    data = build_training_data(config, contracts(), tokenizer)
-    assert [dataset.name for dataset in data.validation] == [
-        "validation-a_1",
-        "validation-a_2",
-        "validation-b",
-    ]
-    assert data.contract == contracts()
+    names = ("a.jsonl", "other/a.jsonl", "b.v2.jsonl")
+    paths = [tiny.write_pairs(tmp_path / name, 3, seed) for seed, name in enumerate(names)]
+    data = build(contracts, paths[:1], paths, allow_prompt_overlap=True)
+    named = [dataset.name for dataset in data.validation]
+    assert named == ["validation-a_1", "validation-a_2", "validation-b"]
 
 
 def test_training_data_that_cannot_be_trained_on_is_refused_at_the_start(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
+    tmp_path: Path, contracts: Contracts
 ) -> None:
     config = contracts.config()
     config.micro_batch_tokens = 60
-    rows = [pair("yes", "no"), pair("cat " * 30, "dog " * 30)]
-    config.data.data_prefix.train = [str(write(tmp_path / "a.jsonl", *rows))]
-    with pytest.raises(
-        ConfigError, match=r"micro_batch_tokens: got 60, wanted at least.*a.jsonl:2"
-    ):
-        build_training_data(config, contracts(), tokenizer)
-    config.data.data_prefix.train = []
+    path = write(tmp_path / "a.jsonl", pair("yes", "no"), pair("cat " * 30, "dog " * 30))
+    config.data.data_prefix = DataPrefixConfig([str(path)])
+    with pytest.raises(ConfigError, match=r"micro_batch_tokens: got 60, wanted at .*a.jsonl:2"):
+        build_training_data(config, contracts(), contracts.tokenizer)
     with pytest.raises(ConfigError, match=r"data_prefix.train: got no file"):
-        build_training_data(config, contracts(), tokenizer)
-    rated = contracts.config(["help", "depth"])
-    row = {"prompt": "a", "response": "b", "help": 1, "depth": None}
-    rated.data.data_prefix.train = [str(write(tmp_path / "train.jsonl", row))]
+        build(contracts, [])
+    rated = {"prompt": "a", "response": "b", "help": 1, "depth": None}
     with pytest.raises(DataError, match="no record has a label of depth"):
-        build_training_data(rated, contracts(["help", "depth"]), tokenizer)
+        build(contracts, [write(path, rated)], attributes=["help", "depth"])

@@ -30,18 +30,14 @@ def test_demo_set_is_large_and_balanced(demo: Path) -> None:
     assert len(train) >= 2000
     for side in (train, heldout):
         kinds = Counter(row["kind"] for row in side)
+        shorter = Counter(row["kind"] for row in side if len(row["chosen"]) < len(row["rejected"]))
         assert len(kinds) == 10
         assert len(set(kinds.values())) == 1
-        for kind, count in kinds.items():
-            shorter = sum(
-                len(row["chosen"]) < len(row["rejected"]) for row in side if row["kind"] == kind
-            )
-            assert shorter == count // 2, kind
+        assert shorter == {kind: count // 2 for kind, count in kinds.items()}
     assert len({json.dumps(row) for row in train + heldout}) == len(train) + len(heldout)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
-    assert read_records(demo / "train.jsonl", Reading(RecordKind.comparison)).counts["kept"] == len(
-        train
-    )
+    file = read_records(demo / "train.jsonl", Reading(RecordKind.comparison))
+    assert file.counts["kept"] == len(train)
 
 
 def test_demo_set_is_the_one_that_figures_were_measured_on(demo: Path) -> None:

@@ -236,22 +236,12 @@ def test_malformed_records_are_left_out_by_the_rule(tmp_path: Path) -> None:
     assert "data.jsonl:3: mixed formats in one file" in second
 
 
-def test_malformed_may_be_the_first_record(tmp_path: Path) -> None:
+def test_malformed_first_records_and_ratings_are_left_out_too(tmp_path: Path) -> None:
     file = read(tmp_path, "{", {"prompt": "why", "chosen": "a"}, PAIR, PAIR, rule=LEFT_OUT)
     assert (file.format, file.counts["malformed"]) == ("chat_pairs", 2)
-
-
-def test_malformed_ratings_are_left_out_by_the_same_rule(tmp_path: Path) -> None:
-    rows = [RATED, {**RATED, "help": "3"}, {"prompt": "why", "response": "a"}, RATED]
-    options: dict[str, Any] = {"kind": RecordKind.rating, "attributes": ["help"]}
-    file = read(tmp_path, *rows, rule=LEFT_OUT, **options)
+    ratings = [RATED, {**RATED, "help": "3"}, {"prompt": "why", "response": "a"}, RATED]
+    file = read(tmp_path, *ratings, rule=LEFT_OUT, kind=RecordKind.rating, attributes=["help"])
     assert file.counts == {"read": 4, "malformed": 2, "kept": 2}
-    with pytest.raises(DataError) as caught:
-        read(tmp_path, *rows, rule=MalformedRule(Malformed.drop, most=0.4), **options)
-    lines = str(caught.value).splitlines()
-    assert lines[0].endswith("data.jsonl: 2 of its 4 records (50.00%) are malformed")
-    assert "data.jsonl:2: help: got '3'" in lines[1]
-    assert lines[3].startswith("model.data.max_malformed=0.4 allows 40.00% of a file")
 
 
 def test_malformed_records_are_listed_up_to_ten(tmp_path: Path) -> None:

@@ -88,25 +88,23 @@ def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
     assert done.stderr == ""
 
 
-def test_inspect_lists_the_first_malformed_records_of_a_file(
+def test_inspect_of_malformed_records(
     tokenizer: Tokenizer, contracts: Contracts, tmp_path: Path
 ) -> None:
+    """How they are listed is in test_dataset.py."""
     pair = {"prompt": "why", "chosen": "a", "rejected": "b"}
     refused = {**pair, "chosen": "a<|im_end|>"}
-    bad = [{**pair, "chosen": n} for n in range(11)]
-    path = write(tmp_path / "bad.jsonl", pair, refused, *bad)
+    path = write(tmp_path / "bad.jsonl", pair, refused, {**pair, "chosen": 1})
     other = write(tmp_path / "good.jsonl", {**pair, "prompt": "who"})
     how = Inspection(rules=(tokenizer, contracts()), show=0)
     first, second = inspect_files([str(path), str(other)], [], how)
     assert (first.is_good, second.is_good) == (False, True)
     lines = first.text.splitlines()
-    assert "  malformed                 12 (92.31%)" in lines
+    assert "  malformed                 2 (66.67%)" in lines
     assert "  kept                      1" in lines
-    listed = lines[lines.index("  malformed:") + 1 :]
-    assert listed[0].startswith(f"    {path}:2: message 2 ends with '<|im_end|>'")
-    assert listed[1] == (f"    {path}:3: chosen: got 0, wanted a string or a list of messages")
-    assert listed[10:] == ["    and 2 more"]
-    (only,) = inspect_files([str(write(tmp_path / "all.jsonl", bad[0]))], [], Inspection())
+    (listed, _) = lines[lines.index("  malformed:") + 1 :]
+    assert listed.startswith(f"    {path}:2: message 2 ends with '<|im_end|>'")
+    (only,) = inspect_files([str(write(path, {**pair, "chosen": 1}))], [], Inspection())
     assert not only.is_good
     assert "  kept                      0" in only.text.splitlines()
 

@@ -1,4 +1,4 @@
-"""What the settings put around the prompts of a file, whatever its format is."""
+"""Settings for the fields of pairs, as NeMo RL names them, and for what is put around prompts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.data.formats.base import PairKeys
+from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.messages import Text
-from tests.data.files import read
+from tests.contracts import Contracts
+from tests.data.conftest import Run
+from tests.data.files import build, read, rows_of, write
 from tests.text.refusals import assert_refused
 
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
@@ -109,3 +113,62 @@ def test_prompt_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     missing.prompt_file = str(tmp_path / "none.txt")
     with pytest.raises(ConfigError, match=r"data\.prompt_file: .*none\.txt cannot be read"):
         PromptWrapping.of(missing, "data")
+
+
+WHY = [turn("user", "why")]
+LEFT_OUT = MalformedRule(Malformed.drop, most=0.5)
+NAMED = PairKeys.of("question", "better", None)
+BY_NAME = {"question": "why", "better": "because", "rejected": "no", "prompt": "unread"}
+
+
+def test_pair_keys_name_the_fields(tmp_path: Path) -> None:
+    chosen = [turn("assistant", "because")]
+    messages = {**BY_NAME, "question": [SYSTEM, *WHY], "better": chosen, "score_chosen": 3}
+    file = read(
+        tmp_path, BY_NAME, {**messages, "score_rejected": 1}, {**BY_NAME, "label_margin": None},
+        pair_keys=NAMED, rule=LEFT_OUT, pair_columns=("label_margin",),
+    )  # fmt: skip
+    assert (file.format, file.counts["malformed"]) == ("chat_pairs", 1)
+    replies = (turn("assistant", "because"), turn("assistant", "no"))
+    assert file.records[0].texts == tuple([SYSTEM, *WHY, reply] for reply in replies)
+    assert file.records[1].texts == tuple([*WHY, reply] for reply in replies)
+    assert [pair.labels for pair in file.records] == [(2.0,), (None,)]
+
+
+def test_pair_keys_of_other_fields_are_refused(tmp_path: Path) -> None:
+    cases = [
+        (PAIR, r":1: got keys 'prompt', .*wants 'question', 'better' and"),
+        ({**BY_NAME, "better": 3}, r":1: better: got 3, wanted a string or a list"),
+        ({**BY_NAME, "question": 3}, r":1: question: got 3, wanted a string or a list"),
+    ]
+    assert_refused(lambda record: read(tmp_path, record, pair_keys=NAMED), cases, DataError)
+
+
+def test_pair_keys_are_for_chat_pairs_alone(tmp_path: Path) -> None:
+    assert PairKeys.of(None, None, None) is None
+    assert PairKeys.of(None, None, "worse") == PairKeys("prompt", "chosen", "worse")
+    assert read(tmp_path, BY_NAME, pair_keys=NAMED, format="chat_pairs").counts["kept"] == 1
+    with pytest.raises(ConfigError, match=r"data.format: got 'hh', wanted auto or chat_pairs, who"):
+        read(tmp_path, BY_NAME, pair_keys=NAMED, format="hh")
+    with pytest.raises(ConfigError, match=r"data.prompt_key: got 'question', wanted null, and ch"):
+        read(tmp_path, BY_NAME, pair_keys=NAMED, kind=RecordKind.rating)
+
+
+def test_pair_keys_of_a_run(tmp_path: Path, contracts: Contracts) -> None:
+    path = write(tmp_path / "named.jsonl", BY_NAME)
+    found = build(contracts, [path], prompt_key="question", chosen_key="better")
+    assert len(found.train.records) == 1
+    with pytest.raises(ConfigError, match=r"model.data.prompt_key: got 'question', wanted null"):
+        build(contracts, [path], attributes=["help"], prompt_key="question")
+
+
+def test_pair_keys_of_inspect_and_split(tmp_path: Path, run: Run) -> None:
+    rows = [{**BY_NAME, "question": f"why {number}"} for number in range(4)]
+    path = write(tmp_path / "named.jsonl", *rows)
+    flags = ("--prompt-key=question", "--chosen-key=better")
+    shown = run("data inspect", path, *flags).stdout
+    assert "why 0" in shown
+    assert "unread" not in shown
+    run("data split", path, f"--output={tmp_path}", "--heldout=0.5", *flags)
+    parts = [row for name in ("train", "heldout") for row in rows_of(tmp_path / f"{name}.jsonl")]
+    assert sorted(parts, key=lambda row: row["question"]) == rows

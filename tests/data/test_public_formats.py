@@ -233,16 +233,6 @@ def test_helpsteer_prompts_of_several_turns_are_messages(tmp_path: Path) -> None
             parse("helpsteer2_preference", {**HELPSTEER2, "prompt": several_turns(*roles)})
 
 
-def test_ratings_of_helpsteer_and_helpsteer2_are_rated_chat(tmp_path: Path) -> None:
-    attributes = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
-    ratings = dict(zip(attributes, range(5), strict=True))
-    record = {"prompt": "why", "response": "because", **ratings}
-    file = read(tmp_path, record, kind=RecordKind.rating, attributes=attributes)
-    assert file.format == "rated_chat"
-    assert file.records[0].labels == (0.0, 1.0, 2.0, 3.0, 4.0)
-    assert file.records[0].response == [USER, GOOD]
-
-
 def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({**NEMO_RL, "completions": [{"rank": 0}]}, r"completions: got \[.*list of two or more"),
@@ -323,12 +313,3 @@ def test_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
     file = read_records(path, Reading(RecordKind.comparison, rule=rule))
     # In six of them a response is the JSON value true.
     assert (file.counts["read"], file.counts["malformed"]) == (999, 6)
-
-
-def test_published_ultrafeedback_pairs_have_margins() -> None:
-    path = real("ultrafeedback/eval_clean.jsonl.gz")
-    reading = Reading(RecordKind.comparison, pair_columns=("label_margin",))
-    file = read_records(path, reading)
-    assert (file.format, file.counts["read"]) == ("chat_pairs", 200)
-    assert file.records[0].labels == (2.0,)
-    assert all(pair.labels[0] >= 0 for pair in file.records)

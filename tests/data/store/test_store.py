@@ -14,18 +14,16 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from nemo_aligner.config.common import Malformed, Overlong
-from nemo_aligner.config.data import DataPrefixConfig
-from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.data import blocks
 from nemo_aligner.data.loader import StepPlan, TrainLoader
 from nemo_aligner.data.store import folder as folders
 from nemo_aligner.data.store import index, pool, prepare
-from nemo_aligner.data.training_data import TrainingData, build_training_data
+from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.tokenizer import load_tokenizer
 from tests import tiny
 from tests.contracts import Contracts
-from tests.data.files import rows_of, write
+from tests.data.files import build, rows_of, write
 
 LONG_AGO = 1_600_000_000
 
@@ -38,12 +36,6 @@ def old(path: Path) -> Path:
 
 def pairs(path: Path, count: int = 40, seed: int = 0) -> Path:
     return old(tiny.write_pairs(path, count, seed))
-
-
-def build(contracts: Contracts, *train: Path, attributes: Any = None, **data: Any) -> TrainingData:
-    config: ModelConfig = contracts.config(attributes, **data)
-    config.data.data_prefix = DataPrefixConfig([str(path) for path in train])
-    return build_training_data(config, contracts(attributes, **data), contracts.tokenizer)
 
 
 def parts_of(plan: StepPlan) -> list[Any]:
@@ -134,11 +126,11 @@ def test_index_gives_the_data_of_memory_bit_for_bit(
     made: list[str],
 ) -> None:
     files, settings = files_of(name, tmp_path)
-    in_memory = build(contracts, *files, **settings)
+    in_memory = build(contracts, files, **settings)
     small_blocks(monkeypatch)
     settings["index_dir"] = str(tmp_path / "index")
-    assert_same(build(contracts, *files, **settings), in_memory)
-    assert_same(build(contracts, *files, **settings), in_memory)
+    assert_same(build(contracts, files, **settings), in_memory)
+    assert_same(build(contracts, files, **settings), in_memory)
     assert made == list(dict.fromkeys(map(str, files)))
 
 
@@ -146,21 +138,21 @@ def test_index_made_by_several_processes_is_the_same(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, settings = files_of("pairs", tmp_path)
-    in_memory = build(contracts, *files, **settings)
+    in_memory = build(contracts, files, **settings)
     small_blocks(monkeypatch)
     monkeypatch.setattr(folders, "_BYTES_PER_PROCESS", 100)
     monkeypatch.setattr(folders, "usable_processes", lambda: 2)
     monkeypatch.setattr(pool, "tokenize_block", None)
     settings["index_dir"] = str(tmp_path / "index")
-    assert_same(build(contracts, *files, **settings), in_memory)
+    assert_same(build(contracts, files, **settings), in_memory)
     long = {"prompt": "a", "chosen": "x " * 99, "rejected": "b"}
     bad = old(write(tmp_path / "bad.jsonl", *[long] * 9))
     settings["overlong"] = Overlong.error
     with pytest.raises(DataError, match=r"bad.jsonl:1: got \d+ tokens, wanted at most 60"):
-        build(contracts, bad, **settings)
+        build(contracts, [bad], **settings)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(DataError, match=r"a.jsonl: a process .* ended with exit code 1"):
-        build(contracts, *files, **{**settings, "index_dir": str(tmp_path / "other")})
+        build(contracts, files, **{**settings, "index_dir": str(tmp_path / "other")})
 
 
 def test_index_of_a_second_start_needs_no_text(
@@ -168,9 +160,7 @@ def test_index_of_a_second_start_needs_no_text(
 ) -> None:
     monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
     train, valid = pairs(tmp_path / "train.jsonl"), pairs(tmp_path / "valid.jsonl", seed=1)
-    config = contracts.config()
-    config.data.data_prefix = DataPrefixConfig([str(train)], [str(valid)])
-    first = build_training_data(config, contracts(), contracts.tokenizer)
+    first = build(contracts, [train], [valid])
     assert {path.name.partition(".index-")[0] for path in tmp_path.glob("*.index-*")} == {
         "train.jsonl",
         "valid.jsonl",
@@ -179,24 +169,24 @@ def test_index_of_a_second_start_needs_no_text(
     monkeypatch.setattr(folders.Stamp, "of", stamps.__getitem__)
     for path in (train, valid):
         path.unlink()
-    assert_same(build_training_data(config, contracts(), contracts.tokenizer), first)
+    assert_same(build(contracts, [train], [valid]), first)
 
 
 def test_index_of_a_changed_file_is_made_anew(
     tmp_path: Path, contracts: Contracts, made: list[str]
 ) -> None:
     path, place = tmp_path / "a.jsonl", {"index_dir": str(tmp_path / "index")}
-    build(contracts, pairs(path), **place)
-    build(contracts, pairs(path), **place)  # written again, and the same
+    build(contracts, [pairs(path)], **place)
+    build(contracts, [pairs(path)], **place)  # written again, and the same
     assert len(made) == 1
     text = path.read_text()
     path.write_text(text.replace("thank you", "thank two"))
     os.utime(path, (LONG_AGO, LONG_AGO))
-    changed = build(contracts, path, **place)
+    changed = build(contracts, [path], **place)
     assert len(made) == 2
-    assert_same(changed, build(contracts, path))
+    assert_same(changed, build(contracts, [path]))
     path.write_text(text + text)
-    assert len(build(contracts, path, **place).train) == 80
+    assert len(build(contracts, [path], **place).train) == 80
     assert len(list((tmp_path / "index").iterdir())) == 1
 
 
@@ -205,11 +195,11 @@ def test_index_of_a_file_written_a_moment_ago_is_compared_by_its_content(
 ) -> None:
     path, place = tmp_path / "a.jsonl", {"index_dir": str(tmp_path / "index")}
     tiny.write_pairs(path, 5)
-    build(contracts, path, **place)
+    build(contracts, [path], **place)
     digests: list[str] = []
     own = folders.content_digest
     monkeypatch.setattr(folders, "content_digest", lambda path: digests.append(path) or own(path))
-    build(contracts, path, **place)
+    build(contracts, [path], **place)
     assert (len(made), digests) == (1, [str(path)] * len(digests))
     assert digests
 
@@ -218,23 +208,23 @@ def test_index_of_other_rules_is_another(
     tmp_path: Path, contracts: Contracts, made: list[str], tmp_path_factory: Any
 ) -> None:
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
-    build(contracts, path, **place)
+    build(contracts, [path], **place)
     for settings in (
         {"template": "plain"}, {"seq_length": 50}, {"overlong": Overlong.truncate_left},
         {"format": "chat_pairs"}, {"prompt_key": "prompt"}, {"add_eos": True},
     ):  # fmt: skip
         for _ in range(2):
-            build(contracts, path, **place, **settings)
+            build(contracts, [path], **place, **settings)
     assert len(made) == 7
     folder = tmp_path_factory.mktemp("tokenizer")
     contracts.tokenizer.save(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Lowercase"}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    build(Contracts(load_tokenizer(folder)), path, **place)
+    build(Contracts(load_tokenizer(folder)), [path], **place)
     assert len(made) == 8
     # What becomes of malformed records changes no token.
-    build(contracts, path, **place, malformed=Malformed.drop)
+    build(contracts, [path], **place, malformed=Malformed.drop)
     assert len(made) == 8
 
 
@@ -242,13 +232,13 @@ def test_index_that_is_damaged_is_made_anew(
     tmp_path: Path, contracts: Contracts, made: list[str]
 ) -> None:
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
-    in_memory = build(contracts, path)
-    build(contracts, path, **place)
+    in_memory = build(contracts, [path])
+    build(contracts, [path], **place)
     [folder] = (tmp_path / "index").iterdir()
     for number, name in enumerate(("tokens.bin", "index.json", "bounds.bin"), start=2):
         damaged = folder / name
         damaged.write_bytes(damaged.read_bytes()[:-8])
-        assert_same(build(contracts, path, **place), in_memory)
+        assert_same(build(contracts, [path], **place), in_memory)
         assert len(made) == number, name
 
 
@@ -264,7 +254,7 @@ def test_index_of_a_process_that_is_killed_is_not_used(
     while list(folder.iterdir()) and time.monotonic() < end:
         time.sleep(0.05)
     assert list(folder.iterdir()) == []
-    assert_same(build(contracts, path, index_dir=str(folder)), build(contracts, path))
+    assert_same(build(contracts, [path], index_dir=str(folder)), build(contracts, [path]))
 
 
 def test_index_that_another_process_made_meanwhile_stays(
@@ -277,22 +267,22 @@ def test_index_that_another_process_made_meanwhile_stays(
     def meanwhile(*block: Any) -> None:
         add(*block)
         if len(made) == 1:
-            build(contracts, path, **place)
+            build(contracts, [path], **place)
             [folder] = (tmp_path / "index").glob("a.*")
             of_other.append(folder.stat().st_ino)
 
     monkeypatch.setattr(index._Writer, "add", meanwhile)
-    mapped = build(contracts, path, **place)
+    mapped = build(contracts, [path], **place)
     assert len(made) == 2
     assert [folder.stat().st_ino for folder in (tmp_path / "index").iterdir()] == of_other
-    assert_same(mapped, build(contracts, path))
+    assert_same(mapped, build(contracts, [path]))
 
 
 def test_index_has_ids_of_16_bits_where_the_vocabulary_allows(
     tmp_path: Path, contracts: Contracts, tokenizer_folder: Path, made: list[str]
 ) -> None:
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
-    small = build(contracts, path, **place)
+    small = build(contracts, [path], **place)
     backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
     backend.add_tokens([f"<{n}>" for n in range(66_000)])
     large_folder = tmp_path / "large"
@@ -302,7 +292,7 @@ def test_index_has_ids_of_16_bits_where_the_vocabulary_allows(
     large_contracts = Contracts(load_tokenizer(large_folder))
     row = {"prompt": "why", "chosen": "<65999> yes", "rejected": "<65998> no"}
     other = write(tmp_path / "b.jsonl", row)
-    large = build(large_contracts, other, **place)
+    large = build(large_contracts, [other], **place)
     sizes = {
         folder.name[0]: json.loads((folder / "index.json").read_text())["facts"]["token_type"]
         for folder in (tmp_path / "index").iterdir()
@@ -311,7 +301,7 @@ def test_index_has_ids_of_16_bits_where_the_vocabulary_allows(
     highest = max(int(sequence.max()) for sequence in large.train.sequences)
     assert highest == large_contracts.tokenizer.vocab_size - 1 > 65535
     assert {sequence.dtype.name for sequence in small.train.sequences} == {"int32"}
-    assert_same(large, build(large_contracts, other))
+    assert_same(large, build(large_contracts, [other]))
 
 
 def test_index_beside_a_file_where_nothing_can_be_written(
@@ -325,7 +315,7 @@ def test_index_beside_a_file_where_nothing_can_be_written(
     data = tmp_path / "data"
     data.mkdir()
     path = pairs(data / "a.jsonl")
-    in_memory = build(contracts, path, keep_index=False)
+    in_memory = build(contracts, [path], keep_index=False)
     assert list(data.iterdir()) == [path]
     own = Path.mkdir
 
@@ -335,15 +325,15 @@ def test_index_beside_a_file_where_nothing_can_be_written(
         own(folder, *rest, **how)
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    assert_same(build(contracts, path), in_memory)
+    assert_same(build(contracts, [path]), in_memory)
     assert f"{data}: no index can be kept beside the data (Read-only" in capsys.readouterr().out
     assert list(data.iterdir()) == [path]
     with pytest.raises(ConfigError, match=r"model.data.index_dir: got .*Read-only file system"):
-        build(contracts, path, index_dir=str(data / "index"))
+        build(contracts, [path], index_dir=str(data / "index"))
 
 
 def test_index_of_a_small_file_is_not_kept(tmp_path: Path, contracts: Contracts) -> None:
-    build(contracts, pairs(tmp_path / "a.jsonl"))
+    build(contracts, [pairs(tmp_path / "a.jsonl")])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     with pytest.raises(ConfigError, match=r"model.data.index_dir: got 'x', wanted null, as"):
         contracts.config(None, index_dir="x", keep_index=False)
@@ -357,7 +347,7 @@ def test_index_on_a_full_disk_is_an_error(
 
     monkeypatch.setattr(folders.ArraysInFolder, "append", fill)
     with pytest.raises(DataError, match=r"a.jsonl: its tokens cannot be written .*No space left"):
-        build(contracts, pairs(tmp_path / "a.jsonl"), index_dir=str(tmp_path / "index"))
+        build(contracts, [pairs(tmp_path / "a.jsonl")], index_dir=str(tmp_path / "index"))
     assert list((tmp_path / "index").iterdir()) == []
 
 
@@ -367,4 +357,4 @@ def test_index_of_a_file_that_changes_while_it_is_read_is_refused(
     path = pairs(tmp_path / "a.jsonl")
     monkeypatch.setattr(folders, "content_digest", lambda _: os.utime(path) or "")
     with pytest.raises(DataError, match=r"a.jsonl: it was changed while it was read"):
-        build(contracts, path, index_dir=str(tmp_path / "index"))
+        build(contracts, [path], index_dir=str(tmp_path / "index"))
