@@ -40,7 +40,7 @@ def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
     """The mean score of the best by reward of n, over all choices of n of ``[K]``."""
     order = np.argsort(-rewards, kind="stable")
     count = len(rewards)
-    # As shares of all choices, of whole numbers: these leave a double's range from 1,030 replies on.
+    # Shares of all choices: these numbers themselves leave a double's range from 1,030 replies on.
     choices = math.comb(count, n)
     chances = np.array([math.comb(count - 1 - place, n - 1) / choices for place in range(count)])
     # Of equal rewards none comes before another.

@@ -70,7 +70,7 @@ def ties_score(judged: Sequence[Judged]) -> float:
     spread = [(ref, many, many.among_right) for ref, many in both if many.among_right is not None]
     preferred = [many.to_wrong > among for _, many, among in spread]
     clearly = [min(ref.to_wrong, many.to_wrong) > among for ref, many, among in spread]
-    # Where all right ones are equal, a margin is infinitely often their difference, and 0/0 counts 0.
+    # Where all right ones are equal the ratio is infinite, as in theirs; 0/0 counts 0.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = [
             np.float64(min(ref.to_wrong, many.to_wrong)) / among for ref, many, among in spread

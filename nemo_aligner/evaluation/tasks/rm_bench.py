@@ -1,8 +1,8 @@
 """RM-Bench (Liu et al. 2024, arXiv 2410.16184): each right reply against each wrong one, by style.
 
 Both come concise, detailed, and detailed with markdown. Normal is style against the same style;
-hard is a plainer right reply against a fancier wrong one, easy the other way round. As its own
-``compute_accuracy`` has it (THU-KEG/RM-Bench, scripts/utils.py), all items of ``safety-...`` are one
+hard is a plainer right reply against a fancier wrong one, easy the other way round. As in its own
+``compute_accuracy`` (THU-KEG/RM-Bench, scripts/utils.py), all items of ``safety-...`` are one
 domain, and easy, normal, hard and the total are means over the four domains.
 """
 
