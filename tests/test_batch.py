@@ -1,4 +1,4 @@
-"""PackedBatch: positions, bounds, last tokens, filler, and what it refuses."""
+"""PackedBatch, its records and labels, and the pairs that ranked completions make."""
 
 from __future__ import annotations
 
@@ -6,44 +6,34 @@ import pytest
 import torch
 
 from nemo_aligner.batch import Group, LabelColumns, PackedBatch, Records
+from nemo_aligner.pairs import PairRows
 from nemo_aligner.prefix import common_prefix
 
 
-def test_pack_lays_sequences_end_to_end() -> None:
+def test_batch_lays_sequences_end_to_end() -> None:
     batch = PackedBatch.pack([[7, 8, 9], [5], [6, 6], [4]], Records.of([10, 11], [2, 2]))
     assert batch.tokens.tolist() == [7, 8, 9, 5, 6, 6, 4]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 0]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6, 7]
-    assert batch.cu_seqlens.dtype == torch.int32
     assert batch.scored_tokens.tolist() == [2, 3, 5, 6]
     assert (batch.num_tokens, batch.records.num_rewards, len(batch.records)) == (7, 4, 2)
     assert batch.rows.tolist() == [0, 1, 2, 3]
     assert batch.prefixes.tolist() == [-1] * 4
+    elsewhere = PackedBatch.pack([[1], [2], [3]], Records.of([4, 2], [2, 1]), rows=[5, 6, 0])
+    assert elsewhere.rows.tolist() == [5, 6, 0]
 
 
-def test_filler_is_a_segment_that_no_record_owns() -> None:
-    batch = PackedBatch.pack([[1, 2, 3]])
-    padded = batch.padded_to_multiple(4)
-    assert padded.tokens.tolist() == [1, 2, 3, 0]
-    assert padded.position_ids.tolist() == [0, 1, 2, 0]
-    assert padded.cu_seqlens.tolist() == [0, 3, 4]
-    assert padded.scored_tokens.tolist() == [2]
-    assert padded.prefixes.tolist() == [-1, -1]
-    assert batch.padded_to_multiple(3) is batch
-
-
-@pytest.mark.parametrize("sequences", [[], [[1], []]])
-def test_empty_packs_and_sequences_are_refused(sequences: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="no sequence may be empty"):
-        PackedBatch.pack(sequences)
-
-
-def test_a_split_record_is_refused() -> None:
+def test_batch_of_too_few_or_empty_sequences_is_refused() -> None:
+    for sequences in ([], [[1], []]):
+        with pytest.raises(ValueError, match="no sequence may be empty"):
+            PackedBatch.pack(sequences)
     with pytest.raises(ValueError, match="got 3 sequences, wanted 4, those of 2 records"):
         PackedBatch.pack([[1], [2], [3]], Records.of([0, 1], [2, 2]))
+    with pytest.raises(ValueError, match="got 2 rows, wanted 3"):
+        PackedBatch.pack([[1], [2], [3]], Records.of([4, 2], [2, 1]), rows=[5, 6])
 
 
-def test_a_common_prefix_is_there_once() -> None:
+def test_batch_has_a_common_prefix_once() -> None:
     sequences = [[1, 2, 3, 4], [1, 2, 5], [9, 9], [7]]
     batch = PackedBatch.pack(
         sequences, Records.of([0, 1], [2, 2]), groups=[Group(2, 2), Group(2, 0)]
@@ -53,17 +43,65 @@ def test_a_common_prefix_is_there_once() -> None:
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 7, 8]
     assert batch.prefixes.tolist() == [-1, 0, 0, -1, -1]
     assert batch.scored_tokens.tolist() == [3, 4, 6, 7]
+    # A prefix leaves every sequence a last token.
     with pytest.raises(ValueError, match="a prefix of 3 tokens leaves no last token"):
         PackedBatch.pack(sequences[:2], Records.of([0], [2]), groups=[Group(2, 3)])
+    with pytest.raises(ValueError, match="a prefix of 2 tokens leaves no last token"):
+        PackedBatch.pack([[1, 2]], groups=[Group(1, 2)])
+    batch = PackedBatch.pack([[1, 2]], groups=[Group(1, 1)])
+    assert (batch.cu_seqlens.tolist(), batch.prefixes.tolist()) == ([0, 1, 2], [-1, 0])
 
 
-def test_a_prefix_is_worth_a_segment_and_leaves_a_last_token() -> None:
-    begin = list(range(10))
-    assert common_prefix([*begin, 1], [*begin, 2, 3]) == 10
-    assert common_prefix(begin, [*begin, 2]) == 9
-    assert common_prefix(begin, begin) == 9
-    assert common_prefix([*begin[:7], 1], [*begin[:7], 2]) == 0
-    assert common_prefix([1], begin) == 0
+def test_batch_filler_is_a_segment_that_no_record_owns() -> None:
+    batch = PackedBatch.pack([[1, 2, 3], [4, 5]])
+    padded = batch.padded_to_multiple(8)
+    assert padded.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+    assert padded.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert padded.cu_seqlens.tolist() == [0, 3, 5, 8]
+    assert padded.prefixes.tolist() == [-1, -1, -1]
+    assert (padded.tokens.dtype, padded.cu_seqlens.dtype) == (torch.int64, torch.int32)
+    assert padded.scored_tokens.tolist() == [2, 4]
+    assert batch.padded_to_multiple(4).num_tokens == 8
+    assert batch.padded_to_multiple(5) is batch.padded_to_multiple(1) is batch
+
+
+def test_batch_indices_are_of_the_types_that_are_promised() -> None:
+    batch = PackedBatch.pack([[1, 2], [3]], Records.of([4], [2]), groups=[Group(2, 0)])
+    assert batch.cu_seqlens.dtype == torch.int32
+    for tensor in (
+        batch.tokens, batch.position_ids, batch.prefixes, batch.scored_tokens, batch.rows,
+        batch.records.ids, batch.records.bounds, batch.records.sizes, batch.records.rows([0]),
+    ):  # fmt: skip
+        assert tensor.dtype == torch.int64
+
+
+def test_batch_moves_what_the_model_and_the_loss_compute_with() -> None:
+    labels = LabelColumns.of(["a"], torch.ones(1, 1)).centred_on({"a": 2.0})
+    moved = PackedBatch.pack([[1, 2]], Records.of([3], [1], labels)).to("meta")
+    for tensor in (moved.tokens, moved.position_ids, moved.scored_tokens):
+        assert tensor.device.type == "meta"
+    assert moved.records.labels.values.device.type == "meta"
+    assert moved.records.labels.means == (2.0,)
+    planned_by = (moved.cu_seqlens, moved.prefixes, moved.rows, moved.records.bounds)
+    for tensor in (*planned_by, moved.records.ids):
+        assert tensor.device.type == "cpu"
+
+
+def test_common_prefix_is_worth_a_segment_and_leaves_a_last_token() -> None:
+    begin, eight = list(range(10)), list(range(8))
+    cases: list[tuple[list[int], list[int], int]] = [
+        ([*begin, 1], [*begin, 2, 3], 10),
+        (begin, [*begin, 2], 9),
+        (begin, begin, 9),
+        ([*begin[:7], 1], [*begin[:7], 2], 0),
+        ([1], begin, 0),
+        ([*eight, 1], [*eight, 2], 8),
+        ([*eight, 1], [*eight, 1], 8),
+        (eight, [*eight, 1], 0),
+        ([*eight, 5, 1], [*eight, 6, 1, 1], 8),
+    ]
+    for one, other, wanted in cases:
+        assert common_prefix(one, other) == wanted, (one, other)
     assert common_prefix(torch.tensor([*begin, 1], dtype=torch.int32), [*begin, 2]) == 10
 
 
@@ -79,13 +117,14 @@ def test_records_own_any_number_of_rewards() -> None:
     assert chosen.labels.values.tolist() == [[3.0], [1.0]]
 
 
-def test_pairs_and_single_texts_are_two_cases_of_records() -> None:
-    rewards = torch.arange(4.0)[:, None]
-    chosen, rejected = Records.of([0, 1], [2, 2]).pairs().of(rewards[:, 0])
-    assert (chosen.tolist(), rejected.tolist()) == ([0, 2], [1, 3])
-    assert Records.of(range(4), [1] * 4).as_single(rewards) is not None
-    with pytest.raises(ValueError, match=r"got records of \[2\] rewards, wanted one of each"):
-        Records.of([0, 1], [2, 2]).as_single(rewards)
+def test_records_of_one_reward_each_are_single() -> None:
+    rewards = torch.arange(8.0).reshape(4, 2)
+    single = Records.of(range(4), [1] * 4)
+    assert single.as_single(rewards).tolist() == rewards.tolist()
+    assert single.as_single(rewards[:, 0]).tolist() == [0, 2, 4, 6]
+    for sizes, named in (([2, 1, 1], r"\[1, 2\]"), ([2, 2], r"\[2\]")):
+        with pytest.raises(ValueError, match=rf"got records of {named} rewards, wanted one of"):
+            Records.of(range(len(sizes)), sizes).as_single(rewards)
 
 
 def test_label_columns_know_their_names_and_whether_they_are_centred() -> None:
@@ -96,69 +135,12 @@ def test_label_columns_know_their_names_and_whether_they_are_centred() -> None:
     assert labels.targets(["margin"]).tolist() == [[10.0], [30.0]]
     assert bool(labels.targets(["help"])[1].isnan())
     assert labels.measured_means() == (1.0, 20.0)
-    with pytest.raises(KeyError, match="wanted 'length'"):
+    with pytest.raises(KeyError, match=r"got .*\('help', 'margin'\), wanted 'length'"):
         labels.targets(["length"])
     assert LabelColumns.none(3).values.shape == (3, 0)
 
 
-def test_a_pack_knows_where_its_rewards_belong() -> None:
-    records = Records.of([4, 2], [2, 1])
-    batch = PackedBatch.pack([[1], [2], [3]], records, rows=[5, 6, 0])
-    assert batch.rows.tolist() == [5, 6, 0]
-    assert batch.to("cpu").records.ids.tolist() == [4, 2]
-    with pytest.raises(ValueError, match="got 2 rows, wanted 3"):
-        PackedBatch.pack([[1], [2], [3]], records, rows=[5, 6])
-
-
-def test_indices_are_of_the_types_that_are_promised() -> None:
-    batch = PackedBatch.pack([[1, 2], [3]], Records.of([4], [2]), groups=[Group(2, 0)])
-    assert batch.cu_seqlens.dtype == torch.int32
-    for tensor in (
-        batch.tokens, batch.position_ids, batch.prefixes, batch.scored_tokens, batch.rows,
-        batch.records.ids, batch.records.bounds, batch.records.sizes, batch.records.rows([0]),
-    ):  # fmt: skip
-        assert tensor.dtype == torch.int64
-
-
-def test_a_filler_is_as_long_as_it_has_to_be_and_counts_its_own_positions() -> None:
-    batch = PackedBatch.pack([[1, 2, 3], [4, 5]])
-    padded = batch.padded_to_multiple(8)
-    assert padded.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
-    assert padded.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
-    assert padded.cu_seqlens.tolist() == [0, 3, 5, 8]
-    assert (padded.tokens.dtype, padded.cu_seqlens.dtype) == (torch.int64, torch.int32)
-    assert padded.scored_tokens.tolist() == [2, 4]
-    assert batch.padded_to_multiple(1) is batch
-
-
-def test_what_the_model_and_the_loss_compute_with_is_moved() -> None:
-    labels = LabelColumns.of(["a"], torch.ones(1, 1)).centred_on({"a": 2.0})
-    moved = PackedBatch.pack([[1, 2]], Records.of([3], [1], labels)).to("meta")
-    for tensor in (moved.tokens, moved.position_ids, moved.scored_tokens):
-        assert tensor.device.type == "meta"
-    assert moved.records.labels.values.device.type == "meta"
-    assert moved.records.labels.means == (2.0,)
-    planned_by = (moved.cu_seqlens, moved.prefixes, moved.rows, moved.records.bounds)
-    for tensor in (*planned_by, moved.records.ids):
-        assert tensor.device.type == "cpu"
-
-
-def test_a_prefix_of_eight_tokens_is_worth_it() -> None:
-    eight = list(range(8))
-    assert common_prefix([*eight, 1], [*eight, 2]) == 8
-    assert common_prefix([*eight, 1], [*eight, 1]) == 8
-    assert common_prefix(eight, [*eight, 1]) == 0
-    assert common_prefix([*eight, 5, 1], [*eight, 6, 1, 1]) == 8
-
-
-def test_one_sequence_cannot_be_a_prefix_of_itself() -> None:
-    with pytest.raises(ValueError, match="a prefix of 2 tokens leaves no last token to a sequence"):
-        PackedBatch.pack([[1, 2]], groups=[Group(1, 2)])
-    batch = PackedBatch.pack([[1, 2]], groups=[Group(1, 1)])
-    assert (batch.cu_seqlens.tolist(), batch.prefixes.tolist()) == ([0, 1, 2], [-1, 0])
-
-
-def test_targets_are_centred_before_they_are_rounded() -> None:
+def test_label_targets_are_centred_before_they_are_rounded() -> None:
     values = torch.tensor([[0.1, 0.1]])
     labels = LabelColumns.of(["a", "b"], values).centred_on({"a": 0.1})
     exact = values.double()[0, 0].item() - 0.1
@@ -174,15 +156,49 @@ def test_targets_are_centred_before_they_are_rounded() -> None:
     assert none != none
 
 
-def test_a_missing_column_is_named_with_those_that_are_there() -> None:
-    with pytest.raises(KeyError, match=r"got the label columns \('a',\), wanted 'c'"):
-        LabelColumns.of(["a"], torch.zeros(1, 1)).targets(["a", "c", "d"])
+def ranked(*ranks: list[int]) -> Records:
+    flat = torch.tensor([rank for own in ranks for rank in own])
+    return Records.of(range(len(ranks)), [len(own) for own in ranks], ranks=flat)
 
 
-def test_rewards_are_seen_in_rows_of_their_records() -> None:
-    rewards = torch.arange(8.0).reshape(4, 2)
-    single = Records.of(range(4), [1] * 4)
-    assert single.as_single(rewards).tolist() == rewards.tolist()
-    assert single.as_single(rewards[:, 0]).tolist() == [0, 2, 4, 6]
-    with pytest.raises(ValueError, match=r"got records of \[1, 2\] rewards, wanted one of each"):
-        Records.of([0, 1, 2], [2, 1, 1]).as_single(rewards)
+def listed(pairs: PairRows, rewards: int) -> list[tuple[int, int]]:
+    better, worse = pairs.of(torch.arange(rewards))
+    return list(zip(better.tolist(), worse.tolist(), strict=True))
+
+
+def test_pairs_in_order_are_seen_without_an_index() -> None:
+    pairs = Records.of([5, 3], [2, 2]).pairs()
+    assert isinstance(pairs.better, slice)
+    assert listed(pairs, 4) == [(0, 1), (2, 3)]
+    assert pairs.of_records(torch.tensor([7, 8])).tolist() == [7, 8]
+    total, count = pairs.sum_and_count(torch.tensor([1.0, 5.0]))
+    assert (float(total), int(count)) == (6.0, 2)
+
+
+def test_pairs_of_a_record_count_as_one_record() -> None:
+    pairs = ranked([0, 1, 2], [1, 0], [0]).pairs()
+    assert listed(pairs, 6) == [(0, 1), (0, 2), (1, 2), (4, 3)]
+    assert pairs.of_records(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 8]
+    total, count = pairs.sum_and_count(torch.tensor([1.0, 2.0, 6.0, 10.0]))
+    assert (float(total), int(count)) == (pytest.approx(3.0 + 10.0), 2)
+
+
+def test_pairs_of_tied_completions_are_there_where_ties_are_wanted() -> None:
+    records = ranked([2, 2], [1, 0, 1], [0, 0]).select([1, 2])
+    assert records.ranks.tolist() == [1, 0, 1, 0, 0]
+    assert listed(records.pairs(), 5) == [(1, 0), (1, 2)]
+    assert records.pairs().num_records == 1
+    pairs = records.pairs(with_ties=True)
+    assert listed(pairs, 5) == [(1, 0), (0, 2), (1, 2), (3, 4)]
+    assert pairs.are_ties is not None
+    assert pairs.are_ties.tolist() == [False, True, False, True]
+    assert pairs.shares is not None
+    assert pairs.shares.tolist() == [pytest.approx(1 / 3)] * 3 + [1.0]
+
+
+def test_pairs_of_no_records_are_none() -> None:
+    for records in (Records.of([], []), Records.of([0], [1])):
+        pairs = records.pairs()
+        assert listed(pairs, records.num_rewards) == []
+        total, count = pairs.sum_and_count(torch.zeros(0))
+        assert (float(total), int(count)) == (0.0, 0)

@@ -1,21 +1,26 @@
-"""Outputs to rewards: the expected bin, the median, and how sure they are."""
+"""Outputs to rewards: the expected bin, the median, how sure they are; and several to one."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import DataError
+from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.readout import Readout
+from nemo_aligner.text.one_reward import one_reward, reward_weights
+from tests.serving.fake_server import CONTRACT
+from tests.text.refusals import assert_refused
 
 BINS = Readout("bins", ((0.0, 1.0, 4.0), (-1.0, 0.0, 1.0)))
 QUANTILES = Readout("quantiles", ((0.1, 0.5, 0.9),) * 2)
 OUTPUTS = np.array([[0.0, 0.0, math.log(2), 3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 0.5, -1.0]])
 
 
-def test_bins_give_the_expected_value_and_its_deviation() -> None:
+def test_readout_of_bins_is_the_expected_value_and_its_deviation() -> None:
     # Probabilities 1/4, 1/4, 1/2 of the first attribute, thirds of the second.
     rewards, spreads = BINS.rewards(OUTPUTS), BINS.spreads(OUTPUTS)
     assert rewards.dtype == spreads.dtype == np.float32
@@ -25,54 +30,66 @@ def test_bins_give_the_expected_value_and_its_deviation() -> None:
     assert rewards[1, 0] == pytest.approx((powers[1] + 4 * powers[2]) / sum(powers))
 
 
-def test_quantiles_give_the_median_and_their_distance_also_where_they_cross() -> None:
+def test_readout_of_quantiles_is_the_median_and_their_distance_also_where_they_cross() -> None:
     np.testing.assert_array_equal(
         QUANTILES.rewards(OUTPUTS), np.array([[0, 3], [1, 0.5]], np.float32)
     )
     np.testing.assert_allclose(QUANTILES.spreads(OUTPUTS), [[math.log(2), 0], [-3, -1]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("readout", [BINS, QUANTILES])
-def test_a_row_has_the_same_bits_in_any_company(readout: Readout) -> None:
+def test_readout_of_a_row_has_the_same_bits_in_any_company() -> None:
     outputs = np.random.RandomState(0).standard_normal((97, 6)).astype(np.float32)
-    together = readout.rewards(outputs)
-    alone = np.concatenate([readout.rewards(row[None]) for row in outputs])
-    assert together.tobytes() == alone.tobytes()
-    assert readout.rewards(outputs[:0]).shape == readout.spreads(outputs[:0]).shape == (0, 2)
+    for readout in (BINS, QUANTILES):
+        together = readout.rewards(outputs)
+        alone = np.concatenate([readout.rewards(row[None]) for row in outputs])
+        assert together.tobytes() == alone.tobytes()
+        assert readout.rewards(outputs[:0]).shape == readout.spreads(outputs[:0]).shape == (0, 2)
 
 
-def test_large_outputs_stay_finite() -> None:
+def test_readout_of_large_outputs_stays_finite() -> None:
     assert BINS.rewards(np.full((1, 6), 1e30)).tolist() == [[pytest.approx(5 / 3), 0.0]]
     assert BINS.rewards(np.array([[0, 0, 1e30, -1e30, 0, 1e30]])).tolist() == [[4.0, 1.0]]
 
 
-@pytest.mark.parametrize("readout", [BINS, QUANTILES])
-def test_it_survives_json(readout: Readout) -> None:
-    assert Readout.from_json(readout.to_json()) == readout
-    assert readout.width == 3
+def test_readout_survives_json() -> None:
+    for readout in (BINS, QUANTILES):
+        assert Readout.from_json(readout.to_json()) == readout
+        assert readout.width == 3
+    texts = ("", "[]", "{}", '{"kind": "bins"}', '{"kind": "bins", "numbers": [["x", 1]]}', "1")
+    cases = [(text, "readout: got") for text in texts]
+    assert_refused(Readout.from_json, cases, DataError)
 
 
-@pytest.mark.parametrize(
-    ("kind", "numbers", "message"),
-    [
-        ("mean", ((0, 1),), "got 'mean', wanted bins or quantiles"),
-        ("bins", ((0, 1), (0, 1, 2)), "attributes of different numbers of outputs"),
-        ("bins", (), "different numbers"),
-        ("bins", ((1,),), r"got \[1\], wanted 2 to 1000 numbers that go up"),
-        ("bins", ((1, 1),), "numbers that go up"),
-        ("bins", ((0, math.inf),), "numbers that go up"),
-        ("quantiles", ((0.1, 0.9),), "with 0.5, which is the reward"),
-        ("quantiles", ((0.0, 0.5),), "wanted levels between 0 and 1"),
-    ],
-)
-def test_what_is_no_readout_is_refused(kind: str, numbers: tuple, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Readout(kind, numbers)
+def test_readout_of_other_numbers_is_refused() -> None:
+    cases: list[tuple[Any, str]] = [
+        (("mean", ((0, 1),)), "got 'mean', wanted bins or quantiles"),
+        (("bins", ((0, 1), (0, 1, 2))), "attributes of different numbers of outputs"),
+        (("bins", ()), "different numbers"),
+        (("bins", ((1,),)), r"got \[1\], wanted 2 to 1000 numbers that go up"),
+        (("bins", ((1, 1),)), "numbers that go up"),
+        (("bins", ((0, math.inf),)), "numbers that go up"),
+        (("quantiles", ((0.1, 0.9),)), "with 0.5, which is the reward"),
+        (("quantiles", ((0.0, 0.5),)), "wanted levels between 0 and 1"),
+    ]
+    assert_refused(lambda case: Readout(*case), cases, DataError)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"kind": "bins"}', '{"kind": "bins", "numbers": [["x", 1]]}', "1"]
-)
-def test_a_text_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(DataError, match="readout: got"):
-        Readout.from_json(text)
+WEIGHED = dataclasses.replace(CONTRACT, attribute_weights=(0.25, 2.0))
+
+
+def test_one_reward_is_weighed_by_the_contract_where_no_attribute_is_named() -> None:
+    weights = reward_weights(WEIGHED, None)
+    rewards = np.array([[4.0, 1.0], [np.nan, np.nan]], dtype=np.float32)
+    found = one_reward(rewards, weights)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([3.0, np.nan], dtype=np.float32))
+    # Rows that nobody scored may have any number of columns.
+    assert np.isnan(one_reward(np.full((2, 1), np.nan, dtype=np.float32), weights)).all()
+    assert one_reward(np.zeros((0, 1), dtype=np.float32), weights).shape == (0,)
+
+
+def test_one_reward_of_a_named_attribute_is_taken_as_it_is() -> None:
+    rewards = np.array([[0.1, 0.3]], dtype=np.float32)
+    assert one_reward(rewards, reward_weights(WEIGHED, "minus"))[0] == rewards[0, 1]
+    with pytest.raises(ConfigError, match="got 'helpful', wanted one of sum, minus"):
+        reward_weights(WEIGHED, "helpful")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests import tiny
 from tests.checkpoint import foreign
-from tests.checkpoint.fuzzing import EntryPoint, Files, Mutation, check_all
+from tests.checkpoint.fuzzing import TINY, EntryPoint, Files, Mutation, check_all
+from tests.checkpoint.loading import Theirs
 
 QUICK, AT_A_TIME = 100, 1000
 
@@ -87,17 +89,30 @@ def tensors(base: Path, layout: Any) -> foreign.Tensors:
     return foreign.tensors_of(base)
 
 
+@pytest.fixture
+def theirs(tensors: foreign.Tensors, tokenizer_folder: Path, tmp_path: Path) -> Theirs:
+    """Writes a checkpoint of another program: ``theirs(nemo1, "folder", head, **settings)``.
+
+    Of the base model's tensors with ``others`` beside or instead of them; None is without one.
+    """
+
+    def write(
+        writer: foreign.Writer = foreign.nemo1,
+        name: str = "theirs",
+        others: Mapping[str, Tensor | None] | None = None,
+        **settings: Any,
+    ) -> Path:
+        found = {**tensors, **(others or {})}
+        stored = {key: tensor for key, tensor in found.items() if tensor is not None}
+        return writer(tmp_path / name, stored, tokenizer_folder, **settings)
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def tiny_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "base.nemo"
-    return tiny.write_base_nemo(
-        path,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    return tiny.write_base_nemo(path, **TINY)
 
 
 @pytest.fixture

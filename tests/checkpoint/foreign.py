@@ -50,13 +50,14 @@ BRIDGE_GEMMA = {
 }
 PADDED = 384  # rows of embeddings, of which the tokenizer has tiny.SHAPE["vocab_size"]
 HEX = "0123456789abcdef" * 2
+ITERATION = "iter_0000123"  # of Megatron-LM's run
 LAYERS = tiny.SHAPE["num_hidden_layers"]
 Tensors = dict[str, Tensor]
-# Writes a checkpoint of these tensors and this tokenizer, and says what is to be opened.
-Writer = Callable[[Path, Tensors, Path], Path]
+# Writes a checkpoint of these tensors, this tokenizer and changed settings, and says what to open.
+Writer = Callable[..., Path]
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
+def tensors_of(path: Path) -> Tensors:
     """An archive's tensors, whole, without the prefix; norms are made to differ from 1."""
     from megatron.core import dist_checkpointing
 
@@ -77,7 +78,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def save(folder: Path, tensors: dict[str, Tensor], prefix: str, **common: Any) -> None:
+def save(folder: Path, tensors: Tensors, prefix: str, **common: Any) -> None:
     """By megatron-core: ``tensors`` under ``prefix``, and what lies beside them in real ones."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -95,7 +96,7 @@ def save(folder: Path, tensors: dict[str, Tensor], prefix: str, **common: Any) -
     dist_checkpointing.save({**state, **common}, str(folder))
 
 
-def per_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def per_layer(tensors: Tensors) -> Tensors:
     """The same with names of its own for every layer, as newer Megatron writes them."""
     split = {}
     for key, tensor in tensors.items():
@@ -139,15 +140,16 @@ def nemo1_config(**changes: Any) -> dict[str, Any]:
     }
 
 
-def write_nemo1(
-    folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any
-) -> dict[str, Any]:
+def nemo1(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
     """An unpacked NeMo 1.x archive."""
-    config = nemo1_config(**changes)
     save(folder / "model_weights", tensors, "model.")
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(nemo1_config(**changes)))
     shutil.copytree(tokenizer, folder / f"{HEX}_tokenizer")
-    return config
+    return folder
+
+
+def nemo1_tar_gz(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
+    return pack(nemo1(folder, tensors, tokenizer, **changes), folder.with_suffix(".nemo"), "w:gz")
 
 
 def pack(folder: Path, path: Path, mode: str) -> Path:
@@ -200,9 +202,8 @@ def provider(**changes: Any) -> dict[str, Any]:
     }
 
 
-def write_nemo2(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any) -> None:
-    """``weights/`` and ``context/``, as NeMo 2's ``io_dump`` names them."""
-    save(folder / "weights", tensors, "module.")
+def nemo2_settings(**changes: Any) -> str:
+    """``context/model.yaml``, as NeMo 2's ``io_dump`` names it."""
     model = {
         "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
         "config": {
@@ -216,12 +217,18 @@ def write_nemo2(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **cha
             "pretrained_model_name": "./nemo_tokenizer",
         },
     }
+    return yaml.safe_dump(model)
+
+
+def nemo2(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
+    save(folder / "weights", tensors, "module.")
     (folder / "context").mkdir()
-    (folder / "context" / "model.yaml").write_text(yaml.safe_dump(model))
+    (folder / "context" / "model.yaml").write_text(nemo2_settings(**changes))
     shutil.copytree(tokenizer, folder / "context" / "nemo_tokenizer")
+    return folder
 
 
-def write_bridge(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **changes: Any) -> Path:
+def bridge(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
     """A run's folder of Megatron-Bridge; gives ``iter_0000010``."""
     inner = folder / "iter_0000010"
     save(inner, per_layer(tensors), "")
@@ -234,14 +241,14 @@ def write_bridge(folder: Path, tensors: dict[str, Tensor], tokenizer: Path, **ch
     return inner
 
 
-def write_megatron_lm(
-    folder: Path,
-    tensors: dict[str, Tensor],
-    tokenizer: Path,
-    among_pieces: bool = False,
-    **changes: Any,
+def bridge_run(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
+    return bridge(folder, tensors, tokenizer, **changes).parent
+
+
+def megatron_lm(
+    folder: Path, tensors: Tensors, tokenizer: Path, among_pieces: bool = False, **changes: Any
 ) -> Path:
-    """A run's folder of Megatron-LM; gives ``iter_0000123``.
+    """A run's folder of Megatron-LM, of step 123.
 
     Its arguments are in ``common.pt``, or ``among_pieces`` as since megatron-core 0.17.
     """
@@ -274,7 +281,7 @@ def write_megatron_lm(
         "params_dtype": torch.bfloat16,
         **changes,
     }
-    inner = folder / "iter_0000123"
+    inner = folder / ITERATION
     common = {"args": Namespace(**arguments), "iteration": 123, "checkpoint_version": 3.0}
     save(inner, tensors, "", **common)
     if not among_pieces:
@@ -283,7 +290,7 @@ def write_megatron_lm(
         put_common_among_pieces(inner, common)
     (folder / "latest_checkpointed_iteration.txt").write_text("123\n")
     shutil.copytree(tokenizer, folder / "tokenizer")
-    return inner
+    return folder
 
 
 def put_common_among_pieces(folder: Path, common: Any) -> None:
@@ -302,7 +309,7 @@ def put_common_among_pieces(folder: Path, common: Any) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def write_zarr(folder: Path, tensors: dict[str, Tensor], prefix: str = "model.") -> None:
+def write_zarr(folder: Path, tensors: Tensors, prefix: str = "model.") -> None:
     """As megatron-core 0.15 still did: an array of zarr's version 2 for each tensor.
 
     Its pieces are of one layer's size, and not compressed.
@@ -334,42 +341,8 @@ def write_zarr(folder: Path, tensors: dict[str, Tensor], prefix: str = "model.")
     )
 
 
-def nemo1(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    write_nemo1(folder, tensors, tokenizer_folder)
-    return folder
-
-
-def nemo1_tar(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    write_nemo1(folder, tensors, tokenizer_folder)
-    return pack(folder, folder.with_suffix(".nemo"), "w")
-
-
-def nemo1_tar_gz(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    write_nemo1(folder, tensors, tokenizer_folder)
-    return pack(folder, folder.with_suffix(".nemo"), "w:gz")
-
-
-def nemo2(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    write_nemo2(folder, tensors, tokenizer_folder)
-    return folder
-
-
-def bridge(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    return write_bridge(folder, tensors, tokenizer_folder)
-
-
-def bridge_run(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    write_bridge(folder, tensors, tokenizer_folder)
-    return folder
-
-
-def megatron_lm(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    write_megatron_lm(folder, tensors, tokenizer_folder)
-    return folder
-
-
-def zarr_folder(folder: Path, tensors: Tensors, tokenizer_folder: Path) -> Path:
-    write_nemo1(folder, tensors, tokenizer_folder)
+def zarr_folder(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
+    nemo1(folder, tensors, tokenizer, **changes)
     shutil.rmtree(folder / "model_weights")
     write_zarr(folder / "model_weights", tensors)
     return folder

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Tensors
+
+SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
+# Writes a checkpoint of another program into a folder of this name; see the fixture ``theirs``.
+Theirs = Callable[..., Path]
 
 
 class Bomb:
@@ -40,13 +46,18 @@ def edit(unpacked: Path, **changes: Any) -> None:
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
 
 
-SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
-
-
 def load(path: Path, layout: Any, attributes: int = 1) -> Any:
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
     return load_pretrained(path, layout, num_attributes=attributes, precision=Precision.fp32)
+
+
+def scores(model: Any, layout: Any) -> Tensor:
+    """Of SEQUENCES."""
+    from nemo_aligner.batch import PackedBatch
+    from nemo_aligner.models.step import infer
+
+    return infer(model, [PackedBatch.pack(SEQUENCES)], layout)
 
 
 def check(model: Any, tensors: Tensors) -> None:

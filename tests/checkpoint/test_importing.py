@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,165 +10,145 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nemo_aligner.batch import PackedBatch
+from nemo_aligner.checkpoint.attributes import attribute_names
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.errors import AlignerError, CheckpointError, ConfigError
+from nemo_aligner.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint import foreign
-from tests.checkpoint.foreign import (
-    Writer,
-    bridge,
-    bridge_run,
-    megatron_lm,
-    nemo1,
-    nemo1_tar,
-    nemo1_tar_gz,
-    nemo2,
-)
-from tests.checkpoint.loading import (
-    SEQUENCES,
-    Tensors,
-    check,
-    head_of,
-    import_nemo,
-    load,
-)
+from tests.checkpoint.foreign import Writer, bridge_run, megatron_lm, nemo1, nemo1_tar_gz, nemo2
+from tests.checkpoint.loading import Tensors, Theirs, check, head_of, import_nemo, load, scores
+from tests.checkpoint.refusals import refusals
 
-WRITERS = [nemo1, nemo1_tar, nemo1_tar_gz, nemo2, bridge, bridge_run, megatron_lm]
+STANDARD = {"enable": True, "mean": 0.5, "std": 2.0}
+THREE = {"num_attributes": 3, "merge_attributes": True, "attribute_weights": [0.3, 0.7, -1.0]}
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-def test_the_model_is_the_one_that_was_written(
-    write: Writer, tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
+@pytest.fixture(scope="module")
+def wanted_scores(
+    tensors: Tensors,
+    tokenizer_folder: Path,
+    layout: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Tensor:
+    """Of the model of NeMo 1."""
+    folder = nemo1(tmp_path_factory.mktemp("wanted") / "nemo1", tensors, tokenizer_folder)
+    return scores(load(folder, layout).model, layout)
+
+
+@pytest.mark.parametrize("write", [nemo1, nemo1_tar_gz, nemo2, bridge_run, megatron_lm])
+def test_import_keeps_settings_weights_and_scores(
+    write: Writer,
+    theirs: Theirs,
+    base: Path,
+    tensors: Tensors,
+    wanted_scores: Tensor,
+    layout: Any,
+    tmp_path: Path,
 ) -> None:
-    from nemo_aligner.models.step import infer
+    """The settings as Hugging Face's converter has them; opened in place and imported."""
+    from nemo_aligner.models.shape import ModelShape
 
-    source = write(tmp_path / "theirs", tensors, tokenizer_folder)
-    loaded = load(source, layout)
-    check(loaded.model, tensors)
-    assert loaded.tokenizer.chat_template == tiny.CHATML
-    summary = import_nemo(source, tmp_path / "ours.nemo")
-    assert "a base model" in summary
-    ours = load(tmp_path / "ours.nemo", layout)
-    check(ours.model, tensors)
-    stored = foreign.tensors_of(tmp_path / "ours.nemo")
-    output_layer = tensors["output_layer.weight"][: tiny.SHAPE["vocab_size"]]
-    torch.testing.assert_close(stored["output_layer.weight"][: len(output_layer)], output_layer)
+    source, output = theirs(write), tmp_path / "ours.nemo"
+    assert "a base model" in import_nemo(source, output)
+    with open_nemo(base, with_weights=False) as wanted, open_nemo(source) as got:
+        shape = ModelShape.from_config(wanted.config)
+        rows = foreign.PADDED if write is megatron_lm else shape.vocab_size
+        wanted_shape = dataclasses.replace(shape, vocab_size=rows)
+        assert ModelShape.from_config(got.config) == wanted_shape
+    for path in (source, output):
+        loaded = load(path, layout)
+        check(loaded.model, tensors)
+        assert loaded.tokenizer.chat_template == tiny.CHATML
+        # Not the weights alone: the settings make the same model of them, rope scaling included.
+        assert torch.equal(scores(loaded.model, layout), wanted_scores)
+    stored = foreign.tensors_of(output)
+    rows = tiny.SHAPE["vocab_size"]
+    assert torch.equal(stored["output_layer.weight"][:rows], tensors["output_layer.weight"][:rows])
     assert stored.keys() == tensors.keys()
-    batch = [PackedBatch.pack(SEQUENCES)]
-    # Not the weights alone: the settings make the same model of them, rope scaling included.
-    reference = load(nemo1(tmp_path / "reference", tensors, tokenizer_folder), layout)
-    wanted = infer(reference.model, batch, layout)
-    for model in (loaded.model, ours.model):
-        torch.testing.assert_close(infer(model, batch, layout), wanted, rtol=0, atol=0)
 
 
-def test_the_vocabulary_is_of_whoever_says_it(
-    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
-    foreign.write_nemo1(tmp_path / "a", tensors, tokenizer_folder)
-    foreign.write_nemo1(
-        tmp_path / "b", tensors, tokenizer_folder, override_vocab_size=foreign.PADDED
-    )
-    from_tokenizer = import_nemo(tmp_path / "a", tmp_path / "a.nemo")
-    assert "vocabulary of 320, by its tokenizer" in from_tokenizer
-    given = import_nemo(tmp_path / "b", tmp_path / "b.nemo")
-    assert "vocabulary of 384, by override_vocab_size" in given
-    for name, size in (("c", None), ("d", 320)):
-        foreign.write_megatron_lm(tmp_path / name, tensors, tokenizer_folder, vocab_size=size)
-        said = import_nemo(tmp_path / name, tmp_path / f"{name}.nemo")
-        wanted = "384, by padded_vocab_size" if size is None else "320, by vocab_size"
+def test_import_says_whose_vocabulary_it_takes(theirs: Theirs, tmp_path: Path) -> None:
+    for name, write, settings, wanted in (
+        ("a", nemo1, {}, "320, by its tokenizer"),
+        ("b", nemo1, {"override_vocab_size": foreign.PADDED}, "384, by override_vocab_size"),
+        ("c", megatron_lm, {"vocab_size": None}, "384, by padded_vocab_size"),
+        ("d", megatron_lm, {"vocab_size": 320}, "320, by vocab_size"),
+    ):
+        said = import_nemo(theirs(write, name, **settings), tmp_path / f"{name}.nemo")
         assert f"vocabulary of {wanted}" in said
 
 
-def test_a_tokenizer_may_be_one_of_the_hub(
-    hub: Callable[..., Any], tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
-    asked = hub(tokenizer_folder)
-    theirs = tmp_path / "theirs"
-    foreign.write_nemo1(theirs, tensors, tokenizer_folder)
-    shutil.rmtree(theirs / f"{foreign.HEX}_tokenizer")
-    import_nemo(theirs, tmp_path / "ours.nemo", tokenizer="some-org/Base")
-    assert asked["name"] == "some-org/Base"
-    assert asked["allow_patterns"] == ["*.json", "*.jinja"]
-    check(load(tmp_path / "ours.nemo", layout).model, tensors)
-    with pytest.raises(CheckpointError, match=r"theirs: got no tokenizer\.json"):
-        import_nemo(theirs, tmp_path / "again.nemo", tokenizer=theirs)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "settings"),
-    [
-        (1, {}),
-        (3, {"reward_model_type": "regression", "regression": {"num_attributes": 3}}),
-        (
-            3,
-            {
-                "reward_model_type": "regression",
-                "regression": {
-                    "num_attributes": 3,
-                    "merge_attributes": True,
-                    "attribute_weights": [0.3, 0.7, -1.0],
-                },
-                "reward_standardization": {"enable": True, "mean": 0.5, "std": 2.0},
-            },
-        ),
-        (2, {"regression": {"num_attributes": 2, "merge_attributes": True}}),
-    ],
-    ids=["ranking", "regression", "merged_and_standardized", "merged_evenly"],
-)
-def test_a_nemo_aligner_reward_model_scores_as_it_did(
-    attributes: int,
-    settings: dict,
+def test_import_with_a_tokenizer_of_the_hub(
+    hub: Callable[..., Any],
+    theirs: Theirs,
     tensors: Tensors,
     tokenizer_folder: Path,
     layout: Any,
     tmp_path: Path,
 ) -> None:
+    asked, source = hub(tokenizer_folder), theirs()
+    shutil.rmtree(source / f"{foreign.HEX}_tokenizer")
+    import_nemo(source, tmp_path / "ours.nemo", tokenizer="some-org/Base")
+    assert asked["name"] == "some-org/Base"
+    assert asked["allow_patterns"] == ["*.json", "*.jinja"]
+    check(load(tmp_path / "ours.nemo", layout).model, tensors)
+    with pytest.raises(CheckpointError, match=r"theirs: got no tokenizer\.json"):
+        import_nemo(source, tmp_path / "again.nemo", tokenizer=source)
+
+
+def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
+    theirs: Theirs, layout: Any, tmp_path: Path
+) -> None:
     """Against NeMo-Aligner's own formula on the last hidden state of the same decoder."""
     from nemo_aligner.models.step import infer
     from nemo_aligner.scoring.scorer import load_scorer
 
-    head = head_of(attributes)
-    folder = tmp_path / "theirs"
-    foreign.write_nemo1(folder, {**tensors, **head}, tokenizer_folder, **settings)
-    archive = foreign.pack(folder, tmp_path / "theirs.nemo", "w:gz")
-    import_nemo(archive, tmp_path / "ours.nemo", template="tokenizer")
-
-    scorer = load_scorer(tmp_path / "ours.nemo", layout, micro_batch_tokens=256)
+    # The hidden states: an identity as the head. NeMo-Aligner applies no rope scaling.
+    identity = {"rm_head.weight": torch.eye(64)}
+    plain = theirs(nemo1, "plain", identity, scale_positional_embedding=False)
+    decoder = load(plain, layout, attributes=64)
     chat = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}]
     texts = ["the cat sleeps", chat]
-    got = torch.from_numpy(scorer.score(texts))
+    for case, attributes, settings in (
+        ("ranking", 1, {}),
+        ("regression", 3, {"regression": {"num_attributes": 3}}),
+        ("merged_and_standardized", 3, {"regression": THREE, "reward_standardization": STANDARD}),
+        ("merged_evenly", 2, {"regression": {"num_attributes": 2, "merge_attributes": True}}),
+    ):
+        if attributes == 3:
+            settings["reward_model_type"] = "regression"
+        head = head_of(attributes)
+        archive = foreign.pack(
+            theirs(nemo1, case, head, **settings), tmp_path / f"{case}.tgz", "w:gz"
+        )
+        import_nemo(archive, tmp_path / f"{case}.nemo", template="tokenizer")
+        scorer = load_scorer(tmp_path / f"{case}.nemo", layout, micro_batch_tokens=256)
+        got = torch.from_numpy(scorer.score(texts))
 
-    # The hidden states: an identity as the head. NeMo-Aligner applies no rope scaling.
-    plain = {**tensors, "rm_head.weight": torch.eye(64)}
-    foreign.write_nemo1(
-        tmp_path / "plain", plain, tokenizer_folder, scale_positional_embedding=False
-    )
-    decoder = load(tmp_path / "plain", layout, attributes=64)
-    ids = [scorer.contract.encode(decoder.tokenizer, text).token_ids for text in texts]
-    assert ids[0] == decoder.tokenizer.encode("the cat sleeps")  # no BOS, no EOS
-    hidden = infer(decoder.model, [PackedBatch.pack(ids)], layout)
-    wanted = hidden @ head["rm_head.weight"].T + head["rm_head.bias"]
-    regression = settings.get("regression", {})
-    if regression.get("merge_attributes"):
-        weights = regression.get("attribute_weights", [1 / attributes] * attributes)
-        wanted = (wanted @ torch.tensor(weights))[:, None]
-    standard = settings.get("reward_standardization")
-    if standard:
-        wanted = (wanted - standard["mean"]) / standard["std"]
-    assert (wanted[0] - wanted[1]).abs().min() > 0.01
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        ids = [scorer.contract.encode(decoder.tokenizer, text).token_ids for text in texts]
+        assert ids[0] == decoder.tokenizer.encode("the cat sleeps")  # no BOS, no EOS
+        hidden = infer(decoder.model, [PackedBatch.pack(ids)], layout)
+        wanted = hidden @ head["rm_head.weight"].T + head["rm_head.bias"]
+        regression = settings.get("regression", {})
+        if regression.get("merge_attributes"):
+            weights = regression.get("attribute_weights", [1 / attributes] * attributes)
+            wanted = (wanted @ torch.tensor(weights))[:, None]
+        if "reward_standardization" in settings:
+            wanted = (wanted - STANDARD["mean"]) / STANDARD["std"]
+        assert (wanted[0] - wanted[1]).abs().min() > 0.01
+        torch.testing.assert_close(
+            got, wanted, rtol=0, atol=1e-5, msg=lambda said, case=case: f"{case}: {said}"
+        )
 
 
-def test_scaling_is_kept_where_it_is_asked_for(
-    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
-    foreign.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(1)}, tokenizer_folder)
+def test_import_keeps_scaling_where_it_is_asked_for(theirs: Theirs, tmp_path: Path) -> None:
+    source = theirs(nemo1, "theirs", head_of(1))
     for keep in (False, True):
         path = tmp_path / f"{keep}.nemo"
-        said = import_nemo(tmp_path / "theirs", path, template="none", keep_scaling=keep)
+        said = import_nemo(source, path, template="none", keep_scaling=keep)
         assert ("scale_positional_embedding is switched off" in said) is not keep
         with open_nemo(path, with_weights=False) as folder:
             assert folder.config["scale_positional_embedding"] is keep
@@ -175,132 +156,99 @@ def test_scaling_is_kept_where_it_is_asked_for(
             assert folder.contract["template"] == ""
 
 
-def test_a_config_stands_for_the_archives_own(
-    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
+def test_import_with_a_config_in_place_of_the_archives_own(theirs: Theirs, tmp_path: Path) -> None:
     """For reward models that were trained with rotary_base 10000, whatever their settings say."""
-    stored = {**tensors, **head_of(1)}
-    standard = {"enable": True, "mean": 1.0, "std": 2.0}
-    settings = {"rotary_base": 500000.0, "reward_standardization": standard}
-    foreign.write_nemo1(tmp_path / "theirs", stored, tokenizer_folder, **settings)
-    archive = foreign.pack(tmp_path / "theirs", tmp_path / "theirs.nemo", "w")
-    foreign.write_nemo1(
-        tmp_path / "wanted", stored, tokenizer_folder, **{**settings, "rotary_base": 10000.0}
-    )
-    config = tmp_path / "wanted" / "model_config.yaml"
+    settings = {"reward_standardization": STANDARD}
+    source = theirs(nemo1, "theirs", head_of(1), rotary_base=500000.0, **settings)
+    archive = foreign.pack(source, tmp_path / "theirs.nemo", "w")
+    wanted = theirs(nemo1, "wanted", head_of(1), rotary_base=10000.0, **settings)
+    config = wanted / "model_config.yaml"
     import_nemo(archive, tmp_path / "a.nemo", template="tokenizer", config=config)
-    import_nemo(tmp_path / "wanted", tmp_path / "b.nemo", template="tokenizer")
+    import_nemo(wanted, tmp_path / "b.nemo", template="tokenizer")
     with (
         open_nemo(tmp_path / "a.nemo", with_weights=False) as got,
-        open_nemo(tmp_path / "b.nemo", with_weights=False) as wanted,
+        open_nemo(tmp_path / "b.nemo", with_weights=False) as same,
     ):
         assert got.config["rotary_base"] == 10000.0
-        assert got.config == wanted.config
-        assert got.contract is not None
-        assert got.contract == wanted.contract
+        assert got.config == same.config
+        assert got.contract == same.contract is not None
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "kind", "message"),
-    [
-        ({"use_avg_pool": True}, {}, CheckpointError, "use_avg_pool: got true"),
-        ({"output_sequence": True}, {}, CheckpointError, "output_sequence: got true"),
-        (
-            {"regression": {"merge_attributes": True, "attribute_weights": [1.0, 2.0, 3.0]}},
-            {},
-            CheckpointError,
-            r"attribute_weights: got \[1.0, 2.0, 3.0\], wanted 2 numbers",
-        ),
-        ({}, {}, ConfigError, "template: a reward model"),
-        ({}, {"template": "tokenizer", "attributes": ("a",)}, ConfigError, "attributes: got"),
-        ({}, {"template": "tokenizer", "attributes": ("a", "")}, ConfigError, "attributes: got"),
-    ],
-    ids=["pool", "critic", "weights", "no_template", "names", "empty_name"],
-)
-def test_a_head_that_would_change_is_refused(
-    settings: dict,
-    options: dict,
-    kind: type[AlignerError],
-    message: str,
-    tensors: Tensors,
-    tokenizer_folder: Path,
-    layout: Any,
-    tmp_path: Path,
+def test_import_refuses_a_reward_model_that_would_change(theirs: Theirs, tmp_path: Path) -> None:
+    weights = {"merge_attributes": True, "attribute_weights": [1.0, 2.0, 3.0]}
+    fc2 = "decoder.layers.mlp.linear_fc2.weight"
+    output = tmp_path / "ours.nemo"
+    sources = {
+        "plain": theirs(nemo1, "plain", head_of(2)),
+        "pool": theirs(nemo1, "pool", head_of(2), use_avg_pool=True),
+        "critic": theirs(nemo1, "critic", head_of(2), output_sequence=True),
+        "weights": theirs(nemo1, "weights", head_of(2), regression=weights),
+        "whole": theirs(nemo1, "whole", {fc2: torch.ones(4, 64, 128, dtype=torch.int8)}),
+    }
+    with refusals() as refused:
+        for name, message in (
+            ("pool", "use_avg_pool: got true"),
+            ("critic", "output_sequence: got true"),
+            ("weights", r"attribute_weights: got \[1.0, 2.0, 3.0\], wanted 2 numbers"),
+            ("whole", rf"model\.{fc2}: got torch\.int8, wanted fp32"),
+        ):
+            with refused(name, message):
+                import_nemo(sources[name], output)
+    with refusals(ConfigError) as refused:
+        for options, message in (
+            ({}, "template: a reward model"),
+            ({"template": "tokenizer", "attributes": ("a",)}, "attributes: got"),
+            ({"template": "tokenizer", "attributes": ("a", "")}, "attributes: got"),
+        ):
+            with refused(options, message):
+                import_nemo(sources["plain"], output, **options)
+    assert {path.name for path in tmp_path.iterdir()} == sources.keys()
+
+
+def test_import_of_a_base_model_takes_no_options_of_a_reward_model(
+    theirs: Theirs, tmp_path: Path
 ) -> None:
-    foreign.write_nemo1(
-        tmp_path / "theirs", {**tensors, **head_of(2)}, tokenizer_folder, **settings
-    )
-    with pytest.raises(kind, match=message):
-        import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", **options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"template": "tokenizer"}, {"attributes": ("a",)}, {"keep_scaling": True}],
-    ids=lambda options: next(iter(options)),
-)
-def test_a_base_model_takes_no_options_of_a_reward_model(
-    options: dict, tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
-    foreign.write_nemo1(tmp_path / "theirs", tensors, tokenizer_folder)
-    name = next(iter(options))
-    with pytest.raises(ConfigError, match=f"theirs: got {name}, .*a base model"):
-        import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", **options)
+    source = theirs()
+    with refusals(ConfigError) as refused:
+        for name, value in (("template", "tokenizer"), ("attributes", ("a",)),
+                            ("keep_scaling", True)):  # fmt: skip
+            with refused(name, f"theirs: got {name}, .*a base model"):
+                import_nemo(source, tmp_path / "ours.nemo", **{name: value})
     assert not (tmp_path / "ours.nemo").exists()
 
 
 @pytest.mark.slow(seconds=4)
-def test_the_script_names_attributes(
-    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
-    foreign.write_nemo1(tmp_path / "theirs", {**tensors, **head_of(3)}, tokenizer_folder)
-    verb, options = "import", ["--input", str(tmp_path / "theirs")]
-    options += ["--output", str(tmp_path / "ours.nemo"), "--template", "none", "--attributes"]
-    failed = tiny.run_verb(verb, *options, "help,,length", check=False)
-    assert failed.returncode == 1
-    assert "attributes: got ['help', '', 'length'], wanted 3" in failed.stderr
-    done = tiny.run_verb(verb, *options, "help, style ,length")
+def test_import_verb_names_attributes(theirs: Theirs, tmp_path: Path) -> None:
+    source, output = theirs(nemo1, "theirs", head_of(3)), tmp_path / "ours.nemo"
+    options = ["--input", str(source), "--output", str(output), "--template", "none"]
+    done = tiny.run_verb("import", *options, "--attributes", "help, style ,length")
     assert "a reward model of help, style, length" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("embedding", "layers", "wanted"),
-    [
-        (torch.bfloat16, torch.bfloat16, "bf16"),
-        (torch.bfloat16, torch.float32, "fp32"),
-        (torch.float32, torch.bfloat16, "fp32"),
-    ],
-    ids=["one", "wider_layers", "wider_embedding"],
-)
-def test_a_contract_has_the_dtype_that_holds_every_matrix(
-    embedding: torch.dtype,
-    layers: torch.dtype,
-    wanted: str,
-    tensors: Tensors,
-    tokenizer_folder: Path,
-    layout: Any,
-    tmp_path: Path,
+def test_attribute_names_are_as_many_as_outputs_and_differ() -> None:
+    assert attribute_names([" help", "style "], 2) == ("help", "style")
+    with refusals(ConfigError) as refused:
+        for given in (["a"], ["a", "b", "c"], ["a", "a"], ["a", " a "], ["a", ""], ["a", " "]):
+            with refused(given, r"attributes: got \['a'.*\], wanted 2 different names"):
+                attribute_names(given, 2)
+
+
+def test_import_gives_a_contract_the_dtype_that_holds_every_matrix(
+    theirs: Theirs, tensors: Tensors, tmp_path: Path
 ) -> None:
     """As a conversion has it; the norms, here fp32, do not count."""
-    stored = {
-        key: tensor
-        if "norm" in key
-        else tensor.to(embedding if key.startswith("embedding.") else layers)
-        for key, tensor in tensors.items()
-    }
-    foreign.write_nemo1(tmp_path / "theirs", {**stored, **head_of(1)}, tokenizer_folder)
-    import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo", template="none")
-    with open_nemo(tmp_path / "ours.nemo", with_weights=False) as folder:
-        assert folder.contract is not None
-        assert folder.contract["dtype"] == wanted
-
-
-def test_a_matrix_of_whole_numbers_is_refused(
-    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
-    name = "decoder.layers.mlp.linear_fc2.weight"
-    stored = {**tensors, name: tensors[name].to(torch.int8)}
-    foreign.write_nemo1(tmp_path / "theirs", stored, tokenizer_folder)
-    with pytest.raises(CheckpointError, match=rf"model\.{name}: got torch\.int8, wanted fp32"):
-        import_nemo(tmp_path / "theirs", tmp_path / "ours.nemo")
+    wide, narrow = torch.float32, torch.bfloat16
+    got = {}
+    for case in ((narrow, narrow), (narrow, wide), (wide, narrow)):
+        name = f"{len(got)}"
+        stored = {
+            key: tensor.to(case[0] if key.startswith("embedding.") else case[1])
+            for key, tensor in tensors.items()
+            if "norm" not in key
+        }
+        import_nemo(theirs(nemo1, name, {**stored, **head_of(1)}), tmp_path / f"{name}.nemo",
+                    template="none")  # fmt: skip
+        with open_nemo(tmp_path / f"{name}.nemo", with_weights=False) as folder:
+            assert folder.contract is not None
+            got[case] = folder.contract["dtype"]
+    assert got == {(narrow, narrow): "bf16", (narrow, wide): "fp32", (wide, narrow): "fp32"}

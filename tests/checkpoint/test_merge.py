@@ -16,11 +16,13 @@ from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING
 from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from nemo_aligner.cli import merge
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.scorer import load_scorer
 from tests import tiny
+from tests.checkpoint.refusals import refusals
 
 TEXTS = ["what is a map", "thanks for asking"]
 Vary = Callable[..., Path]
@@ -76,7 +78,7 @@ def score(path: Path, layout: ParallelLayout) -> Any:
     return load_scorer(path, layout).score(TEXTS)
 
 
-def test_weights_and_offsets_are_summed(
+def test_merge_sums_weights_and_offsets(
     first: Path, vary: Vary, layout: ParallelLayout, tmp_path: Path
 ) -> None:
     second = vary("second.nemo", 1, (0.5, -1.5))
@@ -94,14 +96,14 @@ def test_weights_and_offsets_are_summed(
     assert np.ptp(score(output, layout)) > 0
 
 
-def test_a_model_merged_with_itself_scores_as_before(
+def test_merge_of_a_model_with_itself_scores_as_before(
     first: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
     merge_checkpoints([first] * 3, [1 / 3] * 3, tmp_path / "merged.nemo")
     np.testing.assert_array_equal(score(tmp_path / "merged.nemo", layout), score(first, layout))
 
 
-def test_extrapolation_goes_past_the_trained_model(first: Path, vary: Vary, tmp_path: Path) -> None:
+def test_merge_extrapolates_past_the_trained_model(first: Path, vary: Vary, tmp_path: Path) -> None:
     trained = vary("trained.nemo", 1)
     extrapolate(first, trained, 0.5, tmp_path / "further.nemo")
     base, end = stored(first), stored(trained)
@@ -109,7 +111,7 @@ def test_extrapolation_goes_past_the_trained_model(first: Path, vary: Vary, tmp_
         torch.testing.assert_close(tensor, end[key] + 0.5 * (end[key] - base[key]))
 
 
-def test_only_what_training_went_on_from_may_have_another_kind_of_head(
+def test_merge_allows_another_kind_of_head_only_where_training_went_on(
     first: Path, vary: Vary, layout: ParallelLayout, tmp_path: Path
 ) -> None:
     trained = vary("trained.nemo", 1, (0.0, 0.0), attributes=("a", "b"))
@@ -120,52 +122,47 @@ def test_only_what_training_went_on_from_may_have_another_kind_of_head(
     assert (contract.attributes, contract.label_means) == (("a", "b"), (-0.75, -1.25))
 
 
-@pytest.mark.slow(seconds=4)
-def test_the_command_averages_by_default(first: Path, vary: Vary, tmp_path: Path) -> None:
-    second = vary("second.nemo", 2)
-    output = tmp_path / "mean.nemo"
-    done = tiny.run_verb("merge", "--input", str(first), str(second), f"--output={output}")
-    assert "+0.5 x" in done.stdout
+def test_merge_verb_averages_by_default(
+    first: Path, vary: Vary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: object) -> int:
+        return merge.run(merge.new_parser().parse([str(each) for each in arguments]))
+
+    second, output = vary("second.nemo", 2), tmp_path / "mean.nemo"
+    assert run("--input", first, second, f"--output={output}") == 0
+    assert "+0.5 x" in capsys.readouterr().out
     mean, of_first, of_second = stored(output), stored(first), stored(second)
     torch.testing.assert_close(
         mean["rm_head.weight"], (of_first["rm_head.weight"] + of_second["rm_head.weight"]) / 2
     )
-    arguments = ("merge", "--input", str(first), f"--output={tmp_path / 'x.nemo'}")
-    done = tiny.run_verb(*arguments, "--extrapolate=0.5", check=False)
-    assert (done.returncode, "wanted two: where training began" in done.stderr) == (1, True)
+    with pytest.raises(ConfigError, match="got 1 inputs, wanted two: where training"):
+        run("--input", first, f"--output={tmp_path / 'x.nemo'}", "--extrapolate=0.5")
 
 
-@pytest.mark.parametrize(
-    ("weights", "told"),
-    [
-        ([0.5, 0.4], "sum to 0.9, wanted a sum of 1"),
-        ([float("nan"), 1.0], "wanted a sum of 1"),
-        ([1.0], "got 1 weights, wanted 2"),
-    ],
-)
-def test_weights_that_would_change_the_scale_are_refused(
-    weights: list[float], told: str, first: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        merge_checkpoints([first, first], weights, tmp_path / "merged.nemo")
+def test_merge_refuses_weights_that_would_change_the_scale(first: Path, tmp_path: Path) -> None:
+    with refusals(ConfigError) as refused:
+        for weights, told in (
+            ([0.5, 0.4], "sum to 0.9, wanted a sum of 1"),
+            ([float("nan"), 1.0], "wanted a sum of 1"),
+            ([1.0], "got 1 weights, wanted 2"),
+        ):
+            with refused(weights, told):
+                merge_checkpoints([first, first], weights, tmp_path / "merged.nemo")
     assert not list(tmp_path.iterdir())
 
 
-def test_models_of_another_kind_are_refused(
+def test_merge_refuses_models_of_another_kind(
     first: Path, folder: Path, vary: Vary, tmp_path: Path
 ) -> None:
-    shorter = folder / "shorter.nemo"
-    output = tmp_path / "merged.nemo"
-    for other, told in [
-        (folder / "first.base", "it is no reward model of this package"),
-        (shorter, r"shorter\.nemo: it cannot be merged with .*: model.data.seq_length: "),
-        (
-            vary("bf16.nemo", 1, precision=Precision.bf16),
-            "another scoring contract: trainer.precision: 'fp32' -> 'bf16'",
-        ),
-    ]:
-        with pytest.raises(CheckpointError, match=told):
-            merge_checkpoints([other, first], [0.5, 0.5], output)
-        assert not output.exists()
+    output, bf16 = tmp_path / "merged.nemo", vary("bf16.nemo", 1, precision=Precision.bf16)
+    with refusals() as refused:
+        for other, told in (
+            (folder / "first.base", "it is no reward model of this package"),
+            (folder / "shorter.nemo", r"shorter\.nemo: .* with .*: model.data.seq_length: "),
+            (bf16, "another scoring contract: trainer.precision: 'fp32' -> 'bf16'"),
+        ):
+            with refused(other.name, told):
+                merge_checkpoints([other, first], [0.5, 0.5], output)
     with pytest.raises(ConfigError, match="got 1 reward models to merge"):
         merge_checkpoints([first], [1.0], output)
+    assert not output.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from nemo_aligner.checkpoint.untrusted import read_json
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.launch import launch
+from tests.checkpoint.refusals import refusals
 
 NAN = float("nan")
 
@@ -68,12 +69,15 @@ def save(checkpoints: RunCheckpoints, values: dict[int, float | None]) -> list[i
     for step, value in values.items():
         metrics = {} if value is None else {"validation/accuracy": value}
         checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
-    return [saved.state.step for saved in checkpoints.list_saved()]
+    return steps(checkpoints.list_saved())
 
 
-@pytest.mark.parametrize(
-    ("top_k", "mode", "values", "left", "best"),
-    [
+def steps(found: Iterable[Saved]) -> list[int]:
+    return [saved.state.step for saved in found]
+
+
+def test_runs_keep_the_newest_and_the_best(tmp_path: Path) -> None:
+    cases: list[tuple[int, MonitorMode, dict[int, float | None], list[int], int | None]] = [
         (1, MonitorMode.max, {1: 0.5, 2: 0.7, 3: 0.6}, [2, 3], 2),
         (1, MonitorMode.max, {1: 0.5, 2: 0.5, 3: 0.5}, [1, 3], 1),
         (2, MonitorMode.min, {1: 0.5, 2: 0.7, 3: 0.6, 4: 0.9}, [1, 3, 4], 1),
@@ -81,25 +85,17 @@ def save(checkpoints: RunCheckpoints, values: dict[int, float | None]) -> list[i
         (1, MonitorMode.max, {1: None, 2: NAN}, [2], None),
         (3, MonitorMode.max, {1: 0.5, 2: 0.7}, [1, 2], 2),
         (0, MonitorMode.max, {1: 0.5, 2: 0.4}, [2], None),
-    ],
-)
-def test_newest_and_best_are_kept(
-    tmp_path: Path,
-    top_k: int,
-    mode: MonitorMode,
-    values: dict[int, float | None],
-    left: list[int],
-    best: int | None,
-) -> None:
-    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", mode, top_k)
-    assert save(checkpoints, values) == left
-    latest, found = checkpoints.latest(), checkpoints.best()
-    assert latest is not None
-    assert latest.state.step == max(values)
-    assert (found.state.step if found else None) == best
+    ]
+    for number, (top_k, mode, values, left, wanted) in enumerate(cases):
+        checkpoints = RunCheckpoints(tmp_path / str(number), "validation/accuracy", mode, top_k)
+        assert save(checkpoints, values) == left, cases[number]
+        latest, best = checkpoints.latest(), checkpoints.best()
+        assert latest is not None
+        assert latest.state.step == max(values)
+        assert (best.state.step if best else None) == wanted, cases[number]
 
 
-def test_is_among_best(tmp_path: Path) -> None:
+def test_runs_know_what_is_among_the_best(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", save_top_k=2)
     assert checkpoints.is_among_best({"validation/accuracy": 0.1})
     save(checkpoints, {1: 0.5, 2: 0.7})
@@ -109,36 +105,31 @@ def test_is_among_best(tmp_path: Path) -> None:
     assert not checkpoints.is_among_best({})
 
 
-@pytest.mark.parametrize(
-    ("losses", "left", "best"),
-    [
+def test_runs_of_equals_prefer_the_lower_loss_of_that_set(tmp_path: Path) -> None:
+    cases: list[tuple[dict[int, float | None], list[int], int]] = [
         ({5: 0.565, 24: 0.070, 25: 0.090}, [24, 25], 24),
         ({1: NAN, 2: 0.9, 3: None}, [2, 3], 2),
         ({1: 0.5, 2: 0.5}, [1, 2], 1),
-    ],
-)
-def test_of_equals_the_lower_loss_of_that_set_is_better(
-    tmp_path: Path, losses: dict[int, float | None], left: list[int], best: int
-) -> None:
-    checkpoints = RunCheckpoints(tmp_path, "one/accuracy")
-    for step, loss in losses.items():
-        metrics = {"one/accuracy": 1.0, "other/loss": float(step)}
-        metrics |= {} if loss is None else {"one/loss": loss}
-        is_better = checkpoints.is_among_best(metrics)
-        checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
-        found = checkpoints.best()
-        assert found is not None
-        assert is_better == (found.state.step == step)
-    assert [saved.state.step for saved in checkpoints.list_saved()] == left
-    assert found.state.step == best
-    assert {saved.state.step for saved in checkpoints.candidates()} == set(losses)
-    assert checkpoints.candidates()[0].state.step == best
-    assert [saved.state.step for saved in checkpoints.ranked()] == sorted(
-        left, key=lambda step: (step != best, step)
-    )
+    ]
+    for number, (losses, left, best) in enumerate(cases):
+        checkpoints = RunCheckpoints(tmp_path / str(number), "one/accuracy")
+        for step, loss in losses.items():
+            metrics = {"one/accuracy": 1.0, "other/loss": float(step)}
+            metrics |= {} if loss is None else {"one/loss": loss}
+            is_better = checkpoints.is_among_best(metrics)
+            checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
+            found = checkpoints.best()
+            assert found is not None
+            assert is_better == (found.state.step == step)
+        assert steps(checkpoints.list_saved()) == left
+        assert found.state.step == best
+        assert set(steps(checkpoints.candidates())) == set(losses)
+        assert checkpoints.candidates()[0].state.step == best
+        by_rank = sorted(left, key=lambda step: (step != best, step))
+        assert steps(checkpoints.ranked()) == by_rank
 
 
-def test_a_state_is_strict_json(tmp_path: Path) -> None:
+def test_run_state_is_strict_json(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
     metrics = {"one/accuracy": 0.5, "one/temperature": NAN, "one/brier": float("inf")}
     config = {"trainer": {"clip": float("inf"), "betas": [0.9, NAN]}}
@@ -155,14 +146,14 @@ def test_a_state_is_strict_json(tmp_path: Path) -> None:
     check_same_run(saved, config)
 
 
-def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
+def test_runs_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
     assert checkpoints.latest() is None
     save(checkpoints, {1: None})
     (tmp_path / "step_00000002.partial" / "state").mkdir(parents=True)
     (tmp_path / "step_00000000.removed").mkdir()
     (tmp_path / ".megatron_gpt.nemo.partial").write_text("of another writer")
-    assert [saved.state.step for saved in checkpoints.list_saved()] == [1]
+    assert steps(checkpoints.list_saved()) == [1]
     checkpoints.clean()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".megatron_gpt.nemo.partial",
@@ -170,14 +161,14 @@ def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
     ]
 
 
-def test_state_comes_back(tmp_path: Path) -> None:
+def test_run_state_comes_back(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
     state = RunState(3, 24, {"a": 1.5}, {"model.seed": 1}, {"model": {"seed": 1}}, {"hash": "x"})
     checkpoints.save(state, Model(), Optimizer())
     assert checkpoints.latest() == Saved(tmp_path / "step_00000003", state)
 
 
-def test_a_state_of_before_runs_could_end_early_is_read(tmp_path: Path) -> None:
+def test_run_state_of_before_runs_could_end_early_is_read(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.save(
         RunState(3, 24, best_value=0.5, validations_since_best=2), Model(), Optimizer()
@@ -192,7 +183,7 @@ def test_a_state_of_before_runs_could_end_early_is_read(tmp_path: Path) -> None:
     assert latest.state == RunState(3, 24)
 
 
-def test_a_pending_one_has_no_name_but_counts(tmp_path: Path) -> None:
+def test_runs_pending_checkpoint_has_no_name_but_counts(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path, "validation/accuracy")
     assert checkpoints.publish() is None
     state = RunState(3, 24, {"validation/accuracy": 0.5})
@@ -205,17 +196,17 @@ def test_a_pending_one_has_no_name_but_counts(tmp_path: Path) -> None:
     assert checkpoints.publish() is None
 
 
-def test_the_next_save_publishes_the_one_before(tmp_path: Path) -> None:
+def test_runs_next_save_publishes_the_one_before(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(RunState(step, step * 8), Model(), Optimizer())
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "step_00000002.partial"}
     best = checkpoints.best()
     assert best is None
-    assert [saved.state.step for saved in checkpoints.list_saved()] == [2]
+    assert steps(checkpoints.list_saved()) == [2]
 
 
-def test_a_write_that_fails_is_told_once_and_has_no_name(
+def test_runs_tell_once_of_a_write_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = RunCheckpoints(tmp_path)
@@ -226,20 +217,21 @@ def test_a_write_that_fails_is_told_once_and_has_no_name(
     with pytest.raises(CheckpointError, match="disk full"):
         checkpoints.publish()
     assert checkpoints.publish() is None
-    assert [saved.state.step for saved in checkpoints.list_saved()] == [1]
+    assert steps(checkpoints.list_saved()) == [1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', '{"version": 1, "step": 3}'])
-def test_a_spoilt_state_is_named(tmp_path: Path, text: str) -> None:
+def test_run_state_that_is_spoilt_is_named(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.save(RunState(3, 24), Model(), Optimizer())
     checkpoints.publish()
-    (tmp_path / "step_00000003" / "run_state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"step_00000003/run_state\.json"):
-        checkpoints.latest()
+    with refusals() as refused:
+        for text in ("", "[]", "{}", '{"version": 9}', '{"version": 1, "step": 3}'):
+            (tmp_path / "step_00000003" / "run_state.json").write_text(text)
+            with refused(text, r"step_00000003/run_state\.json"):
+                checkpoints.latest()
 
 
-def test_another_run_is_refused_with_both_values(tmp_path: Path) -> None:
+def test_resume_of_another_run_is_refused_with_both_values(tmp_path: Path) -> None:
     fingerprint = {"model.seed": 1, "training records": 37, "model.rope_scaling": None}
     saved = Saved(tmp_path, RunState(3, 24, fingerprint=json.loads(json.dumps(fingerprint))))
     check_same_run(saved, fingerprint)

@@ -1,7 +1,8 @@
-"""``nemo-aligner`` finds the verb, or says what may have been meant."""
+"""``nemo-aligner`` finds the verb, or says what may have been meant; every verb has its help."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,54 +12,64 @@ from pathlib import Path
 import pytest
 
 import nemo_aligner
-from nemo_aligner.cli.main import VERBS, main
+from nemo_aligner.cli import key_reference
+from nemo_aligner.cli.main import VERBS, load, main
+from nemo_aligner.cli.reference import render
 from tests.tiny import ROOT
 
 Captured = pytest.CaptureFixture[str]
 BARE = [sys.executable, "-S", "-E"]  # without site-packages, as a Python of the system
+HEAVY = ("torch", "megatron", "transformers", "lightning", "pytriton")
+HELP_OF_ALL = f"""
+import sys
+for name in {HEAVY}:
+    sys.modules[name] = None
+from nemo_aligner.cli.main import VERBS, main
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.training import TrainConfig
+for verb in VERBS:
+    try:
+        main([*verb.split(), "--help"])
+    except SystemExit as end:
+        assert not end.code, verb
+load_config(TrainConfig, [])
+"""
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_every_verb(argv: list[str], capsys: Captured) -> None:
-    assert main(argv) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {verb} " in shown for verb in VERBS)
-    assert max(map(len, shown.splitlines())) < 80 + 10
+def test_help_lists_every_verb(capsys: Captured) -> None:
+    for argv in ([], ["--help"], ["-h"], ["help"]):
+        assert main(argv) == 0
+        shown = capsys.readouterr().out
+        assert [verb for verb in VERBS if f"  {verb} " not in shown] == [], argv
+        assert max(map(len, shown.splitlines())) < 80 + 10
+    for argv in (["data"], ["data", "--help"]):
+        assert main(argv) == 0
+        shown = capsys.readouterr().out
+        assert "data inspect" in shown
+        assert "train" not in shown.replace("training", "")
 
 
-def test_a_group_lists_its_verbs(capsys: Captured) -> None:
-    assert main(["data"]) == main(["data", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "data inspect" in shown
-    assert "train" not in shown.replace("training", "")
-
-
-def test_the_version(capsys: Captured) -> None:
+def test_version(capsys: Captured) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"nemo-aligner {nemo_aligner.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["trian"], "trian is no verb; did you mean train?"),
-        (["data", "inspct", "x"], "data inspct is no verb; did you mean data inspect?"),
-        (["xyzzy"], "xyzzy is no verb"),
-        (["--wrong"], "--wrong is no verb"),
-    ],
-)
-def test_a_wrong_verb_is_told(argv: list[str], said: str, capsys: Captured) -> None:
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.splitlines()[0] == f"nemo-aligner: {said}"
-
-
-def test_the_command_is_installed() -> None:
     (entry,) = entry_points(group="console_scripts", name="nemo-aligner")
     assert entry.value == "nemo_aligner.cli.main:main"
 
 
-def test_the_reader_of_a_pipe_may_leave() -> None:
+def test_verb_that_is_wrong_is_told(capsys: Captured) -> None:
+    wanted = {
+        ("trian",): "trian is no verb; did you mean train?",
+        ("data", "inspct", "x"): "data inspct is no verb; did you mean data inspect?",
+        ("xyzzy",): "xyzzy is no verb",
+        ("--wrong",): "--wrong is no verb",
+    }
+    for argv, said in wanted.items():
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.splitlines()[0] == f"nemo-aligner: {said}"
+
+
+def test_reader_of_a_pipe_may_leave() -> None:
     """As ``nemo-aligner plan ... | head`` does."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -73,60 +84,88 @@ def test_the_reader_of_a_pipe_may_leave() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("name", ["train_reward_model", "evaluate_reward_model", "score"])
-def test_an_example_outside_the_environment_says_what_to_do(name: str, tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / f"{name}.py")
-    done = subprocess.run([*BARE, script], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == (
-        "No module named 'nemo_aligner': activate its environment (source .venv/bin/activate) "
-        "or pip install -e .\n"
-    )
-
-
-def test_a_python_without_the_dependencies_says_what_to_do() -> None:
-    done = subprocess.run(
-        [*BARE, "-m", "nemo_aligner", "train"], capture_output=True, text=True, cwd=ROOT
-    )
+def test_python_without_the_dependencies_says_what_to_do(tmp_path: Path) -> None:
+    command = [*BARE, "-m", "nemo_aligner", "train"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr.startswith("the module omegaconf is not installed in ")
     assert "source .venv/bin/activate" in done.stderr
+    command = [*BARE, str(ROOT / "examples" / "train_reward_model.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "'nemo_aligner': activate its environment (source .venv/bin/activate)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_examples_only_run_their_verb() -> None:
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    assert examples
+    for path in examples:
+        document, *_, imported, run = map(ast.unparse, ast.parse(path.read_text()).body)
+        start = "try:\n    from nemo_aligner.cli.main import main\nexcept Module"
+        assert imported.startswith(start), path.name
+        assert run.startswith("if __name__ == '__main__':\n    sys.exit(main(['"), path.name
+        assert len(document) > 20, path.name
 
 
 def complete(line: str) -> list[str]:
     """What the shell is offered at the end of a line, by argcomplete's protocol."""
     command = f"{sys.executable} -m nemo_aligner 8>&1 9>/dev/null"
+    told = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     done = subprocess.run(
         ["bash", "-c", command],
         capture_output=True,
         text=True,
         check=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "_ARGCOMPLETE": "1",
-            "COMP_LINE": line,
-            "COMP_POINT": str(len(line)),
-        },
+        env={**os.environ, "PYTHONPATH": str(ROOT), **told},
     )
     return [word.strip() for word in done.stdout.split("\013") if word]
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("nemo-aligner tr", "train"),
-        ("nemo-aligner data sp", "split"),
-        ("nemo-aligner convert --tensor", "--tensor-parallel"),
-        ("nemo-aligner train model.optim.l", "model.optim.lr="),
-        ("nemo-aligner train trainer.precision=b", "trainer.precision=bf16"),
-    ],
-)
-def test_the_shell_completes(line: str, offered: str) -> None:
-    assert offered in complete(line)
+def test_completion_of_verbs_flags_and_settings(capsys: Captured) -> None:
+    wanted = {
+        "nemo-aligner tr": "train",
+        "nemo-aligner data sp": "split",
+        "nemo-aligner convert --tensor": "--tensor-parallel",
+        "nemo-aligner train model.optim.l": "model.optim.lr=",
+        "nemo-aligner train trainer.precision=b": "trainer.precision=bf16",
+    }
+    offered = {line: complete(line) for line in wanted}
+    assert {line: words for line, words in offered.items() if wanted[line] not in words} == {}
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "nemo-aligner" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_gets_its_code(shell: str, capsys: Captured) -> None:
-    assert main(["completion", shell]) == 0
-    assert "nemo-aligner" in capsys.readouterr().out
+def test_help_and_settings_wait_for_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP_OF_ALL],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [verb for verb in VERBS if f"usage: nemo-aligner {verb} " not in done.stdout] == []
+
+
+def test_help_says_what_every_option_is_for() -> None:
+    for verb in VERBS:
+        for action in load(verb).new_parser()._actions:
+            assert action.help, (verb, action.option_strings or action.dest)
+
+
+def test_help_fits_a_terminal_and_is_the_page_of_settings() -> None:
+    """``python -m nemo_aligner.cli.reference > docs/settings.md`` writes it anew.
+
+    The page's own sentence may be longer than 80 columns.
+    """
+    page = render()
+    assert (ROOT / "docs" / "settings.md").read_text() == page
+    shown = page.partition("```")[2]
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+def test_page_of_nemo_aligner_keys_is_the_table_that_reads_them() -> None:
+    """``python -m nemo_aligner.cli.key_reference`` writes it anew."""
+    page = ROOT / "docs" / "migration" / "nemo_aligner_keys.md"
+    assert page.read_text() == key_reference.render()

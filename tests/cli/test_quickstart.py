@@ -30,16 +30,13 @@ except KeyboardInterrupt:
 SMI = '#!/bin/sh\nfor each in 0 1 2; do echo "GPU $each: NVIDIA H100 (UUID: GPU-$each)"; done\n'
 
 
-@pytest.mark.parametrize(
-    ("gpus", "tensor_parallel", "processes"),
-    [(0, 2, 2), (1, 1, 1), (2, 2, 2), (3, 2, 2), (8, 2, 8)],
-)
-def test_the_layout_suits_the_machine(gpus: int, tensor_parallel: int, processes: int) -> None:
-    machine = LocalMachine(gpus)
-    assert (machine.tensor_parallel, machine.processes) == (tensor_parallel, processes)
+def test_quickstart_layout_suits_the_machine() -> None:
+    wanted = {0: (2, 2), 1: (1, 1), 2: (2, 2), 3: (2, 2), 8: (2, 8)}
+    machines = {gpus: LocalMachine(gpus) for gpus in wanted}
+    assert {gpus: (m.tensor_parallel, m.processes) for gpus, m in machines.items()} == wanted
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_counts_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_local_machine() == LocalMachine(gpus=0)
     (tmp_path / "nvidia-smi").write_text(SMI)
@@ -48,21 +45,20 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_local_machine() == LocalMachine(gpus=3)
 
 
-@pytest.mark.parametrize("is_demo", [True, False])
-@pytest.mark.parametrize("gpus", [0, 2])
-def test_its_settings_are_settings_of_training(gpus: int, is_demo: bool) -> None:
-    config = load_config(TrainConfig, training_settings(LocalMachine(gpus), 30, is_demo))
-    assert config.model.freeze_layers == (0 if gpus else 24)
-    assert config.model.data.template == ("chatml" if is_demo else None)
+def test_quickstart_settings_are_settings_of_training() -> None:
+    for gpus, is_demo in ((0, True), (2, False)):
+        config = load_config(TrainConfig, training_settings(LocalMachine(gpus), 30, is_demo))
+        assert config.model.freeze_layers == (0 if gpus else 24)
+        assert config.model.data.template == ("chatml" if is_demo else None)
 
 
-def test_a_step_that_fails_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_ends_with_a_step_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StepFailed, match="nemo-aligner plan ended with exit code 1, see above"):
         commands.run("plan", "--params=9B", "--gpus=8")
     assert "--params: got 9B" in capfd.readouterr().err
 
 
-def test_ctrl_c_waits_for_the_step_which_may_have_to_save() -> None:
+def test_quickstart_interrupted_waits_for_the_step_which_may_have_to_save() -> None:
     process = subprocess.Popen([sys.executable, "-c", SAVES])
 
     def interrupt() -> None:
@@ -78,7 +74,7 @@ def test_ctrl_c_waits_for_the_step_which_may_have_to_save() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_data_and_base_belong_together(tmp_path: Path) -> None:
+def test_quickstart_data_and_base_belong_together(tmp_path: Path) -> None:
     data = tiny.write_pairs(tmp_path / "pairs.jsonl", 2)
     with pytest.raises(ConfigError, match="wanted both, or none of them"):
         Quickstart(output=tmp_path, data=data).check()

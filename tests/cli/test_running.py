@@ -1,4 +1,4 @@
-"""A verb ends with an exit code, and an error of one screen."""
+"""Options are read, and a verb ends with an exit code and an error of one screen."""
 
 from __future__ import annotations
 
@@ -9,11 +9,53 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.cli import score
+from nemo_aligner.cli.parser import Parser, fraction, names, positive
 from nemo_aligner.cli.running import run_verb
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
-from tests.cli.test_parser import options_of
+from nemo_aligner.subcommand import show_command
 
 Captured = pytest.CaptureFixture[str]
+
+
+def options_of(*argv: str) -> argparse.Namespace:
+    parser = Parser("try", "Tries.")
+    parser.add_argument("--gpu-memory", type=int, default=3)
+    parser.add_argument("things", nargs="*")
+    return parser.parse(argv)
+
+
+def test_option_that_is_wrong_is_two_lines_and_exit_code_2(capsys: Captured) -> None:
+    wanted = {
+        ("--gpu-memry=3",): "got --gpu-memry=3, which is not known; did you mean --gpu-memory?",
+        ("--wholly-other",): "got --wholly-other, which is not known",
+        ("--gpu-memory", "x"): "argument --gpu-memory: invalid int value: 'x'",
+    }
+    for argv, said in wanted.items():
+        with pytest.raises(SystemExit) as end:
+            options_of(*argv)
+        assert end.value.code == 2
+        assert capsys.readouterr().err == (
+            f"nemo-aligner try: {said}\nnemo-aligner try --help lists what there is\n"
+        )
+
+
+def test_options_may_stand_between_arguments() -> None:
+    options = options_of("a=1", "--gpu-memory", "5", "b=2", "--debug")
+    assert (options.things, options.gpu_memory, options.debug) == (["a=1", "b=2"], 5, True)
+
+
+def test_option_values_are_read_and_checked() -> None:
+    assert names("help, style ,length") == ("help", "style", "length")
+    assert names("a,,b") == ("a", "", "b")
+    assert names(" ") == ()
+    assert (fraction("0.25"), positive("12")) == (0.25, 12)
+    for text in ("0", "1", "-0.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"got {text}, wanted"):
+            fraction(text)
+    for text in ("0", "-1", "2.5", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"got '{text}', wanted"):
+            positive(text)
 
 
 def failing(error: BaseException) -> Callable[[argparse.Namespace], int]:
@@ -23,13 +65,13 @@ def failing(error: BaseException) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def test_an_error_is_one_line_and_exit_code_1(capsys: Captured) -> None:
+def test_error_is_one_line_and_exit_code_1(capsys: Captured) -> None:
     assert run_verb(failing(DataError("got a")), options_of()) == 1
     assert capsys.readouterr().err == "DataError: got a\n"
     assert run_verb(lambda options: 7, options_of()) == 7
 
 
-def test_debug_shows_the_traceback(capsys: Captured) -> None:
+def test_error_with_debug_shows_the_traceback(capsys: Captured) -> None:
     for error in (DataError("got a"), ZeroDivisionError("by zero")):
         assert run_verb(failing(error), options_of("--debug")) == 1
         told = capsys.readouterr().err
@@ -37,7 +79,7 @@ def test_debug_shows_the_traceback(capsys: Captured) -> None:
         assert told.endswith(f"{type(error).__name__}: {error}\n")
 
 
-def test_what_nobody_foresaw_is_one_screen_and_a_file(capsys: Captured) -> None:
+def test_error_that_nobody_foresaw_is_one_screen_and_a_file(capsys: Captured) -> None:
     assert run_verb(failing(ZeroDivisionError("by zero")), options_of()) == 1
     error = capsys.readouterr().err
     assert error.startswith("unexpected ZeroDivisionError: by zero\n")
@@ -48,38 +90,63 @@ def test_what_nobody_foresaw_is_one_screen_and_a_file(capsys: Captured) -> None:
     Path(path).unlink()
 
 
-def test_an_interruption_has_its_exit_code(capsys: Captured) -> None:
+def test_interruption_has_its_exit_code(capsys: Captured) -> None:
     assert run_verb(failing(KeyboardInterrupt()), options_of()) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "brings"),
-    [
+def test_error_of_a_missing_module_comes_with_its_command(capsys: Captured) -> None:
+    for name, brings in (
         ("pytriton.client", "pip install 'nemo_aligner[serving]' brings it"),
         ("omegaconf", "activate the environment"),
-    ],
-)
-def test_a_missing_module_comes_with_its_command(name: str, brings: str, capsys: Captured) -> None:
-    assert run_verb(failing(ModuleNotFoundError("no", name=name)), options_of()) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"the module {name.partition('.')[0]} is not installed in ")
-    assert brings in error
+    ):
+        assert run_verb(failing(ModuleNotFoundError("no", name=name)), options_of()) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"the module {name.partition('.')[0]} is not installed in ")
+        assert brings in error
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("gpu_memory: got 3", "--gpu-memory: got 3"),
-        ("model.optim.lr: got 3", "model.optim.lr: got 3"),
-        ("things: got 3", "things: got 3"),
-        ("other: got 3", "other: got 3"),
-        ("nothing fits", "nothing fits"),
-    ],
-)
-def test_an_error_names_the_flag_where_the_key_has_one(
-    said: str, shown: str, capsys: Captured
-) -> None:
-    for kind in (ConfigError, CheckpointError):
-        assert run_verb(failing(kind(said)), options_of()) == 1
-        assert capsys.readouterr().err == f"{kind.__name__}: {shown}\n"
+def test_error_names_the_flag_where_the_key_has_one(capsys: Captured) -> None:
+    shown = {
+        "gpu_memory: got 3": "--gpu-memory: got 3",
+        "model.optim.lr: got 3": "model.optim.lr: got 3",
+        "things: got 3": "things: got 3",
+        "other: got 3": "other: got 3",
+        "nothing fits": "nothing fits",
+    }
+    for said in shown:
+        for kind in (ConfigError, CheckpointError):
+            assert run_verb(failing(kind(said)), options_of()) == 1
+            assert capsys.readouterr().err == f"{kind.__name__}: {shown[said]}\n"
+
+
+def test_score_refuses_what_is_no_conversation_before_it_asks_a_server() -> None:
+    wanted = {
+        "{": r"got '\{', wanted JSON",
+        "[" * 200_000: "wanted JSON",
+        '"a text"': "got 'a text', wanted a list of messages",
+        "5": "got 5, wanted a text or a list of messages",
+        "null": "got None, wanted",
+        '{"role": "user"}': "got an object with keys 'role', wanted",
+        "[]": "got an empty conversation",
+        "[5]": "message 1: got 5, wanted exactly 'role' and 'content'",
+        '[{"role": "assistant", "content": [1]}]': (
+            r"message 1, content: got \[1\], wanted a string"
+        ),
+        '[{"role": "user", "content": "a"}]': "got role 'user', wanted 'assistant'",
+    }
+    for given, said in wanted.items():
+        with pytest.raises(ConfigError, match=f"^--conversation: .*{said}"):
+            score.run(score.new_parser().parse(["--conversation", given]))
+
+
+def test_command_is_shown_as_one_would_type_it() -> None:
+    assert show_command("score", ["a b"], "$ ") == "$ nemo-aligner score 'a b'"
+    long = 70 * "x"
+    assert show_command("train", ["a=1", f"b={long}"], "$ ") == (
+        f"$ nemo-aligner train \\\n      a=1 \\\n      b={long}"
+    )
+    # An option stays with its value.
+    assert show_command("export", ["--input", long, "--merge"]) == (
+        f"nemo-aligner export \\\n    --input {long} \\\n    --merge"
+    )

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.common import Overlong, Precision
 from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.describe import list_keys, render_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import config_to_dict, load_config, load_values, save_config
 from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.config.suggest import suggestion
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import ConfigError, SettingsError
+from tests.config.refusals import not_refused
 from tests.tiny import ROOT
 
-SHIPPED = sorted((ROOT / "conf").glob("*.yaml"))
+SCHEMAS = {
+    "train": TrainConfig,
+    "serve": ServeConfig,
+    "serve_critic": ServeCriticConfig,
+    "evaluate": EvaluateConfig,
+    "gateway": GatewayRunConfig,
+}
 
 
 def write(folder: Path, text: str) -> str:
@@ -27,19 +34,17 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_nothing_given_is_all_defaults() -> None:
-    assert config_to_dict(load_config(TrainConfig, [])) == config_to_dict(TrainConfig())
-
-
-def test_the_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+def test_settings_of_the_command_line_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {global_batch_size: 8, micro_batch_tokens: 100}")
     config = load_config(TrainConfig, ["model.global_batch_size=16"], path)
     assert config.model.global_batch_size == 16
     assert config.model.micro_batch_tokens == 100
     assert config.model.seed == TrainConfig().model.seed
+    for text in ("", "model:\n", "# nothing\n"):
+        assert load_config(TrainConfig, file=write(tmp_path, text)) == TrainConfig()
 
 
-def test_values_have_the_types_of_the_schema() -> None:
+def test_settings_have_the_types_of_the_schema() -> None:
     config = load_config(
         TrainConfig,
         [
@@ -50,6 +55,8 @@ def test_values_have_the_types_of_the_schema() -> None:
             "trainer.rm.max_steps=null",
             "model.data.add_eos=true",
             "exp_manager.wandb_logger_kwargs.project=demo",
+            "+model.tensor_model_parallel_size=4",  # as NeMo-Aligner's commands have it
+            "++model.pipeline_model_parallel_size=2",
         ],
     )
     assert config.trainer.precision is Precision.bf16
@@ -59,73 +66,95 @@ def test_values_have_the_types_of_the_schema() -> None:
     assert config.trainer.rm.max_steps is None
     assert config.model.data.add_eos is True
     assert config.exp_manager.wandb_logger_kwargs == {"project": "demo"}
+    sizes = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
+    assert sizes == (4, 2)
+    assert config_to_dict(config)["trainer"]["precision"] == "bf16"
 
 
-@pytest.mark.parametrize("mark", ["+", "++"])
-def test_nemo_aligners_plus_signs_are_accepted(mark: str) -> None:
-    config = load_config(TrainConfig, [f"{mark}model.tensor_model_parallel_size=4"])
-    assert config.model.tensor_model_parallel_size == 4
-
-
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ("model.global_batchsize=1", "did you mean model.global_batch_size?"),
-        ("trainer.max_steps=1", "did you mean trainer.rm.max_steps?"),
-        ("model.data.nonsense_xyz=1", "unknown key model.data.nonsense_xyz"),
-        ("model.optim.lr=fast", "model.optim.lr: got 'fast', wanted a number"),
-        ("trainer.precision=fp8", "trainer.precision: got 'fp8', wanted fp32 | bf16 | fp16"),
-        ("model.global_batch_size=0", "model.global_batch_size: got 0, wanted a number above 0"),
-        ("model.sequence_parallel=true", "model.tensor_model_parallel_size above 1"),
-        ("model.reward_model_type=regression", "model.regression.attributes: got []"),
-        (
-            "model.regression.attribute_weights={help: 1}",
-            "model.regression.attribute_weights: got {'help': 1.0}, wanted weights of no attribute",
+def test_settings_refused_name_the_key_and_what_was_wanted() -> None:
+    refusals = {
+        "model.global_batchsize=1": "did you mean model.global_batch_size?",
+        "trainer.max_steps=1": "did you mean trainer.rm.max_steps?",
+        "model.data.nonsense_xyz=1": "unknown key model.data.nonsense_xyz",
+        "model.optim.lr=fast": "model.optim.lr: got 'fast', wanted a number",
+        "trainer.precision=fp8": "trainer.precision: got 'fp8', wanted fp32 | bf16 | fp16",
+        "model.global_batch_size=0": "model.global_batch_size: got 0, wanted a number above 0",
+        "model.sequence_parallel=true": "model.tensor_model_parallel_size above 1",
+        "model.reward_model_type=regression": "model.regression.attributes: got []",
+        "model.regression.attribute_weights={help: 1}": (
+            "model.regression.attribute_weights: got {'help': 1.0}, wanted weights of no attribute"
         ),
-        ("model.optim.sched.min_lr=1", "model.optim.sched.min_lr: got 1.0"),
-        ("model.data.max_malformed=1.5", "max_malformed: got 1.5, wanted a number from 0 to 1"),
-        ("model=5", "model: got 5, wanted keys under it"),
-        ("model.data.data_prefix.train=[a", "model.data.data_prefix.train"),
-        ("model.global_batch_size", "got 'model.global_batch_size', wanted section.key=value"),
-        ("=3", "got '=3', wanted section.key=value"),
-        ("model.seed=${model.sed}", "model.seed: Interpolation key 'model.sed' not found"),
-    ],
-)
-def test_an_error_names_the_key_and_what_was_wanted(argument: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(TrainConfig, [argument])
-    assert expected in str(error.value)
+        "model.optim.sched.min_lr=1": "model.optim.sched.min_lr: got 1.0",
+        "model.data.max_malformed=1.5": "max_malformed: got 1.5, wanted a number from 0 to 1",
+        "model=5": "model: got 5, wanted keys under it",
+        "model.data.data_prefix.train=[a": "model.data.data_prefix.train",
+        "model.global_batch_size": "got 'model.global_batch_size', wanted section.key=value",
+        "=3": "got '=3', wanted section.key=value",
+        "model.seed=${model.sed}": "model.seed: Interpolation key 'model.sed' not found",
+    }
+    assert not_refused(TrainConfig, refusals) == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("model: {global_batchsize: 1}", "did you mean model.global_batch_size?"),
-        ("- 1\n- 2\n", "wanted sections"),
-        ("model: {a: [", "config.yaml"),
-        ("model: [1, 2]", "model: got [1, 2], wanted keys under it"),
-    ],
-)
-def test_an_error_in_yaml_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(ConfigError) as error:
-        load_config(TrainConfig, file=path)
-    assert expected in str(error.value)
-    assert path in str(error.value)
+@pytest.mark.parametrize("schema", [TrainConfig, ServeCriticConfig])
+def test_settings_refused_are_what_no_optimizer_or_generator_takes(schema: type) -> None:
+    refusals = {
+        "model.seed=-1": "model.seed: got -1, wanted a whole number from 0 to 4294967295",
+        "model.seed=4294967296": "model.seed: got 4294967296, wanted a whole number from 0",
+        "model.optim.betas=[0.9]": "model.optim.betas: got (0.9,), wanted two numbers",
+        "model.optim.betas=[]": "model.optim.betas: got (), wanted two numbers",
+        "model.optim.betas=[0.9,0.98,0.99]": "got (0.9, 0.98, 0.99), wanted two numbers",
+        "model.optim.betas=[0.9,1]": "got (0.9, 1.0), wanted two numbers, each 0 or more and",
+        "model.optim.betas=[-0.1,0.9]": "got (-0.1, 0.9), wanted two numbers",
+        "model.optim.betas=[.nan,0.9]": "got (nan, 0.9), wanted two numbers",
+        "model.optim.lr=.inf": "model.optim.lr: got inf, wanted a finite number",
+        "model.optim.lr=-.inf": "model.optim.lr: got -inf, wanted a number above 0",
+        "model.optim.lr=.nan": "model.optim.lr: got nan, wanted a number above 0",
+        "model.optim.weight_decay=.inf": "model.optim.weight_decay: got inf, wanted a finite",
+        "model.optim.eps=.inf": "model.optim.eps: got inf, wanted a finite number",
+        "model.optim.sched.min_lr=.nan": "model.optim.sched.min_lr: got nan, wanted 0 or more",
+    }
+    # The lowest rate does not go with a rate that is wrong.
+    assert not_refused(schema, refusals, most_problems=2) == {}
+    for setting in ("model.seed=0", "model.seed=4294967295", "model.optim.betas=[0, 0.999]"):
+        load_config(schema, [setting])
 
 
-@pytest.mark.parametrize("text", ["", "model:\n", "# nothing\n"])
-def test_an_empty_file_or_section_is_all_defaults(tmp_path: Path, text: str) -> None:
-    config = load_config(TrainConfig, file=write(tmp_path, text))
-    assert config_to_dict(config) == config_to_dict(TrainConfig())
+def test_settings_refused_by_the_gateway() -> None:
+    refusals = {
+        "gateway.port=70000": "gateway.port: got 70000, wanted 0",
+        "gateway.max_request_bytes=0": "gateway.max_request_bytes: got 0, wanted a number above",
+        "gateway.retry_s=-1": "gateway.retry_s: got -1.0, wanted 0 or more",
+        "gateway.key_file=k.pem": "gateway.key_file: got 'k.pem', wanted a key_file with a cert",
+        "backends=[]": "backends: got [], wanted the URL of a server",
+        "gateway.token=secret": "unknown key gateway.token",
+    }
+    assert not_refused(GatewayRunConfig, refusals) == {}
+    with pytest.raises(SettingsError, match="token_file or a token_variable, not both"):
+        load_config(GatewayRunConfig, ["gateway.token_file=t", "gateway.token_variable=T"])
+    # It listens on this machine alone unless told.
+    assert load_config(GatewayRunConfig, []).gateway.host == "127.0.0.1"
+    config = load_config(GatewayRunConfig, ["backends=[http://a:1,http://b:2]"])
+    assert config.backends == ["http://a:1", "http://b:2"]
 
 
-def test_a_missing_file_is_an_error_that_names_it() -> None:
+def test_settings_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    refusals = {
+        "model: {global_batchsize: 1}": "did you mean model.global_batch_size?",
+        "- 1\n- 2\n": "wanted sections",
+        "model: {a: [": "config.yaml",
+        "model: [1, 2]": "model: got [1, 2], wanted keys under it",
+    }
+    for text, wanted in refusals.items():
+        path = write(tmp_path, text)
+        with pytest.raises(ConfigError) as error:
+            load_config(TrainConfig, file=path)
+        assert wanted in str(error.value)
+        assert path in str(error.value)
     with pytest.raises(ConfigError, match=r"no/such\.yaml"):
         load_config(TrainConfig, file="no/such.yaml")
 
 
-def test_saved_settings_load_again(tmp_path: Path) -> None:
+def test_settings_saved_load_again(tmp_path: Path) -> None:
     config = load_config(
         TrainConfig,
         ["model.reward_model_type=regression", "model.regression.attributes=[help, brief]"],
@@ -134,13 +163,7 @@ def test_saved_settings_load_again(tmp_path: Path) -> None:
     assert load_config(TrainConfig, file=tmp_path / "saved.yaml") == config
 
 
-def test_settings_as_plain_data_have_no_enums() -> None:
-    plain = config_to_dict(TrainConfig())
-    assert plain["model"]["reward_model_type"] == RewardModelType.binary_ranking.value
-    assert plain["trainer"]["precision"] == "fp32"
-
-
-def test_every_problem_is_in_one_error(tmp_path: Path) -> None:
+def test_settings_refused_are_in_one_error(tmp_path: Path) -> None:
     text = """
     trainer: {gadgets: 8, widgets: 8, precision: fp8, maxsteps: 3}
     model: {micro_batch_tokns: 1, optim: {sched: {name: Noam}}}
@@ -163,40 +186,22 @@ def test_every_problem_is_in_one_error(tmp_path: Path) -> None:
     assert str(error.value).startswith("these settings cannot be used:\n  ")
 
 
-def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: {data: {data_prefix: {validation: b.jsonl}}}")
-    config = load_config(TrainConfig, ["model.data.data_prefix.train=a.jsonl"], path)
-    assert config.model.data.data_prefix.train == ["a.jsonl"]
-    assert config.model.data.data_prefix.validation == ["b.jsonl"]
-
-
-def test_a_setting_may_refer_to_another(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: {seed: 7, data: {seq_length: '${model.seed}'}}")
-    assert load_config(TrainConfig, file=path).model.data.seq_length == 7
-
-
-SCHEMAS = {
-    "train": TrainConfig,
-    "serve": ServeConfig,
-    "serve_critic": ServeCriticConfig,
-    "evaluate": EvaluateConfig,
-    "gateway": GatewayRunConfig,
-}
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_every_shipped_yaml_loads(path: Path) -> None:
-    schema = SCHEMAS.get(path.stem) or SCHEMAS[path.stem.partition("_")[0]]
-    load_config(schema, file=path)
-
-
-def test_settings_are_read_without_torch() -> None:
-    program = (
-        "import sys; from nemo_aligner.config.load import load_config;"
-        "from nemo_aligner.config.training import TrainConfig; load_config(TrainConfig, []);"
-        "assert 'torch' not in sys.modules, 'torch was imported'"
+def test_settings_may_be_one_text_for_a_list_and_refer_to_others(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: {seed: 7, data: {seq_length: '${model.seed}', data_prefix: {validation: b.jsonl}}}",
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+    data = load_config(TrainConfig, ["model.data.data_prefix.train=a.jsonl"], path).model.data
+    assert data.data_prefix.train == ["a.jsonl"]
+    assert data.data_prefix.validation == ["b.jsonl"]
+    assert data.seq_length == 7
+
+
+def test_settings_shipped_load() -> None:
+    shipped = sorted((ROOT / "conf").glob("*.yaml"))
+    assert shipped
+    for path in shipped:
+        load_config(SCHEMAS.get(path.stem) or SCHEMAS[path.stem.partition("_")[0]], file=path)
 
 
 def test_settings_of_another_program_are_checked_as_those_of_a_file() -> None:
@@ -204,3 +209,86 @@ def test_settings_of_another_program_are_checked_as_those_of_a_file() -> None:
     assert config.model.micro_batch_tokens == 9
     with pytest.raises(SettingsError, match="their settings: unknown key"):
         load_values(EvaluateConfig, {"model": {"micro_batch_tokes": 9}}, "their settings")
+
+
+WEIGHTS = "model.regression.attribute_weights"
+KEYWORDS = "exp_manager.wandb_logger_kwargs"
+MAPPINGS = """
+model:
+  reward_model_type: regression
+  regression: {attributes: [a, b], attribute_weights: {a: 0.8, b: -0.2}}
+exp_manager: {wandb_logger_kwargs: {project: rm, name: one}}
+"""
+
+
+def test_settings_mapping_given_as_a_whole_replaces_and_a_key_of_it_adds(tmp_path: Path) -> None:
+    wanted: dict[tuple[str, ...], dict[str, float]] = {
+        (f"{WEIGHTS}={{}}",): {},
+        (f"++{WEIGHTS}=null",): {},
+        (f"{WEIGHTS}={{a: 1}}",): {"a": 1.0},
+        (f"++{WEIGHTS}={{b: 2}}",): {"b": 2.0},
+        (f"{WEIGHTS}.a=1",): {"a": 1.0, "b": -0.2},
+        (f"++{WEIGHTS}.b=1",): {"a": 0.8, "b": 1.0},
+        (f"{WEIGHTS}={{b: 1}}", f"{WEIGHTS}.a=2"): {"a": 2.0, "b": 1.0},
+        (f"{WEIGHTS}={{a: 1}}", f"{WEIGHTS}.a=2"): {"a": 2.0},
+        (f"{WEIGHTS}.a=2", f"{WEIGHTS}={{b: 1}}"): {"b": 1.0},
+        ("model.regression={attribute_weights: {b: 1}}",): {"b": 1.0},
+        ("model.regression={loss_mask_val: -1}",): {"a": 0.8, "b": -0.2},
+    }
+    file = write(tmp_path, MAPPINGS)
+    found = {
+        settings: load_config(TrainConfig, settings, file).model.regression.attribute_weights
+        for settings in wanted
+    }
+    assert found == wanted
+    keywords = {
+        f"{KEYWORDS}={{project: two}}": {"project": "two"},
+        f"{KEYWORDS}=null": {},
+        f"{KEYWORDS}.name=two": {"project": "rm", "name": "two"},
+    }
+    for setting, expected in keywords.items():
+        config = load_config(TrainConfig, [setting], file)
+        assert config.exp_manager.wandb_logger_kwargs == expected, setting
+    served = write(tmp_path, "shaping: {attribute_weights: {a: 1}}")
+    config = load_config(ServeConfig, ["shaping.attribute_weights=null"], served)
+    assert config.shaping.attribute_weights == {}
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, EvaluateConfig, ServeConfig])
+def test_help_of_settings_is_a_line_each_with_a_default_that_loads(schema: type) -> None:
+    keys = list_keys(schema)
+    assert [key.name for key in keys if "\n" in key.about or not 0 < len(key.about) <= 72] == []
+    shown = [f"{key.name}={key.default}" for key in keys]
+    assert load_config(schema, [text for text in shown if not text.endswith("={}")]) == schema()
+    assert max(map(len, render_keys(schema).splitlines())) <= 80
+
+
+def test_help_of_settings_has_types_and_choices() -> None:
+    keys = {key.name: key for key in list_keys(TrainConfig)}
+    assert keys["trainer.precision"].kind == "fp32 | bf16 | fp16"
+    assert keys["trainer.precision"].choices == ("fp32", "bf16", "fp16")
+    assert keys["model.data.add_eos"].choices == ("true", "false", "null")
+    assert keys["trainer.rm.max_steps"].kind == "a whole number | null"
+    assert keys["model.optim.betas"].default == "[0.9, 0.98]"
+    assert keys["model.data.data_prefix.train"].kind == "[text, ...]"
+    assert keys["model.objective_kwargs"].kind == "key=value"
+
+
+def test_suggestion_is_only_what_is_near() -> None:
+    wanted = {
+        "model.global_batchsize": "model.global_batch_size",
+        "trainer.max_steps": "trainer.rm.max_steps",
+        "model.lr": "model.optim.lr",
+        "lr": "model.optim.lr",
+        "model.precision": "trainer.precision",
+        "model.data.add_eoss": "model.data.add_eos",
+        "model.data.num_workers": None,
+        "trainer.devices": None,
+        "exp_manager.name": None,
+        "exp_manager.checkpoint_callback_params.model_parallel_size": None,
+        "model.output_sequence": None,
+    }
+    known = [key.name for key in list_keys(TrainConfig)]
+    assert {key: suggestion(key, known) for key in wanted} == wanted
+    assert suggestion("trian", ["train", "plan"]) == "train"
+    assert suggestion("deploy", ["train", "plan"]) is None

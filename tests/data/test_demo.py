@@ -6,30 +6,27 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.demo import build_demo_pairs, write_demo
 from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.errors import DataError
-from tests import tiny
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from tests.data.conftest import Run
+from tests.data.files import rows_of
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
-    tiny.run_verb("data demo", "--output", str(folder))
+    assert main(["data", "demo", "--output", str(folder)]) == 0
     return folder
 
 
-def test_the_demo_set_is_large_and_balanced(demo: Path) -> None:
-    train, heldout = rows(demo / "train.jsonl"), rows(demo / "heldout.jsonl")
+def test_demo_set_is_large_and_balanced(demo: Path) -> None:
+    train, heldout = rows_of(demo / "train.jsonl"), rows_of(demo / "heldout.jsonl")
     assert len(train) >= 2000
     for side in (train, heldout):
         kinds = Counter(row["kind"] for row in side)
@@ -47,21 +44,7 @@ def test_the_demo_set_is_large_and_balanced(demo: Path) -> None:
     )
 
 
-def test_the_demo_set_follows_its_seed(demo: Path, tmp_path: Path) -> None:
-    for seed, same in (("1", True), ("2", False)):
-        tiny.run_verb("data demo", "--output", str(tmp_path / seed), "--seed", seed)
-        again = (tmp_path / seed / "train.jsonl").read_text()
-        assert (again == (demo / "train.jsonl").read_text()) is same
-
-
-def test_too_many_demo_pairs_is_an_error(tmp_path: Path) -> None:
-    done = tiny.run_verb("data demo", "--output", str(tmp_path), "--pairs", "90000", check=False)
-    assert done.returncode == 1
-    assert "wanted" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_the_demo_set_is_the_one_that_figures_were_measured_on(demo: Path) -> None:
+def test_demo_set_is_the_one_that_figures_were_measured_on(demo: Path) -> None:
     digests = {
         name: hashlib.sha256((demo / f"{name}.jsonl").read_bytes()).hexdigest()
         for name in ("train", "heldout")
@@ -72,12 +55,19 @@ def test_the_demo_set_is_the_one_that_figures_were_measured_on(demo: Path) -> No
     }
 
 
-def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
-    shown = write_demo(tmp_path / "new" / "folder", pairs=100, heldout=0.2, seed=3)
-    assert len(rows(tmp_path / "new" / "folder" / "heldout.jsonl")) == 20
+def test_demo_set_of_another_seed_and_size(tmp_path: Path) -> None:
+    folders = [tmp_path / "new" / name for name in ("a", "b", "c")]
+    for folder, seed in zip(folders, (3, 3, 4), strict=True):
+        shown = write_demo(folder, pairs=100, heldout=0.2, seed=seed)
     assert shown.splitlines()[-1] == "always taking the longer reply is right in 50.0% of heldout"
+    first, again, other = ((folder / "train.jsonl").read_text() for folder in folders)
+    assert first == again != other
+    assert len(rows_of(folders[0] / "heldout.jsonl")) == 20
 
 
-def test_a_kind_that_is_too_small_is_named() -> None:
+def test_demo_set_of_too_many_pairs_is_refused(tmp_path: Path, run: Run) -> None:
     with pytest.raises(DataError, match=r"^\w+: got \d+ pairs with the shorter reply better and"):
         build_demo_pairs(90000, 0.1, 1)
+    failed = run("data demo", "--output", tmp_path, "--pairs", 90000, code=1)
+    assert "wanted" in failed.stderr
+    assert "Traceback" not in failed.stderr

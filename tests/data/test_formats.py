@@ -1,19 +1,23 @@
-"""Every public format is read for what it says, and bad input is an error with file and line."""
+"""Formats are read for what they say, and what is malformed is named by its file and line."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
-from nemo_aligner.data.malformed import MalformedRule
+from nemo_aligner.data.malformed import MalformedRule, check_malformed, list_first
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
-from nemo_aligner.data.records import Comparison
+from nemo_aligner.data.records import Comparison, MalformedRecord, Origin
+from nemo_aligner.data.split import Split
 from nemo_aligner.errors import ConfigError, DataError
+from tests.data.files import read
+from tests.text.refusals import assert_refused
 
 USER = {"role": "user", "content": "why"}
 GOOD = {"role": "assistant", "content": "because"}
@@ -24,20 +28,8 @@ PAIR = {"prompt": "why", "chosen": "because", "rejected": "no"}
 RATED = {"prompt": "why", "response": "because", "help": 3, "depth": None}
 
 
-def write(path: Path, *records: object) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def read(
-    tmp_path: Path, *records: object, kind: RecordKind = RecordKind.comparison, **options: Any
-) -> RecordFile:
-    return read_records(write(tmp_path / "data.jsonl", *records), Reading(kind, **options))
-
-
-@pytest.mark.parametrize(
-    ("record", "fmt"),
-    [
+def test_pair_means_the_same_in_every_writing(tmp_path: Path) -> None:
+    pairs: list[tuple[dict[str, Any], str]] = [
         (PAIR, "chat_pairs"),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, "chat_pairs"),
         ({"prompt": [USER], "chosen": "because", "rejected": [USER, BAD]}, "chat_pairs"),
@@ -47,21 +39,42 @@ def read(
         ({"prompt": HH, "chosen": " because", "rejected": " no"}, "hh"),
         ({"prompt": HH, "chosen": f"{HH} because", "rejected": f"{HH} no"}, "hh"),
         ({**PAIR, "text": "why because"}, "chat_pairs"),
-    ],
-)  # fmt: skip
-def test_a_pair_means_the_same_in_every_writing(
-    tmp_path: Path, record: dict[str, Any], fmt: str
-) -> None:
+        # allenai/llama-3.1-tulu-3-8b-preference-mixture, Skywork-Reward-Preference-80K-v0.2,
+        # HuggingFaceH4/ultrafeedback_binarized, and argilla's cleaned one.
+        ({"id": "a-1", **PAIR, "source": "wildchat"}, "chat_pairs"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "source": "magpie"}, "chat_pairs"),
+        ({**PAIR, "messages": [USER, GOOD], "score_chosen": 8, "score_rejected": 4}, "chat_pairs"),
+        ({**PAIR, "source": "flan", "chosen-rating": 5, "rejected-rating": 1}, "chat_pairs"),
+    ]
+    for record, fmt in pairs:
+        file = read(tmp_path, record)
+        [pair] = file.records
+        assert (file.format, file.counts) == (fmt, {"read": 1, "kept": 1}), record
+        assert pair.texts == ([USER, GOOD], [USER, BAD]), record
+        assert pair.ranks == (0, 1), record
+        assert pair.source == record.get("source", ""), record
+
+
+def test_pair_keeps_a_system_turn(tmp_path: Path) -> None:
+    listed = {"prompt": [SYSTEM, USER], "chosen": "because", "rejected": "no"}
+    implicit = {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}
+    for record in (listed, implicit):
+        [pair] = read(tmp_path, record).records
+        assert pair.texts == ([SYSTEM, USER, GOOD], [SYSTEM, USER, BAD])
+
+
+def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None:
+    record = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
     file = read(tmp_path, record)
-    assert file.format == fmt
-    assert file.records[0].texts[0] == [USER, GOOD]
-    assert file.records[0].texts[1] == [USER, BAD]
-    assert file.counts == {"read": 1, "kept": 1}
-
-
-def test_a_list_prompt_keeps_its_system_turn(tmp_path: Path) -> None:
-    record = {"prompt": [SYSTEM, USER], "chosen": "because", "rejected": "no"}
-    assert read(tmp_path, record).records[0].texts[0] == [SYSTEM, USER, GOOD]
+    assert file.format == "text_pairs"
+    assert file.records[0].texts == ("The sky is blue.", "The sky is green.")
+    with pytest.raises(DataError, match=r":2: rejected: got \[.*wanted a string"):
+        read(tmp_path, record, {**record, "rejected": [BAD]})
+    # Where another field may be the prompt, it is not left out.
+    for key in ("question", "instruction"):
+        with pytest.raises(DataError, match=f"If '{key}' is the prompt, set prompt_key={key}"):
+            read(tmp_path, {key: "why", **record})
+        assert read(tmp_path, {key: None, **record}).format == "text_pairs"
 
 
 def test_hh_turns_keep_their_order(tmp_path: Path) -> None:
@@ -71,7 +84,7 @@ def test_hh_turns_keep_their_order(tmp_path: Path) -> None:
     assert [turn["content"] for turn in pair.texts[0]] == ["a", "b", "c\n\nmore", "d"]
 
 
-def test_comparison_lines_are_raw_text(tmp_path: Path) -> None:
+def test_comparison_lines_are_raw_texts(tmp_path: Path) -> None:
     file = read(tmp_path, {"text": "q a"}, {"text": "q b"}, {"text": "r c"}, {"text": "r d"})
     assert [pair.texts for pair in file.records] == [
         ("q a", "q b"),
@@ -95,7 +108,7 @@ def test_rated_text_knows_null_and_the_mask_value(tmp_path: Path) -> None:
     assert file.counts == {"read": 2, "no_label": 1, "kept": 1}
 
 
-def test_drops_are_counted(tmp_path: Path) -> None:
+def test_dropped_records_are_counted(tmp_path: Path) -> None:
     file = read(
         tmp_path,
         {**PAIR, "rejected": "because"},
@@ -110,19 +123,20 @@ def test_drops_are_counted(tmp_path: Path) -> None:
     assert [record.origin.line for record in file.records] == [4, 5]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "json.gz", "txt"])
-def test_content_decides_how_a_file_is_read(tmp_path: Path, suffix: str) -> None:
-    as_list = suffix.startswith("json") and not suffix.startswith("jsonl")
-    text = json.dumps([PAIR, PAIR], indent=1) if as_list else f"{json.dumps(PAIR)}\r\n\n" * 2
-    path = tmp_path / f"data.{suffix}"
-    content = b"\xef\xbb\xbf" + text.encode()
-    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    file = read_records(path, Reading(RecordKind.comparison))
-    assert file.counts == {"read": 2, "kept": 2}
-    assert [record.origin.line for record in file.records] == ([2, 7] if as_list else [1, 3])
+def test_file_is_read_by_its_content(tmp_path: Path) -> None:
+    for suffix in ("jsonl", "json", "jsonl.gz", "json.gz", "txt"):
+        as_list = suffix.startswith("json") and not suffix.startswith("jsonl")
+        text = json.dumps([PAIR, PAIR], indent=1) if as_list else f"{json.dumps(PAIR)}\r\n\n" * 2
+        path = tmp_path / f"data.{suffix}"
+        content = b"\xef\xbb\xbf" + text.encode()
+        path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+        file = read_records(path, Reading(RecordKind.comparison))
+        assert file.counts == {"read": 2, "kept": 2}
+        lines = [record.origin.line for record in file.records]
+        assert lines == ([2, 7] if as_list else [1, 3]), suffix
 
 
-def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> None:
+def test_file_with_line_separators_inside_strings(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({**PAIR, "chosen": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
     [pair] = read_records(path, Reading(RecordKind.comparison)).records
@@ -130,9 +144,8 @@ def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> Non
     assert pair.texts[0][-1]["content"] == "a\u2028b\x85c"  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
+def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
+    cases: list[tuple[list[object], str]] = [
         (['{"prompt": "a"'], r":1: malformed JSON"),
         (["[1, 2]"], r":1: got '1', wanted a JSON object"),
         (['[{"text": "a"},', "]"], r":2: malformed JSON"),
@@ -153,50 +166,41 @@ def test_line_separators_inside_strings_do_not_end_a_line(tmp_path: Path) -> Non
         ([PAIR, {"text": "a"}, {"text": "b"}], r":2: mixed formats in one file.*comparison_text"),
         ([{"text": "a"}, {"text": "b"}, {"text": "c"}], r":3: .*odd number of .* lines \(3\)"),
         ([{"text": "a"}, {"text": 4}], r":1: text: got 4, wanted a string"),
+        ([{"prompt": HH, "chosen": f"{HH} a", "rejected": "\n\nHuman: b"}], r"rejected: .*begin"),
+        (['{"prompt": "a", "chosen": NaN}'] * 3, r":1: malformed JSON: NaN is not JSON"),
+        ([{"prompt": "a", "response": "b", "help": 3}], r":1: .*fits rated_chat, for "),
         ([{"chosen": "a", "reject": "b"}], r":1: got a record with keys .*wanted one of these"),
         ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "b"}], r":1: rejected: got 'b'"),
         ([{"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}], r":1: chosen: .*'assistant'"),
         ([{**PAIR, "rejected": "because"}], r"no usable record in it: 1 read, 1 identical"),
         ([""], r"the file has no records"),
-    ],
-)  # fmt: skip
-def test_bad_comparisons_are_errors_with_file_and_line(
-    tmp_path: Path, lines: list[object], message: str
-) -> None:
-    path = tmp_path / "data.jsonl"
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("\n".join(texts))
-    with pytest.raises(DataError, match=message) as caught:
-        read_records(path, Reading(RecordKind.comparison))
-    assert str(path) in str(caught.value)
+    ]  # fmt: skip
+    where = re.escape(str(tmp_path / "data.jsonl"))
+    named = [(lines, f"(?s)^(?=.*{where}).*{message}") for lines, message in cases]
+    assert_refused(lambda lines: read(tmp_path, *lines), named, DataError)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_bad_labels_are_errors_with_file_and_line(tmp_path: Path) -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"help": "3"}, r":2: help: got '3', wanted a number"),
         ({"help": True}, r":2: help: got True"),
         ({"help": 1e999}, r":2: malformed JSON: Infinity"),
         ({"help": 1e39}, r":2: help: got 1e\+39, wanted a number that 32 bits hold"),
         ({"help": 10**400}, r":2: help: got 1000.*, wanted a number that 32 bits hold"),
-        ({"helpful": 3}, None),
-    ],
-)
-def test_bad_labels_are_errors(tmp_path: Path, change: dict[str, Any], message: str | None) -> None:
-    row = {**RATED, **change}
-    if message is None:
-        del row["help"]
-        message = r":2: missing key 'help', an attribute of .*this record has .*'helpful'"
-    with pytest.raises(DataError, match=message):
-        read(tmp_path, RATED, row, kind=RecordKind.rating, attributes=["help"])
+    ]
+    rated: dict[str, Any] = {"kind": RecordKind.rating, "attributes": ["help"]}
+    cases = [((RATED, {**RATED, **change}), message) for change, message in changes]
+    named = {"prompt": "why", "response": "because", "helpful": 3}
+    cases += [
+        ((RATED, named), r":2: missing key 'help', an attribute of .*this record has .*'helpful'"),
+        (({"text": "a", "label": [1, 2]},), r":1: label: got 2 numbers, wanted 1, .*of help"),
+    ]
+    assert_refused(lambda rows: read(tmp_path, *rows, **rated), cases, DataError)
+    with pytest.raises(DataError, match=r"'helpfull', .*did you mean 'helpful'\?"):
+        read(tmp_path, named, kind=RecordKind.rating, attributes=["helpfull"])
 
 
-def test_a_label_list_of_another_length_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r":1: label: got 2 numbers, wanted 1, one for each of x"):
-        read(tmp_path, {"text": "a", "label": [1, 2]}, kind=RecordKind.rating, attributes=["x"])
-
-
-def test_a_format_can_be_named(tmp_path: Path) -> None:
+def test_format_can_be_named(tmp_path: Path) -> None:
     assert read(tmp_path, PAIR, format="chat_pairs").format == "chat_pairs"
     with pytest.raises(
         DataError, match=r":1: mixed formats.*got a record of chat_pairs.*wanted hh"
@@ -206,7 +210,7 @@ def test_a_format_can_be_named(tmp_path: Path) -> None:
         read(tmp_path, PAIR, format="rated_chat")
 
 
-def test_unreadable_files_are_data_errors(tmp_path: Path) -> None:
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_records(tmp_path / "missing.jsonl", Reading(RecordKind.comparison))
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
@@ -220,7 +224,7 @@ def test_unreadable_files_are_data_errors(tmp_path: Path) -> None:
 LEFT_OUT = MalformedRule(Malformed.drop, most=0.5)
 
 
-def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -> None:
+def test_malformed_records_are_left_out_by_the_rule(tmp_path: Path) -> None:
     ends_with_the_human = f"{HH} because\n\nHuman: oh"
     good = {"chosen": f"{HH} because", "rejected": f"{HH} no"}
     rows = [{"chosen": ends_with_the_human, "rejected": f"{HH} no"}, good, PAIR, good, good]
@@ -232,15 +236,12 @@ def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -
     assert "data.jsonl:3: mixed formats in one file" in second
 
 
-def test_the_first_record_may_be_malformed(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    rows = ["{", {"prompt": "why", "chosen": "a"}, PAIR, PAIR]
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    file = read_records(path, Reading(RecordKind.comparison, rule=LEFT_OUT))
+def test_malformed_may_be_the_first_record(tmp_path: Path) -> None:
+    file = read(tmp_path, "{", {"prompt": "why", "chosen": "a"}, PAIR, PAIR, rule=LEFT_OUT)
     assert (file.format, file.counts["malformed"]) == ("chat_pairs", 2)
 
 
-def test_ratings_are_left_out_by_the_same_rule(tmp_path: Path) -> None:
+def test_malformed_ratings_are_left_out_by_the_same_rule(tmp_path: Path) -> None:
     rows = [RATED, {**RATED, "help": "3"}, {"prompt": "why", "response": "a"}, RATED]
     options: dict[str, Any] = {"kind": RecordKind.rating, "attributes": ["help"]}
     file = read(tmp_path, *rows, rule=LEFT_OUT, **options)
@@ -253,7 +254,7 @@ def test_ratings_are_left_out_by_the_same_rule(tmp_path: Path) -> None:
     assert lines[3].startswith("model.data.max_malformed=0.4 allows 40.00% of a file")
 
 
-def test_an_error_lists_ten_and_counts_the_others(tmp_path: Path) -> None:
+def test_malformed_records_are_listed_up_to_ten(tmp_path: Path) -> None:
     rows = [PAIR] * 2000 + [{**PAIR, "chosen": n} for n in range(16)]
     with pytest.raises(DataError) as caught:
         read(tmp_path, *rows)
@@ -264,64 +265,38 @@ def test_an_error_lists_ten_and_counts_the_others(tmp_path: Path) -> None:
     assert lines[11:] == ["  and 6 more", "model.data.malformed=drop would leave them out"]
 
 
-def raw_text(*lines: str) -> str:
+ANY = MalformedRule(Malformed.drop, most=1.0)
+
+
+def raw_texts(*lines: str) -> list[object]:
     """Lines of raw text; those that begin with ``{`` as they are."""
-    return "".join(
-        (line if line.startswith("{") else json.dumps({"text": line})) + "\n" for line in lines
-    )
+    return [line if line.startswith("{") else {"text": line} for line in lines]
 
 
-def test_a_bad_line_takes_the_other_line_of_its_record_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text(raw_text("a+", '{"text": "a-', "b+", "b-", "c+", '{"text": 3}', "d+", "d-"))
-    rule = MalformedRule(Malformed.drop, most=1.0)
-    file = read_records(path, Reading(RecordKind.comparison, rule=rule))
+def test_malformed_comparison_line_takes_its_other_line_with_it(tmp_path: Path) -> None:
+    lines = raw_texts("a+", '{"text": "a-', "b+", "b-", "c+", '{"text": 3}', "d+", "d-")
+    file = read(tmp_path, *lines, rule=ANY)
     assert [pair.texts for pair in file.records] == [("b+", "b-"), ("d+", "d-")]
     assert file.counts == {"read": 4, "malformed": 2, "kept": 2}
     assert [record.origin.line for record in file.malformed] == [2, 5]
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["a+", '{"text": ', '{a-"}', "b+", "b-", "c+"], r":2: .*one line in several"),
-        (["a+", '{"text": "a-"} {"text": "b+"}', "b-", "c+"], r":2: .*several lines in one"),
-        (["a+", '{"text": "a-"]', "b+"], r":3: .*odd number of .* \(3\); line 2: malformed JSON"),
-    ],
-)
-def test_lines_that_may_have_shifted_all_pairs_are_an_error_by_any_rule(
-    tmp_path: Path, lines: list[str], message: str
+def test_malformed_lines_that_may_have_shifted_all_pairs_are_an_error_by_any_rule(
+    tmp_path: Path,
 ) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text(raw_text(*lines))
-    rule = MalformedRule(Malformed.drop, most=1.0)
-    with pytest.raises(DataError, match=message):
-        read_records(path, Reading(RecordKind.comparison, rule=rule))
+    cases = [
+        (("a+", '{"text": ', '{a-"}', "b+", "b-", "c+"), r":2: .*one line in several"),
+        (("a+", '{"text": "a-"} {"text": "b+"}', "b-", "c+"), r":2: .*several lines in one"),
+        (("a+", '{"text": "a-"]', "b+"), r":3: .*odd number of .* \(3\); line 2: malformed JSON"),
+    ]
+
+    def take(lines: tuple[str, ...]) -> None:
+        read(tmp_path, *raw_texts(*lines), rule=ANY)
+
+    assert_refused(take, cases, DataError)
 
 
-def test_a_record_of_another_kind_is_told_to_be_one(tmp_path: Path) -> None:
-    path = tmp_path / "ratings.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "response": "b", "help": 3}) + "\n")
-    with pytest.raises(DataError, match=r"It fits rated_chat, for model.reward_model_type=regr"):
-        read_records(path, Reading(kind=RecordKind.comparison))
-
-
-@pytest.mark.parametrize("key", ["question", "instruction"])
-def test_a_prompt_in_a_field_of_another_name_is_not_left_out(tmp_path: Path, key: str) -> None:
-    record = {key: "why", "chosen": "because", "rejected": "no"}
-    with pytest.raises(DataError, match=f"If '{key}' is the prompt, set prompt_key={key}"):
-        read(tmp_path, record)
-    [pair] = read(tmp_path, {**record, key: None}).records
-    assert pair.texts == ("because", "no")
-
-
-def test_a_reply_that_is_another_conversation_is_malformed(tmp_path: Path) -> None:
-    record = {"prompt": HH, "chosen": f"{HH} because", "rejected": "\n\nHuman: what"}
-    with pytest.raises(DataError, match=r"rejected: .* that does not begin with the prompt"):
-        read(tmp_path, record)
-
-
-def test_items_of_a_list_on_one_line_have_their_numbers(tmp_path: Path) -> None:
+def test_file_of_a_list_on_one_line_has_the_numbers_of_its_items(tmp_path: Path) -> None:
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps([PAIR, {**PAIR, "chosen": "a"}, {"prompt": 1}]))
     rule = MalformedRule(Malformed.drop, 0.5)
@@ -330,15 +305,26 @@ def test_items_of_a_list_on_one_line_have_their_numbers(tmp_path: Path) -> None:
     assert [bad.origin.line for bad in file.malformed] == [3]
 
 
-def test_json_lines_that_are_all_bad_are_no_table(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text('{"prompt": "a", "chosen": NaN}\n' * 3)
-    with pytest.raises(DataError, match=r"pairs.jsonl:1: malformed JSON: NaN is not JSON"):
-        read_records(path, Reading(RecordKind.comparison))
+def file_of(malformed: int, read: int, path: str = "a.jsonl", reason: str = "bad") -> RecordFile:
+    records = [MalformedRecord(Origin(path, line), reason) for line in range(1, malformed + 1)]
+    return RecordFile(path, RecordKind.comparison, "hh", [], (), {"read": read}, records)
 
 
-def test_a_label_column_with_a_typo_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "ratings.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "response": "b", "correctness": 3}) + "\n")
-    with pytest.raises(DataError, match=r"'corectness', .*; did you mean 'correctness'\? this"):
-        read_records(path, Reading(kind=RecordKind.rating, attributes=["corectness"]))
+def test_malformed_rule_allows_a_fraction_of_each_file() -> None:
+    rule = MalformedRule(Malformed.drop, most=0.01)
+    check_malformed([file_of(1, 100), file_of(0, 0)], rule)
+    with pytest.raises(DataError) as caught:
+        check_malformed([file_of(1, 1000), file_of(1, 99, "b.jsonl")], rule)
+    assert str(caught.value).splitlines() == [
+        "b.jsonl: 1 of its 99 records (1.01%) are malformed",
+        "  b.jsonl:1: bad",
+        "model.data.max_malformed=0.01 allows 1.00% of a file; mend the data, or raise it",
+    ]
+    # A file that is read twice is named once, and a long reason is cut.
+    with pytest.raises(DataError) as caught:
+        check_malformed([file_of(1, 1000), file_of(1, 1000)], MalformedRule())
+    assert str(caught.value).count("a.jsonl:1: bad") == 1
+    (line,) = list_first(file_of(1, 1, reason="x" * 9999).malformed, 3)
+    assert len(line) < 400
+    with pytest.raises(ConfigError, match=r"^max_malformed: got 1.5, wanted a number from 0 to 1"):
+        Split(max_malformed=1.5)

@@ -13,6 +13,8 @@ import pytest
 from nemo_aligner.data.hub import fetch
 from nemo_aligner.errors import ConfigError
 from tests import tiny
+from tests.data.conftest import Run
+from tests.data.files import rows_of
 from tests.environments import kept_environment, make_environment
 
 DATASETS = ("datasets>=4,<5", "numpy<2")
@@ -23,6 +25,17 @@ configs:
 - config_name: other
   data_files: [{split: train, path: other.jsonl}]
 ---
+"""
+# Every line of input is one command line; what it ends with, and what it says, is a line of output.
+FETCH_ALL = """
+import contextlib, io, json, sys
+from nemo_aligner.cli.main import main
+
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["data", "fetch", *json.loads(line)])
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
 
 
@@ -36,65 +49,50 @@ def python() -> Path:
     return kept_environment("hub", DATASETS, make) / "bin" / "python"
 
 
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
-    folder = tmp_path / "dataset"
-    folder.mkdir()
-    (folder / "README.md").write_text(CARD)
+@pytest.mark.slow(seconds=40)
+def test_fetch_writes_splits_and_subsets_as_files_that_training_reads(
+    python: Path, tmp_path: Path, run: Run
+) -> None:
+    dataset = tmp_path / "dataset"
+    dataset.mkdir()
+    (dataset / "README.md").write_text(CARD)
     for seed, name in enumerate(("train", "validation", "other")):
-        tiny.write_pairs(folder / f"{name}.jsonl", 6, seed=seed)
-    return folder
-
-
-def run(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(python), "-m", "nemo_aligner", "data", "fetch", *map(str, arguments)],
+        tiny.write_pairs(dataset / f"{name}.jsonl", 6, seed=seed)
+    there = {"train": (), "validation": ("--split", "validation"), "other": ("--subset", "other")}
+    commands = [
+        [str(dataset), "--output", f"{tmp_path}/{name}.jsonl", *options]
+        for name, options in there.items()
+    ]
+    missing = {
+        "split nothing": (dataset, "--split", "nothing"),
+        "subset nothing": (dataset, "--subset", "nothing"),
+        "nobody/nothing": ("nobody/nothing",),
+    }
+    output = ("--output", str(tmp_path / "missing.jsonl"))
+    commands += [[*map(str, arguments), *output] for arguments in missing.values()]
+    done = subprocess.run(
+        [str(python), "-c", FETCH_ALL],
+        input="".join(json.dumps(command) + "\n" for command in commands),
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, **tiny.environment(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")},
     )
+    assert done.returncode == 0, done.stderr
+    ended = [json.loads(line) for line in done.stdout.splitlines()]
+    for name, (code, shown, error) in zip(there, ended, strict=False):
+        assert code == 0, error
+        assert f"6 rows of {dataset}" in shown
+        assert rows_of(tmp_path / f"{name}.jsonl") == rows_of(dataset / f"{name}.jsonl")
+    run("data inspect", tmp_path / "train.jsonl")
+    for named, (code, _, error) in zip(missing, ended[len(there) :], strict=True):
+        assert code == 1
+        assert named in error
+        assert "Traceback" not in error
+    assert not list(tmp_path.glob("missing*"))
 
 
-@pytest.mark.slow(seconds=40)
-def test_splits_and_subsets_become_files_that_training_reads(
-    python: Path, dataset: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "fetched.jsonl"
-    for options, name in (
-        ((), "train"),
-        (("--split", "validation"), "validation"),
-        (("--subset", "other"), "other"),
-    ):
-        done = run(python, dataset, "--output", output, *options)
-        assert done.returncode == 0, done.stderr
-        assert f"6 rows of {dataset}" in done.stdout
-        rows, wanted = (
-            [json.loads(line) for line in path.read_text().splitlines()]
-            for path in (output, dataset / f"{name}.jsonl")
-        )
-        assert rows == wanted
-    tiny.run_verb("data inspect", str(output))
-
-
-@pytest.mark.slow(seconds=10)
-def test_what_is_not_there_is_one_error_and_no_file(
-    python: Path, dataset: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "fetched.jsonl"
-    for arguments, wanted in (
-        ((dataset, "--split", "nothing"), "split nothing"),
-        ((dataset, "--subset", "nothing"), "subset nothing"),
-        (("nobody/nothing",), "nobody/nothing"),
-    ):
-        done = run(python, *arguments, "--output", output)
-        assert done.returncode == 1
-        assert wanted in done.stderr
-        assert "Traceback" not in done.stderr
-        assert not list(tmp_path.glob("fetched*"))
-
-
-def test_without_datasets_it_says_what_to_install(
+def test_fetch_without_datasets_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from nemo_aligner.batch import LabelColumns
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
+from nemo_aligner.data.labels import far_labels, label_range
+from nemo_aligner.data.records import Origin
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
+from tests.data.conftest import Run
+from tests.data.files import write
 
 VERB = "data inspect"
 
 
-def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_pairs_with_a_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_inspect_pairs_with_a_tokenizer(
+    tokenizer_folder: Path, tmp_path: Path, run: Run
+) -> None:
     train = write(tmp_path / "train.jsonl", {"prompt": "why", "chosen": "a", "rejected": "b"})
     path = write(
         tmp_path / "pairs.jsonl",
@@ -28,14 +31,8 @@ def test_pairs_with_a_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> None:
         {"prompt": "who", "chosen": "dog " * 60, "rejected": "no"},
         {"prompt": "what", "chosen": "a", "rejected": "a"},
     )
-    done = tiny.run_verb(
-        VERB,
-        path,
-        "--train",
-        train,
-        f"--tokenizer={tokenizer_folder}",
-        "--seq-length=60",
-    )
+    rules = (f"--tokenizer={tokenizer_folder}", "--seq-length=60")
+    done = run(VERB, path, "--train", train, *rules)
     shown = done.stdout.splitlines()
     assert f"train: {train} (chat_pairs)" in shown
     assert "  dropped                   2 (1 identical, 1 overlong)" in shown
@@ -53,33 +50,37 @@ def test_pairs_with_a_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> None:
     assert any("not used: got" in line for line in shown)
 
 
-def test_completions_are_called_by_their_ranks(tmp_path: Path) -> None:
+def test_inspect_calls_completions_by_their_ranks(tmp_path: Path) -> None:
     record = tiny.ranked("why", (2, "bad"), (1, "good"), (2, "poor"))
     path = write(tmp_path / "ranked.jsonl", record)
-    (shown,) = [each.text for each in inspect_files([path], [], Inspection()) if "-- " in each.text]
+    texts = [each.text for each in inspect_files([str(path)], [], Inspection())]
+    (shown,) = [text for text in texts if "-- " in text]
     heads = [line for line in shown.splitlines() if line.startswith("-- ")]
     assert heads == ["-- rank 0", "-- rank 1", "-- rank 1"]
     assert shown.endswith("assistant: poor")
 
 
-def test_ratings_without_a_tokenizer(tmp_path: Path) -> None:
+def test_inspect_ratings_without_a_tokenizer(tmp_path: Path, run: Run) -> None:
     path = write(
         tmp_path / "rated.jsonl",
-        {"prompt": "why", "response": "the cat", "help": 3},
-        {"prompt": "who", "response": "a", "help": None},
+        {"prompt": "why", "response": "the cat", "help": 3, "depth": 2},
+        {"prompt": "who", "response": "a", "help": None, "depth": None},
     )
-    done = tiny.run_verb(VERB, path, "--attributes=help", "--show=1")
+    done = run(VERB, path, "--attributes=help, depth ", "--show=1")
     assert "  characters of a reply     7 to 7" in done.stdout
     assert "  dropped                   1 (1 no_label)" in done.stdout
-    assert done.stdout.endswith("-- labels 3\nuser: why\nassistant: the cat\n")
+    assert done.stdout.endswith("-- labels 3 2\nuser: why\nassistant: the cat\n")
+    failed = run(VERB, path, "--attributes", "a,,b", code=1)
+    assert failed.stderr.startswith("ConfigError: --attributes: got ['a', '', 'b'], wanted")
 
 
-def test_a_file_that_cannot_be_read_is_a_line_and_the_next_one_is_shown(tmp_path: Path) -> None:
+def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
+    tmp_path: Path, run: Run
+) -> None:
     bad = write(tmp_path / "bad.jsonl", {"prompt": "why", "chosen": "a"})
     good = write(tmp_path / "good.jsonl", {"prompt": "why", "chosen": "a", "rejected": "b"})
     missing = str(tmp_path / "missing.jsonl")
-    done = tiny.run_verb(VERB, bad, good, "--train", missing, check=False)
-    assert done.returncode == 1
+    done = run(VERB, bad, good, "--train", missing, code=1)
     shown = done.stdout.splitlines()
     assert shown[0].startswith(f"train: {missing}: cannot be read")
     assert shown[1].startswith(f"file: {bad}:1: got a record with keys")
@@ -87,7 +88,7 @@ def test_a_file_that_cannot_be_read_is_a_line_and_the_next_one_is_shown(tmp_path
     assert done.stderr == ""
 
 
-def test_the_first_malformed_records_of_a_file_are_listed(
+def test_inspect_lists_the_first_malformed_records_of_a_file(
     tokenizer: Tokenizer, contracts: Contracts, tmp_path: Path
 ) -> None:
     pair = {"prompt": "why", "chosen": "a", "rejected": "b"}
@@ -96,7 +97,7 @@ def test_the_first_malformed_records_of_a_file_are_listed(
     path = write(tmp_path / "bad.jsonl", pair, refused, *bad)
     other = write(tmp_path / "good.jsonl", {**pair, "prompt": "who"})
     how = Inspection(rules=(tokenizer, contracts()), show=0)
-    first, second = inspect_files([path, other], [], how)
+    first, second = inspect_files([str(path), str(other)], [], how)
     assert (first.is_good, second.is_good) == (False, True)
     lines = first.text.splitlines()
     assert "  malformed                 12 (92.31%)" in lines
@@ -105,20 +106,16 @@ def test_the_first_malformed_records_of_a_file_are_listed(
     assert listed[0].startswith(f"    {path}:2: message 2 ends with '<|im_end|>'")
     assert listed[1] == (f"    {path}:3: chosen: got 0, wanted a string or a list of messages")
     assert listed[10:] == ["    and 2 more"]
-
-
-def test_a_file_of_malformed_records_alone_has_a_table(tmp_path: Path) -> None:
-    path = write(tmp_path / "bad.jsonl", {"prompt": "why", "chosen": "a", "rejected": 1})
-    (only,) = inspect_files([path], [], Inspection())
+    (only,) = inspect_files([str(write(tmp_path / "all.jsonl", bad[0]))], [], Inspection())
     assert not only.is_good
     assert "  kept                      0" in only.text.splitlines()
 
 
-def test_labels_that_are_far_out_are_named(tmp_path: Path) -> None:
+def test_inspect_names_labels_that_are_far_out(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "response": "r", "help": n % 5, "deep": 4} for n in range(40)]
     rows[6]["help"], rows[8]["help"], rows[9]["deep"] = 400, -1e38, 0
     path = write(tmp_path / "rated.jsonl", *rows)
-    (table,) = inspect_files([path], [], Inspection(show=0, attributes=["help", "deep"]))
+    (table,) = inspect_files([str(path)], [], Inspection(show=0, attributes=["help", "deep"]))
     assert table.is_good
     lines = table.text.splitlines()
     assert "  labels from               -1e+38 0" in lines
@@ -129,28 +126,61 @@ def test_labels_that_are_far_out_are_named(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow(seconds=6)
-def test_names_of_attributes_are_stripped(tmp_path: Path) -> None:
-    path = write(tmp_path / "rated.jsonl", {"prompt": "p", "response": "r", "a": 1, "b": 2})
-    done = tiny.run_verb(VERB, path, "--attributes", "a, b")
-    assert "-- labels 1 2" in done.stdout
-    failed = tiny.run_verb(VERB, path, "--attributes", "a,,b", check=False)
-    assert failed.stderr.startswith("ConfigError: --attributes: got ['a', '', 'b'], wanted")
-
-
-def test_a_reward_model_brings_its_rules(tmp_path: Path) -> None:
+def test_inspect_takes_the_rules_of_a_reward_model(tmp_path: Path, run: Run) -> None:
     model = tiny.write_reward_nemo(tmp_path / "rm.nemo")
-    path = write(
-        tmp_path / "rated.jsonl",
-        {"prompt": "why", "response": "the cat", "helpfulness": 3, "verbosity": 1},
-    )
-    done = tiny.run_verb(VERB, path, f"--tokenizer={model}")
+    rated = {"prompt": "why", "response": "the cat", "helpfulness": 3, "verbosity": 1}
+    done = run(VERB, write(tmp_path / "rated.jsonl", rated), f"--tokenizer={model}")
     assert done.stdout.startswith("scoring contract: ")
     assert "-- labels 3 1: " in done.stdout
 
 
-def test_special_tokens_stand_between_the_marks(tokenizer: Tokenizer) -> None:
+def test_inspect_marks_special_tokens(tokenizer: Tokenizer) -> None:
     token_ids = [*tokenizer.encode("the cat"), *tokenizer.special_ids][:-1]
     shown = mark_specials(token_ids, tokenizer, ("<<", ">>"))
     assert shown.startswith("the cat<<")
     assert f"scored at the last token: {token_ids[-1]} " in shown
+
+
+NAN = float("nan")
+RNG = random.Random(0)
+
+
+def far(values: list[float]) -> list[float]:
+    labels = LabelColumns.of(["help"], torch.tensor(values)[:, None])
+    found = far_labels(labels, [Origin("a.jsonl", n) for n in range(1, len(values) + 1)])
+    assert all(values[label.origin.line - 1] == pytest.approx(label.value) for label in found)
+    return [label.value for label in found]
+
+
+def test_labels_that_are_ordinary_are_not_far_out() -> None:
+    for values in (
+        [4.0] * 999 + [0.0],
+        [0.0] * 999 + [4.0],
+        [1.0] * 999 + [10.0],
+        [0.0] * 900 + [100.0] * 100,
+        [RNG.gauss(0, 1) for _ in range(5000)],
+        [RNG.expovariate(1) for _ in range(5000)],
+        [RNG.random() for _ in range(1000)] + [2.0],
+        [3.0, 1e38],
+        [NAN] * 5,
+        [],
+    ):
+        assert far(values) == []
+
+
+def test_labels_that_are_far_out_are_found_the_farthest_first() -> None:
+    for values in (
+        [1.0, 2.0, 0.0, 4.0, 3.0, 2.0, 1.0],
+        [4.0] * 999,
+        [0.0] * 50,
+        [RNG.gauss(0, 1) for _ in range(1000)],
+        [RNG.randint(0, 4) + 0.0 for _ in range(100)] + [NAN] * 50,
+    ):
+        assert far([*values, 1e38]) == pytest.approx([1e38])
+        assert far([400.0, *values, 0.0, *values, -1e6]) == [-1e6, 400.0]
+
+
+def test_labels_range_leaves_out_missing_ones() -> None:
+    values = torch.tensor([[1.0, NAN, 5.0], [3.0, NAN, NAN]])
+    low, high = label_range(LabelColumns.of(["a", "b", "c"], values))
+    assert str((low, high)) == "([1.0, nan, 5.0], [3.0, nan, 5.0])"

@@ -1,4 +1,4 @@
-"""The order of training is a function of the step, the same at any data-parallel size."""
+"""The order of training, files by weights, too, is a function of the step, at any layout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_aligner.data.loader import TrainLoader, validation_batches
+from nemo_aligner.data.mixture import EpochOrder, weighted_order
 from nemo_aligner.data.packing import pack_records
 from nemo_aligner.errors import ConfigError
 from tests.data.test_packing import dataset, ids_of
@@ -21,7 +22,7 @@ def loader(rank: int = 0, size: int = 1, gbs: int = 4, seed: int = 5) -> TrainLo
     return TrainLoader(DATA, gbs, 30, seed, rank, size)
 
 
-def test_every_epoch_is_a_permutation_of_its_own() -> None:
+def test_order_of_every_epoch_is_a_permutation_of_its_own() -> None:
     stream = [record for step in range(15) for record in loader().global_batch(step)]
     epochs = [stream[start : start + 10] for start in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -30,28 +31,29 @@ def test_every_epoch_is_a_permutation_of_its_own() -> None:
     assert other != stream
 
 
-def test_the_order_never_changes() -> None:
+def test_order_never_changes() -> None:
     """A run that an older version began goes on with the same data."""
     assert loader().global_batch(0) == [2, 6, 5, 9]
-    assert loader(seed=2**32 + 5).global_batch(0) != loader().global_batch(0)
+    assert loader().global_batch(3) == [8, 1, 6, 2]
+    assert loader(seed=2**32 + 5).global_batch(0) == [8, 5, 2, 1]
+    assert loader(seed=2**40).global_batch(5) == [0, 6, 9, 2]
+    assert loader(seed=2**31 + 5).global_batch(0) == [8, 3, 2, 9]
 
 
-def test_a_step_needs_no_history() -> None:
-    ahead = loader().global_batch(7)
-    walked = loader()
-    for step in range(7):
-        walked.plan(step)
-    assert walked.global_batch(7) == ahead
-
-
-def test_ranks_compute_a_step_without_overlap() -> None:
+def test_step_is_shared_by_ranks_without_overlap() -> None:
     for step in range(6):
         rank_shares = [list(chain(*ids_of(loader(rank, 3).plan(step).packs))) for rank in range(3)]
         assert all(rank_shares)
         assert Counter(chain(*rank_shares)) == Counter(loader().global_batch(step))
+    # As many records as ranks are one for each; fewer are refused.
+    plans = [loader(rank, 4).plan(0) for rank in range(4)]
+    assert sorted(plans[0].owners) == [0, 1, 2, 3]
+    assert all(len(plan.packs) == 1 for plan in plans)
+    with pytest.raises(ConfigError, match="global_batch_size: got 4, wanted at least 5"):
+        loader(0, 5)
 
 
-def test_the_work_of_a_step_is_even() -> None:
+def test_step_is_even_work() -> None:
     rng = random.Random(0)
     data = dataset([rng.randint(1, 200) for _ in range(400)])
     even = TrainLoader(data, 64, 1000, 5, 0, 4, query_key_cost=0.01).imbalance(range(3))
@@ -61,13 +63,14 @@ def test_the_work_of_a_step_is_even() -> None:
     assert alone.ranks == 1
 
 
-def test_packs_made_ahead_are_those_of_their_step() -> None:
+def test_step_needs_no_history_and_packs_made_ahead_are_its_own() -> None:
     ahead, anew = loader(), [loader().plan(step) for step in (3, 4, 5, 9)]
     for step, wanted in zip((3, 4, 5, 9), anew, strict=True):
         assert ids_of(ahead.plan(step).packs) == ids_of(wanted.packs)
+        assert ahead.global_batch(step) == wanted.record_ids
 
 
-def test_a_plan_names_the_rank_that_computes_each_record() -> None:
+def test_plan_names_the_rank_that_computes_each_record() -> None:
     rng = random.Random(0)
     data = dataset([rng.randint(1, 200) for _ in range(128)])
     plans = [TrainLoader(data, 64, 1000, 5, rank, 8, 0.01).plan(0) for rank in range(8)]
@@ -83,8 +86,9 @@ def test_a_plan_names_the_rank_that_computes_each_record() -> None:
     assert plans[0].owners != [index % 8 for index in range(64)]
 
 
-def test_packs_carry_the_rows_of_the_step() -> None:
+def test_plan_has_packs_with_the_rows_of_the_step() -> None:
     """A record that is twice in a step has rows of its own each time."""
+    assert Counter(loader(gbs=25).global_batch(0)).most_common()[0][1] == 3
     for rank in range(3):
         plan = loader(rank, 3, gbs=25).plan(0)
         assert len(set(plan.record_ids)) < len(plan.record_ids)
@@ -101,18 +105,9 @@ def test_total_steps_counts_full_batches() -> None:
     assert loader().total_steps(2) == 5
     assert loader().total_steps(2, max_steps=3) == 3
     assert loader().total_steps(2, max_steps=30) == 5
-    assert loader(gbs=20).total_steps(2) == 1
+    assert loader(gbs=20).total_steps(2) == loader(gbs=10).total_steps(1) == 1
     with pytest.raises(ConfigError, match="global_batch_size: got 20, wanted at most 10"):
         loader(gbs=20).total_steps(1)
-
-
-def test_a_batch_may_be_larger_than_the_data() -> None:
-    assert Counter(loader(gbs=25).global_batch(0)).most_common()[0][1] == 3
-
-
-def test_a_rank_without_records_is_refused() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size: got 4, wanted at least 5"):
-        loader(0, 5)
 
 
 def test_validation_sees_every_record_once() -> None:
@@ -127,14 +122,7 @@ def test_validation_sees_every_record_once() -> None:
     assert validation_batches(DATA, 30, 11, 12) == []
 
 
-def test_the_order_of_later_epochs_and_larger_seeds_never_changes() -> None:
-    assert loader().global_batch(3) == [8, 1, 6, 2]
-    assert loader(seed=2**32 + 5).global_batch(0) == [8, 5, 2, 1]
-    assert loader(seed=2**40).global_batch(5) == [0, 6, 9, 2]
-    assert loader(seed=2**31 + 5).global_batch(0) == [8, 3, 2, 9]
-
-
-def test_the_imbalance_is_that_of_the_largest_part_to_the_mean_one() -> None:
+def test_imbalance_is_that_of_the_largest_part_to_the_mean_one() -> None:
     # Records of 10, 6, 4 and 4 tokens: 10 + 4 for one rank, 6 + 4 for the other.
     data = dataset([6, 4, 3, 3, 2, 2, 2, 2])
     found = TrainLoader(data, 4, 10, 5, 0, 2).imbalance(range(2))
@@ -151,7 +139,7 @@ def test_the_imbalance_is_that_of_the_largest_part_to_the_mean_one() -> None:
     assert looks.micro_batches == 1
 
 
-def test_the_step_to_come_is_packed_once_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_to_come_is_packed_once_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, data = [], dataset([3] * 20)
 
     def counting(of: Any, record_ids: Any, *rest: Any) -> Any:
@@ -181,8 +169,43 @@ def test_validation_is_packed_by_the_cost_of_its_records() -> None:
             assert pack.rows.tolist() == [2 * record + side for record in ids for side in (0, 1)]
 
 
-def test_as_many_records_as_ranks_are_one_for_each() -> None:
-    plans = [loader(rank, 4).plan(0) for rank in range(4)]
-    assert sorted(plans[0].owners) == [0, 1, 2, 3]
-    assert all(len(plan.packs) == 1 for plan in plans)
-    assert loader(gbs=10).total_steps(1) == 1
+SIZES = (10, 30, 5)
+
+
+def stream(order: EpochOrder, epochs: int) -> list[int]:
+    return [order.record(position) for position in range(epochs * order.size)]
+
+
+def file_of(record: int) -> int:
+    return 0 if record < 10 else 1 if record < 40 else 2
+
+
+def test_weights_are_shares_of_every_epoch_and_files_are_gone_through_evenly() -> None:
+    order = weighted_order(SIZES, 5, (2, 1, 1))
+    assert order.shares() == [23, 11, 11]  # of 22.5, 11.25, 11.25
+    records = stream(order, 10)
+    for epoch in range(10):
+        found = Counter(map(file_of, records[45 * epoch :][:45]))
+        assert [found[number] for number in range(3)] == order.shares()
+    for number, size in enumerate(SIZES):
+        found = Counter(record for record in records if file_of(record) == number)
+        assert len(found) == size
+        assert max(found.values()) - min(found.values()) <= 1
+    # In any unit, and what rounding leaves is shared out.
+    assert weighted_order(SIZES, 5, (0.2, 0.1, 0.1)).shares() == [23, 11, 11]
+    for weights in ((1, 1, 1), (3, 5, 7), (0.31, 0.11, 0.58)):
+        assert sum(weighted_order(SIZES, 5, weights).shares()) == 45
+    for weights, message in (
+        ((1, 2), "got 2 weights, wanted one for each of the 3"),
+        ((1, 1, 1e-6), "gives file 3 none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            weighted_order(SIZES, 5, weights)
+
+
+def test_weights_mix_files_and_epochs_differ() -> None:
+    order = weighted_order((100, 100), 5, (1, 3))
+    records = stream(order, 2)
+    assert records[:200] != records[200:]
+    firsts = sum(record < 100 for record in records[:100])
+    assert 10 < firsts < 40  # of 50 in the epoch

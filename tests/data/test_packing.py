@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import chain, pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from nemo_aligner.data.packing import (
     take_oldest,
 )
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.token_packing import TokenPacking
 from nemo_aligner.data.views import TokenSequences
 from nemo_aligner.errors import DataError
 from nemo_aligner.prefix import prefix_of_all
@@ -66,27 +68,26 @@ def laid_out(pack: PackedBatch) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_every_record_is_packed_once_and_whole(seed: int) -> None:
-    rng = random.Random(seed)
-    data = dataset([rng.randint(1, 50) for _ in range(200)])
-    wanted = rng.sample(range(100), 70)
-    packs = pack_records(data, wanted, 120)
-    assert sorted(chain(*ids_of(packs))) == sorted(wanted)
-    for pack in packs:
-        assert pack.num_tokens <= 120
-        assert pack.records.sizes.tolist() == [2] * len(pack.records)
-        for index, record in enumerate(pack.records.ids.tolist()):
-            for side in (0, 1):
-                assert laid_out(pack)[2 * index + side] == list(data.record(record)[side])
-                # A record's rewards belong where it stands in what was asked for.
-                assert pack.rows[2 * index + side] == 2 * wanted.index(record) + side
-    assert len(packs) <= sum(data.num_tokens(i) for i in wanted) / 120 / 0.9 + 1
-    again = pack_records(data, wanted, 120)
-    assert ids_of(again) == ids_of(packs)
+def test_packs_have_every_record_once_and_whole() -> None:
+    for seed in range(5):
+        rng = random.Random(seed)
+        data = dataset([rng.randint(1, 50) for _ in range(200)])
+        wanted = rng.sample(range(100), 70)
+        packs = pack_records(data, wanted, 120)
+        assert sorted(chain(*ids_of(packs))) == sorted(wanted)
+        for pack in packs:
+            assert pack.num_tokens <= 120
+            assert pack.records.sizes.tolist() == [2] * len(pack.records)
+            for index, record in enumerate(pack.records.ids.tolist()):
+                for side in (0, 1):
+                    assert laid_out(pack)[2 * index + side] == list(data.record(record)[side])
+                    # A record's rewards belong where it stands in what was asked for.
+                    assert pack.rows[2 * index + side] == 2 * wanted.index(record) + side
+        assert len(packs) <= sum(data.num_tokens(i) for i in wanted) / 120 / 0.9 + 1
+        assert ids_of(pack_records(data, wanted, 120)) == ids_of(packs)
 
 
-def test_labels_travel_with_their_records_and_are_centred() -> None:
+def test_packs_have_their_records_labels_centred() -> None:
     data = dataset([3, 9, 5, 2], RecordKind.rating)
     packs = pack_records(data, [3, 0, 1, 2], 10)
     for pack in packs:
@@ -94,32 +95,40 @@ def test_labels_travel_with_their_records_and_are_centred() -> None:
         assert pack.records.labels.targets(["x", "y"]).tolist() == expected
 
 
-def test_a_record_beyond_the_budget_is_named() -> None:
+def test_packs_use_the_budget_to_the_last_token_and_refuse_what_is_larger() -> None:
+    assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 10)] == [10, 10]
+    assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 20)] == [20]
+    assert [pack.num_tokens for pack in pack_sequences([[1] * 10], 10)] == [10]
+    assert pack_sequences([], 10) == []
     with pytest.raises(DataError, match=r"a.jsonl:2: got a record of 11 tokens.*\(10\)"):
         pack_records(dataset([1, 2, 5, 6]), [0, 1], 10)
+    for bad in ([7] * 11, []):
+        with pytest.raises(DataError, match="sequence 1: got"):
+            pack_sequences([[7], bad], 10)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_common_prefix_of_a_pair_is_packed_once(seed: int) -> None:
-    rng = random.Random(seed)
-    data = dataset([1, 1] * 30)
-    sequences = []
-    for _ in range(30):
-        prompt = [rng.randrange(50) for _ in range(rng.choice([0, 3, 20, 60]))]
-        sequences += [[*prompt, *rng.choices(range(50), k=rng.randint(1, 9))] for _ in range(2)]
-    pairs = [sequences[start : start + 2] for start in range(0, 60, 2)]
-    prefixes = torch.tensor([prefix_of_all(pair) for pair in pairs])
-    data = replace(data, sequences=TokenSequences.of(sequences), prefixes=prefixes)
-    packs = pack_records(data, range(30), 100)
-    for pack in packs:
-        assert pack.num_tokens <= 100
-        wanted = [s.tolist() for record in pack.records.ids.tolist() for s in data.record(record)]
-        assert laid_out(pack) == wanted
-    assert sum(pack.num_tokens for pack in packs) == sum(packed_size(data, r) for r in range(30))
-    assert sum(map(len, sequences)) > 1.3 * sum(pack.num_tokens for pack in packs)
+def test_packs_have_the_common_prefix_of_a_pair_once() -> None:
+    for seed in range(5):
+        rng = random.Random(seed)
+        sequences = []
+        for _ in range(30):
+            prompt = [rng.randrange(50) for _ in range(rng.choice([0, 3, 20, 60]))]
+            sequences += [[*prompt, *rng.choices(range(50), k=rng.randint(1, 9))] for _ in range(2)]
+        pairs = [sequences[start : start + 2] for start in range(0, 60, 2)]
+        prefixes = torch.tensor([prefix_of_all(pair) for pair in pairs])
+        whole = TokenSequences.of(sequences)
+        data = replace(dataset([1, 1] * 30), sequences=whole, prefixes=prefixes)
+        packs = pack_records(data, range(30), 100)
+        for pack in packs:
+            assert pack.num_tokens <= 100
+            records = pack.records.ids.tolist()
+            assert laid_out(pack) == [s.tolist() for record in records for s in data.record(record)]
+        packed = sum(pack.num_tokens for pack in packs)
+        assert packed == sum(packed_size(data, record) for record in range(30))
+        assert sum(map(len, sequences)) > 1.3 * packed
 
 
-def test_a_prompt_is_packed_once_for_all_its_replies_however_they_come() -> None:
+def test_packs_have_a_prompt_once_for_all_its_replies_however_they_come() -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(90) for _ in range(size)] for size in (40, 40, 25)]
     prompts.append([*prompts[0][:20], *prompts[1][20:]])
@@ -142,27 +151,23 @@ def test_a_prompt_is_packed_once_for_all_its_replies_however_they_come() -> None
     assert [found[row] for row in range(len(sequences))] == sequences
 
 
-def test_sequences_know_where_they_stood() -> None:
+def test_packs_say_where_their_sequences_stood() -> None:
     sequences = [[length] * length for length in (4, 9, 1, 6, 5)]
     packs = pack_sequences(sequences, 10)
     assert sorted(i for pack in packs for i in pack.rows.tolist()) == [0, 1, 2, 3, 4]
     assert sorted(pack.num_tokens for pack in packs) == [7, 9, 9]
-    assert pack_sequences([], 10) == []
-    for bad in ([7] * 11, []):
-        with pytest.raises(DataError, match="sequence 1: got"):
-            pack_sequences([[7], bad], 10)
 
 
-@pytest.mark.parametrize("prefix", [0, 10])
-def test_a_records_cost_counts_what_is_computed(prefix: int) -> None:
-    data = replace(dataset([30, 20]), prefixes=torch.tensor([prefix]))
-    # One by one: every token that is computed, and every key that it sees.
-    wanted = sum(1 + 0.5 * (position + 1) for position in range(30))
-    wanted += sum(1 + 0.5 * (position + 1) for position in range(prefix, 20))
-    assert record_cost(data, 0, 0.5) == pytest.approx(wanted)
+def test_record_cost_counts_what_is_computed() -> None:
+    for prefix in (0, 10):
+        data = replace(dataset([30, 20]), prefixes=torch.tensor([prefix]))
+        # One by one: every token that is computed, and every key that it sees.
+        wanted = sum(1 + 0.5 * (position + 1) for position in range(30))
+        wanted += sum(1 + 0.5 * (position + 1) for position in range(prefix, 20))
+        assert record_cost(data, 0, 0.5) == pytest.approx(wanted)
 
 
-def test_parts_are_even_and_hold_everything_once() -> None:
+def test_shares_are_even_and_hold_everything_once() -> None:
     rng = random.Random(0)
     costs = [rng.lognormvariate(0, 1) for _ in range(200)]
     parts = share_out(costs, 7)
@@ -171,26 +176,29 @@ def test_parts_are_even_and_hold_everything_once() -> None:
     assert max(work) / min(work) < 1.02
     assert all(share_out([1.0] * 7, 7))
     assert share_out([], 2) == [[], []]
+    # Equal costs are dealt out in turn.
+    assert share_out([1.0] * 5, 2) == [[0, 2, 4], [1, 3]]
+    assert share_out([1.0, 5.0, 3.0], 5) == [[1], [2], [0], [], []]
+    assert share_out([2.0, 5.0, 3.0, 1.0], 2) == [[1, 3], [0, 2]]
 
 
-def test_packs_are_of_even_work_and_no_more_than_needed() -> None:
-    rng = random.Random(0)
-    data = dataset([rng.randint(1, 50) for _ in range(200)])
-    packs = pack_records(data, range(100), 500)
-    sizes = [pack.num_tokens for pack in packs]
-    assert len(packs) == -(-sum(sizes) // 500)
-    assert max(sizes) - min(sizes) < 0.02 * max(sizes)
+def test_packs_are_of_even_work_and_no_more_than_needed_the_largest_first() -> None:
+    for seed, count, budget in ((0, 100, 500), (1, 30, 110)):
+        rng = random.Random(seed)
+        data = dataset([rng.randint(1, 50) for _ in range(2 * count)])
+        sizes = [pack.num_tokens for pack in pack_records(data, range(count), budget)]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(sizes) > 3
+        if budget == 500:
+            assert len(sizes) == -(-sum(sizes) // budget)
+            assert max(sizes) - min(sizes) < 0.02 * max(sizes)
+    # Two fives and 4 + 3 + 3; by turns to whichever pack has less, the last 3 fits nowhere.
+    packs = pack_sequences([[size, *range(size - 1)] for size in (5, 4, 3, 5, 3)], 10)
+    assert [pack.num_tokens for pack in packs] == [10, 10]
+    assert [sorted(pack.rows.tolist()) for pack in packs] == [[0, 3], [1, 2, 4]]
 
 
-def test_the_largest_pack_comes_first() -> None:
-    rng = random.Random(1)
-    data = dataset([rng.randint(1, 50) for _ in range(60)])
-    sizes = [pack.num_tokens for pack in pack_records(data, range(30), 110)]
-    assert len(sizes) > 3
-    assert sizes == sorted(sizes, reverse=True)
-
-
-def test_a_record_may_have_more_than_two_sequences() -> None:
+def test_packs_of_records_with_more_than_two_sequences() -> None:
     prompt = list(range(100, 120))
     sequences = [[*prompt, 1], [*prompt, 2, 2], [*prompt, 3], [5, 6]]
     data = replace(
@@ -207,31 +215,12 @@ def test_a_record_may_have_more_than_two_sequences() -> None:
     assert pack.rows.tolist() == [0, 1, 2, 3]
 
 
-def test_where_even_packs_do_not_fit_there_are_no_more_than_best_fit_makes() -> None:
-    # Two fives and 4 + 3 + 3; by turns to whichever pack has less, the last 3 fits nowhere.
-    packs = pack_sequences([[size, *range(size - 1)] for size in (5, 4, 3, 5, 3)], 10)
-    assert [pack.num_tokens for pack in packs] == [10, 10]
-    assert [sorted(pack.rows.tolist()) for pack in packs] == [[0, 3], [1, 2, 4]]
-
-
-def test_equal_costs_are_dealt_out_in_turn() -> None:
-    assert share_out([1.0] * 5, 2) == [[0, 2, 4], [1, 3]]
-    assert share_out([1.0, 5.0, 3.0], 5) == [[1], [2], [0], [], []]
-    assert share_out([2.0, 5.0, 3.0, 1.0], 2) == [[1, 3], [0, 2]]
-
-
-@pytest.mark.parametrize(
-    ("budget", "sizes"), [(27, [26]), (26, [26]), (25, [22, 24]), (22, [22] * 3)]
-)
-def test_replies_to_one_prompt_are_packed_with_it_while_they_fit(
-    budget: int, sizes: list[int]
-) -> None:
+def test_prefix_groups_are_made_where_that_saves_tokens_and_fits() -> None:
     prompt = list(range(100, 120))
-    packs = pack_sequences([[*prompt, reply, reply] for reply in range(3)], budget)
-    assert sorted(pack.num_tokens for pack in packs) == sizes
-
-
-def test_a_reply_joins_the_prompt_only_where_that_saves_tokens() -> None:
+    replies = [[*prompt, reply, reply] for reply in range(3)]
+    for budget, sizes in ((27, [26]), (26, [26]), (25, [22, 24]), (22, [22] * 3)):
+        packs = pack_sequences(replies, budget)
+        assert sorted(pack.num_tokens for pack in packs) == sizes, budget
     long, short = list(range(100, 130)), list(range(100, 108))
     # The third has 8 tokens in common with the two others, which have 30: apart they are less.
     sequences = [[*long, 1], [*long, 2], [*short, 200, 200]]
@@ -247,44 +236,35 @@ def test_a_reply_joins_the_prompt_only_where_that_saves_tokens() -> None:
     assert pack.num_tokens == 8 + 8
 
 
-def test_a_budget_is_used_to_the_last_token() -> None:
-    assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 10)] == [10, 10]
-    assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 20)] == [20]
-    assert [pack.num_tokens for pack in pack_sequences([[1] * 10], 10)] == [10]
-
-
 def grouped_size(sequences: list[list[int]], budget: int) -> int:
     return sum(group.size for group in find_prefix_groups(sequences, budget))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_oldest_that_fit_are_taken(seed: int) -> None:
-    rng = random.Random(seed)
-    prompts = [rng.choices(range(90), k=rng.choice([9, 40, 100])) for _ in range(5)]
-    waiting = [
-        [*rng.choice(prompts), *rng.choices(range(90), k=rng.randint(1, 30))] for _ in range(100)
-    ]
-    for budget in (150, 400, 1000, 2500):
-        count = take_oldest(waiting, budget)
-        assert grouped_size(waiting[:count], budget) <= budget
-        # One more sequence can change who shares with whom by few tokens.
-        assert count == 100 or grouped_size(waiting[: count + 1], budget) > budget - 10
-        assert len(pack_sequences(waiting[:count], budget)) == 1
-    assert take_oldest(waiting, 10**6) == 100
-    # Whatever its size, one goes on.
-    assert take_oldest(waiting, 3) == take_oldest(waiting[:1], 3) == 1
+def test_taken_are_as_many_of_the_oldest_as_fit() -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        prompts = [rng.choices(range(90), k=rng.choice([9, 40, 100])) for _ in range(5)]
+        waiting = [
+            [*rng.choice(prompts), *rng.choices(range(90), k=rng.randint(1, 30))]
+            for _ in range(100)
+        ]
+        for budget in (150, 400, 1000, 2500):
+            count = take_oldest(waiting, budget)
+            assert grouped_size(waiting[:count], budget) <= budget
+            # One more sequence can change who shares with whom by few tokens.
+            assert count == 100 or grouped_size(waiting[: count + 1], budget) > budget - 10
+            assert len(pack_sequences(waiting[:count], budget)) == 1
+        assert take_oldest(waiting, 10**6) == 100
+        # Whatever its size, one goes on.
+        assert take_oldest(waiting, 3) == take_oldest(waiting[:1], 3) == 1
     assert take_oldest([], 3) == 0
     assert take_oldest([[1, 2], [3, 4], [5]], 4) == 2
+    # One prompt is counted once.
+    waiting = [[*range(100), 200 + n] for n in range(50)]
+    assert (take_oldest(waiting, 120), take_oldest(waiting, 150)) == (20, 50)
 
 
-def test_one_prompt_is_counted_once_among_those_that_wait() -> None:
-    prompt = list(range(100))
-    waiting = [[*prompt, 200 + n] for n in range(50)]
-    assert take_oldest(waiting, 120) == 20
-    assert take_oldest(waiting, 150) == 50
-
-
-def test_groups_stand_on_one_cached_beginning_each() -> None:
+def test_prefix_groups_stand_on_one_cached_beginning_each() -> None:
     first, second = (CachedPrefix(torch.arange(start, start + 16)) for start in (0, 16))
     beginnings = {first: list(range(16)), second: list(range(20, 36)), None: []}
     common = list(range(50, 60))
@@ -299,7 +279,7 @@ def test_groups_stand_on_one_cached_beginning_each() -> None:
     }
 
 
-def test_records_that_are_drawn_are_the_same_ones_every_time() -> None:
+def test_drawn_records_are_the_same_ones_every_time() -> None:
     whole = dataset([*range(2, 42)])
     some = whole.draw(5, seed=3)
     assert len(some) == 5
@@ -312,3 +292,33 @@ def test_records_that_are_drawn_are_the_same_ones_every_time() -> None:
     assert whole.draw(5, seed=3).origins == some.origins
     assert whole.draw(5, seed=4).origins != some.origins
     assert whole.draw(20, seed=3) is whole
+
+
+ROLLOUTS = [np.arange(10 * n, 10 * n + length) for n, length in enumerate((3, 9, 1, 5, 4))]
+ROLLOUT_TOKENS = 22
+
+
+def test_token_packs_have_every_token_as_a_record_with_its_labels() -> None:
+    labels = LabelColumns.of(("number",), torch.arange(float(ROLLOUT_TOKENS))[:, None])
+    packs = TokenPacking(micro_batch_tokens=10).pack(ROLLOUTS, [0, 1, 3, 4], labels)
+    assert [pack.num_tokens for pack in packs] == sorted(
+        (p.num_tokens for p in packs), reverse=True
+    )
+    assert max(pack.num_tokens for pack in packs) <= 10
+    tokens = np.concatenate(ROLLOUTS)
+    for pack in packs:
+        assert len(pack.records) == pack.records.num_rewards == pack.num_tokens
+        assert pack.scored_tokens.tolist() == list(range(pack.num_tokens))
+        assert pack.tokens.tolist() == tokens[pack.rows].tolist()
+        assert pack.records.labels.targets(("number",))[:, 0].tolist() == pack.rows.tolist()
+    rows = sorted(row for pack in packs for row in pack.rows.tolist())
+    assert rows == [*range(12), *range(13, ROLLOUT_TOKENS)]
+
+
+def test_token_packs_are_shared_by_ranks_that_may_have_none() -> None:
+    packing = TokenPacking(micro_batch_tokens=10, query_key_cost=0.1)
+    shares = packing.share([len(each) for each in ROLLOUTS], 2)
+    assert sorted(index for share in shares for index in share) == [0, 1, 2, 3, 4]
+    assert all(shares)
+    assert packing.share([4], 2) == [[0], []]
+    assert packing.pack(ROLLOUTS, []) == []

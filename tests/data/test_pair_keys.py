@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,12 +11,13 @@ from nemo_aligner.config.data import DataConfig, DataPrefixConfig
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.training_data import build_training_data
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.tokenizer import Tokenizer
-from tests import tiny
 from tests.contracts import Contracts
+from tests.data.conftest import Run
+from tests.data.files import read, rows_of, write
+from tests.text.refusals import assert_refused
 
 SYSTEM = {"role": "system", "content": "be kind"}
 USER = {"role": "user", "content": "why"}
@@ -30,13 +29,7 @@ PAIR = {"prompt": "why", "chosen": "because", "rejected": "no"}
 BY_NAME = {"question": "why", "better": "because", "rejected": "no", "prompt": "unread"}
 
 
-def read(tmp_path: Path, *records: object, **options: Any) -> RecordFile:
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_records(path, Reading(options.pop("kind", RecordKind.comparison), **options))
-
-
-def test_pairs_are_read_by_named_fields(tmp_path: Path) -> None:
+def test_pair_keys_name_the_fields(tmp_path: Path) -> None:
     messages = {**BY_NAME, "question": [SYSTEM, USER], "better": [GOOD], "score_chosen": 3}
     file = read(
         tmp_path, BY_NAME, {**messages, "score_rejected": 1}, {**BY_NAME, "label_margin": None},
@@ -48,16 +41,16 @@ def test_pairs_are_read_by_named_fields(tmp_path: Path) -> None:
     assert [pair.labels for pair in file.records] == [(2.0,), (None,)]
 
 
-def test_fields_that_are_not_there_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r":1: got keys 'prompt', .*wants 'question', 'better' and"):
-        read(tmp_path, PAIR, pair_keys=NAMED)
-    with pytest.raises(DataError, match=r":1: better: got 3, wanted a string or a list"):
-        read(tmp_path, {**BY_NAME, "better": 3}, pair_keys=NAMED)
-    with pytest.raises(DataError, match=r":1: question: got 3, wanted a string or a list"):
-        read(tmp_path, {**BY_NAME, "question": 3}, pair_keys=NAMED)
+def test_pair_keys_of_other_fields_are_refused(tmp_path: Path) -> None:
+    cases = [
+        (PAIR, r":1: got keys 'prompt', .*wants 'question', 'better' and"),
+        ({**BY_NAME, "better": 3}, r":1: better: got 3, wanted a string or a list"),
+        ({**BY_NAME, "question": 3}, r":1: question: got 3, wanted a string or a list"),
+    ]
+    assert_refused(lambda record: read(tmp_path, record, pair_keys=NAMED), cases, DataError)
 
 
-def test_only_chat_pairs_have_fields_to_name(tmp_path: Path) -> None:
+def test_pair_keys_are_for_chat_pairs_alone(tmp_path: Path) -> None:
     assert PairKeys.of(None, None, None) is None
     assert PairKeys.of(None, None, "worse") == PairKeys("prompt", "chosen", "worse")
     assert read(tmp_path, BY_NAME, pair_keys=NAMED, format="chat_pairs").counts["kept"] == 1
@@ -67,30 +60,23 @@ def test_only_chat_pairs_have_fields_to_name(tmp_path: Path) -> None:
         read(tmp_path, BY_NAME, pair_keys=NAMED, kind=RecordKind.rating)
 
 
-def test_a_run_reads_them_by_its_settings(
-    tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer
-) -> None:
-    path = tmp_path / "named.jsonl"
-    path.write_text(json.dumps(BY_NAME))
-    data = DataConfig(
-        data_prefix=DataPrefixConfig(train=[str(path)]), prompt_key="question", chosen_key="better"
-    )
+def test_pair_keys_of_a_run(tmp_path: Path, contracts: Contracts, tokenizer: Tokenizer) -> None:
+    files = DataPrefixConfig(train=[str(write(tmp_path / "named.jsonl", BY_NAME))])
+    data = DataConfig(data_prefix=files, prompt_key="question", chosen_key="better")
     found = build_training_data(ModelConfig(data=data), contracts(), tokenizer)
     assert len(found.train.records) == 1
-    ratings = contracts.config(["help"], data_prefix=data.data_prefix, prompt_key="question")
+    ratings = contracts.config(["help"], data_prefix=files, prompt_key="question")
     with pytest.raises(ConfigError, match=r"model.data.prompt_key: got 'question', wanted null"):
         build_training_data(ratings, contracts(["help"]), tokenizer)
 
 
-def test_files_are_shown_and_split_by_them(tmp_path: Path) -> None:
-    path = tmp_path / "named.jsonl"
+def test_pair_keys_of_inspect_and_split(tmp_path: Path, run: Run) -> None:
     rows = [{**BY_NAME, "question": f"why {number}"} for number in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--prompt-key=question", "--chosen-key=better"]
-    shown = tiny.run_verb("data inspect", str(path), *flags).stdout
+    path = write(tmp_path / "named.jsonl", *rows)
+    flags = ("--prompt-key=question", "--chosen-key=better")
+    shown = run("data inspect", path, *flags).stdout
     assert "why 0" in shown
     assert "unread" not in shown
-    output = f"--output={tmp_path / 'parts'}"
-    tiny.run_verb("data split", str(path), output, "--heldout=0.5", *flags)
-    parts = [(tmp_path / "parts" / f"{name}.jsonl").read_text() for name in ("train", "heldout")]
-    assert sorted("".join(parts).splitlines()) == [json.dumps(row) for row in rows]
+    run("data split", path, f"--output={tmp_path}", "--heldout=0.5", *flags)
+    parts = [row for name in ("train", "heldout") for row in rows_of(tmp_path / f"{name}.jsonl")]
+    assert sorted(parts, key=lambda row: row["question"]) == rows

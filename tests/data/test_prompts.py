@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,10 @@ import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.prompts import PromptWrapping
-from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.messages import Text
+from tests.data.files import read
+from tests.text.refusals import assert_refused
 
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -24,10 +24,8 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def texts(folder: Path, record: dict[str, Any], prompts: PromptWrapping | None) -> tuple[Text, ...]:
-    path = folder / "data.jsonl"
-    path.write_text(json.dumps(record))
-    (read,) = read_records(path, Reading(prompts=prompts)).records
-    return read.texts
+    (found,) = read(folder, record, prompts=prompts).records
+    return found.texts
 
 
 def settings(folder: Path, **given: str) -> SimpleNamespace:
@@ -41,11 +39,11 @@ def settings(folder: Path, **given: str) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def test_nothing_said_is_nothing_put(tmp_path: Path) -> None:
+def test_prompt_is_as_it_is_where_nothing_is_set(tmp_path: Path) -> None:
     assert PromptWrapping.of(settings(tmp_path), "model.data") is None
 
 
-def test_a_system_prompt_stands_before_conversations_that_have_none(tmp_path: Path) -> None:
+def test_prompt_of_the_system_stands_before_conversations_that_have_none(tmp_path: Path) -> None:
     prompts = PromptWrapping.of(settings(tmp_path, system_prompt_file="Be brief."), "model.data")
     for text, reply in zip(texts(tmp_path, PAIR, prompts), ("4", "5"), strict=True):
         assert text == [SYSTEM, turn("user", "2+2?"), turn("assistant", reply)]
@@ -54,7 +52,7 @@ def test_a_system_prompt_stands_before_conversations_that_have_none(tmp_path: Pa
     assert first == [*own, turn("assistant", "4")]
 
 
-def test_words_stand_around_the_last_question(tmp_path: Path) -> None:
+def test_prompt_words_stand_around_the_last_question(tmp_path: Path) -> None:
     prompts = PromptWrapping.of(
         settings(tmp_path, prompt_file='Solve {} as {"a": 1}.'), "model.data"
     )
@@ -64,18 +62,15 @@ def test_words_stand_around_the_last_question(tmp_path: Path) -> None:
     assert first == [*before, turn("user", 'Solve 2+2? as {"a": 1}.'), turn("assistant", "4")]
 
 
-def test_a_rating_gets_them_too(tmp_path: Path) -> None:
-    prompts = PromptWrapping("Be brief.", "{}!")
+def test_prompt_of_a_rating_is_put_around_too(tmp_path: Path) -> None:
     record = {"prompt": "2+2?", "response": "4", "helpfulness": 3}
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(record))
-    how = Reading(kind=RecordKind.rating, attributes=("helpfulness",), prompts=prompts)
-    (read,) = read_records(path, how).records
-    assert read.response == [SYSTEM, turn("user", "2+2?!"), turn("assistant", "4")]
-    assert read.labels == (3,)
+    how = {"attributes": ("helpfulness",), "prompts": PromptWrapping("Be brief.", "{}!")}
+    (found,) = read(tmp_path, record, kind=RecordKind.rating, **how).records
+    assert found.response == [SYSTEM, turn("user", "2+2?!"), turn("assistant", "4")]
+    assert found.labels == (3,)
 
 
-def test_an_input_template_makes_raw_texts(tmp_path: Path) -> None:
+def test_prompt_input_template_makes_raw_texts(tmp_path: Path) -> None:
     template = "User: {}\nAssistant: "
     prompts = PromptWrapping.of(settings(tmp_path, input_template=template), "model.data")
     assert texts(tmp_path, PAIR, prompts) == (
@@ -86,7 +81,7 @@ def test_an_input_template_makes_raw_texts(tmp_path: Path) -> None:
     assert texts(tmp_path, raw, prompts) == ("The sky is blue.", "The sky is green.")
 
 
-def test_what_cannot_take_them_is_malformed_by_its_line(tmp_path: Path) -> None:
+def test_prompt_that_cannot_be_put_around_is_malformed_by_its_line(tmp_path: Path) -> None:
     several = [turn("user", "Hi"), turn("assistant", "Hello"), turn("user", "2+2?")]
     with pytest.raises(DataError, match="jsonl:1: got turns of user, assistant, user, assistant"):
         texts(tmp_path, {**PAIR, "prompt": several}, PromptWrapping(raw="Q: {} A: "))
@@ -96,21 +91,21 @@ def test_what_cannot_take_them_is_malformed_by_its_line(tmp_path: Path) -> None:
         texts(tmp_path, record, PromptWrapping(words="{}!"))
 
 
-@pytest.mark.parametrize("template", ["Solve.", "{} and {}"])
-def test_a_template_has_one_place_for_the_prompt(template: str, tmp_path: Path) -> None:
-    for name in ("prompt_file", "input_template"):
-        with pytest.raises(ConfigError, match=rf"model\.data\.{name}: got \{{\}} [02] times"):
-            PromptWrapping.of(settings(tmp_path, **{name: template}), "model.data")
+def test_prompt_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    places = r"model\.data\.{}: got \{{\}} {} times"
+    cases: list[tuple[dict[str, str], str]] = [
+        ({name: template}, places.format(name, times))
+        for template, times in (("Solve.", 0), ("{} and {}", 2))
+        for name in ("prompt_file", "input_template")
+    ]
+    both = {"system_prompt_file": "Be brief.", "input_template": "Q: {} A: "}
+    cases.append((both, "a raw text has no turns"))
 
+    def take(given: dict[str, str]) -> None:
+        PromptWrapping.of(settings(tmp_path, **given), "model.data")
 
-def test_a_raw_text_has_no_system_prompt(tmp_path: Path) -> None:
-    given = settings(tmp_path, system_prompt_file="Be brief.", input_template="Q: {} A: ")
-    with pytest.raises(ConfigError, match="a raw text has no turns"):
-        PromptWrapping.of(given, "model.data")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    given = settings(tmp_path)
-    given.prompt_file = str(tmp_path / "none.txt")
+    assert_refused(take, cases, ConfigError)
+    missing = settings(tmp_path)
+    missing.prompt_file = str(tmp_path / "none.txt")
     with pytest.raises(ConfigError, match=r"data\.prompt_file: .*none\.txt cannot be read"):
-        PromptWrapping.of(given, "data")
+        PromptWrapping.of(missing, "data")

@@ -16,11 +16,13 @@ from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.formats.base import WantedLabels
 from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.reading import Reading, RecordFile, read_records
+from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.messages import reply_of
 from tests import tiny
+from tests.data.files import read
+from tests.text.refusals import assert_refused
 
 DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data"))
 USER = {"role": "user", "content": "why"}
@@ -86,12 +88,6 @@ PANDALM: dict[str, Any] = {
 PAIR: dict[str, Any] = {"prompt": "why", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
 
 
-def read(tmp_path: Path, *records: object, **options: Any) -> RecordFile:
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_records(path, Reading(options.pop("kind", RecordKind.comparison), **options))
-
-
 def parse(fmt: str, record: dict[str, Any], *wanted: str) -> Comparison:
     """One record, tied or not."""
     parsed = FORMATS[fmt].parse([record], Origin("file", 1), WantedLabels(wanted))
@@ -114,41 +110,32 @@ def replies(record: Comparison) -> list[str]:
 FINE_MISSING = changed(ULTRA, 1, **{"fine-grained_score": None})
 
 
-@pytest.mark.parametrize(
-    ("record", "fmt", "best_first", "ranks"),
-    [
+def test_completions_come_best_first(tmp_path: Path) -> None:
+    other_2 = {**HELPSTEER2, "preference_strength": 1}
+    cases: list[tuple[dict[str, Any], str, list[str], tuple[int, ...]]] = [
         (NEMO_RL, "nemo_rl_preference", ["because", "so", "no", "nope"], (0, 1, 2, 2)),
         (HELPSTEER3, "helpsteer3", ["because", "no"], (0, 1)),
         (HELPSTEER2, "helpsteer2_preference", ["because", "no"], (0, 1)),
         (ULTRA, "ultrafeedback", ["because", "so", "no"], (0, 0, 1)),
         (QA, "qa_feedback", ["because", "so", "no", "nope"], (0, 1, 2, 2)),
         (PANDALM, "pandalm", ["because", "no"], (0, 1)),
-    ],
-)  # fmt: skip
-def test_completions_come_best_first(
-    tmp_path: Path, record: dict[str, Any], fmt: str, best_first: list[str], ranks: tuple[int, ...]
-) -> None:
-    file = read(tmp_path, record)
-    [comparison] = file.records
-    assert (file.format, replies(comparison), comparison.ranks) == (fmt, best_first, ranks)
-    assert all(text[:-1] == [USER] for text in comparison.texts)
+        # Overall scores are taken where a finer one is missing.
+        (FINE_MISSING, "ultrafeedback", ["no", "because", "so"], (0, 1, 2)),
+        # The other response is better by the other sign.
+        ({**HELPSTEER3, "overall_preference": -1}, "helpsteer3", ["no", "because"], (0, 1)),
+        (other_2, "helpsteer2_preference", ["no", "because"], (0, 1)),
+        ({**PANDALM, "annotator3": 1}, "pandalm", ["no", "because"], (0, 1)),
+    ]
+    for record, fmt, best_first, ranks in cases:
+        file = read(tmp_path, record)
+        [comparison] = file.records
+        assert (file.format, replies(comparison), comparison.ranks) == (fmt, best_first, ranks)
+        assert all(text[:-1] == [USER] for text in comparison.texts), fmt
 
 
-@pytest.mark.parametrize(
-    ("record", "fmt"),
-    [
-        ({**HELPSTEER3, "overall_preference": -1}, "helpsteer3"),
-        ({**HELPSTEER2, "preference_strength": 1}, "helpsteer2_preference"),
-        ({**PANDALM, "annotator3": 1}, "pandalm"),
-    ],
-)
-def test_the_other_response_is_better_by_the_other_sign(record: dict[str, Any], fmt: str) -> None:
-    assert replies(parse(fmt, record)) == ["no", "because"]
-
-
-@pytest.mark.parametrize(
-    ("record", "fmt"),
-    [
+def test_completions_neither_better_nor_worse_are_tied(tmp_path: Path) -> None:
+    """A circle of preferences is a tie, too; reading counts ties and leaves them out."""
+    cases: list[tuple[dict[str, Any], str]] = [
         (changed(NEMO_RL, rank=4), "nemo_rl_preference"),
         ({**HELPSTEER3, "overall_preference": 0}, "helpsteer3"),
         ({**HELPSTEER2, "preference_strength": 0}, "helpsteer2_preference"),
@@ -157,30 +144,25 @@ def test_the_other_response_is_better_by_the_other_sign(record: dict[str, Any], 
         ({**QA, "preference": [1, 0, 2, 1, 0, 1]}, "qa_feedback"),
         ({**PANDALM, "annotator1": 0}, "pandalm"),
         ({**PANDALM, "annotator1": 0, "annotator2": 0}, "pandalm"),
-    ],
-)  # fmt: skip
-def test_what_is_neither_better_nor_worse_is_tied(
-    tmp_path: Path, record: dict[str, Any], fmt: str
-) -> None:
-    """A circle of preferences is a tie, too; reading counts ties and leaves them out."""
-    comparison = parse(fmt, record)
-    assert set(comparison.ranks) == {0}
-    file = read(tmp_path, record, FORMATS[fmt].sample[0])
-    assert file.counts == {"read": 2, "tied": 1, "kept": 1}
+    ]
+    for record, fmt in cases:
+        assert set(parse(fmt, record).ranks) == {0}, record
+        file = read(tmp_path, record, FORMATS[fmt].sample[0])
+        assert file.counts == {"read": 2, "tied": 1, "kept": 1}, record
 
 
-@pytest.mark.parametrize("fmt", ["helpsteer3", "helpsteer2_preference"])
-@pytest.mark.parametrize("strength", [-3, -2, -1, 0, 1, 2, 3])
-def test_a_strength_is_a_margin(fmt: str, strength: int) -> None:
-    record = {**HELPSTEER3, **HELPSTEER2}
-    record.update(overall_preference=strength, preference_strength=strength)
-    assert parse(fmt, record, "label_margin").labels == (abs(strength),)
-    assert parse(fmt, {**record, "label_margin": 7}, "label_margin").labels == (7.0,)
+def test_margin_of_a_strength_is_its_size() -> None:
+    for strength in (-3, -2, -1, 0, 1, 2, 3):
+        record = {**HELPSTEER3, **HELPSTEER2}
+        record.update(overall_preference=strength, preference_strength=strength)
+        for fmt in ("helpsteer3", "helpsteer2_preference"):
+            assert parse(fmt, record, "label_margin").labels == (abs(strength),)
+            own = parse(fmt, {**record, "label_margin": 7}, "label_margin")
+            assert own.labels == (7.0,)
 
 
-@pytest.mark.parametrize(
-    ("scores", "margin"),
-    [
+def test_margin_of_a_pair_is_that_of_its_scores(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], float | None]] = [
         ({"score_chosen": 8.5, "score_rejected": 6}, 2.5),
         ({"score_chosen": 6, "score_rejected": 8.5}, -2.5),
         ({"chosen-rating": 4.75, "rejected-rating": 4.0}, 0.75),
@@ -190,18 +172,15 @@ def test_a_strength_is_a_margin(fmt: str, strength: int) -> None:
         ({"margin": 1.5}, 1.5),
         ({"score_chosen": None, "score_rejected": 6}, None),
         ({"label_margin": 4, "score_chosen": 8.5, "score_rejected": "?"}, 4.0),
-    ],
-)
-def test_scores_of_a_pair_are_a_margin(
-    tmp_path: Path, scores: dict[str, Any], margin: float | None
-) -> None:
-    [pair] = read(tmp_path, {**PAIR, **scores}, pair_columns=("label_margin",)).records
-    assert (replies(pair), pair.labels) == (["because", "no"], (margin,))
-    texts = {"chosen": "a", "rejected": "b", **scores}
-    assert parse("text_pairs", texts, "label_margin").labels == (margin,)
+    ]
+    for scores, margin in cases:
+        [pair] = read(tmp_path, {**PAIR, **scores}, pair_columns=("label_margin",)).records
+        assert (replies(pair), pair.labels) == (["because", "no"], (margin,)), scores
+        texts = {"chosen": "a", "rejected": "b", **scores}
+        assert parse("text_pairs", texts, "label_margin").labels == (margin,), scores
 
 
-def test_scores_are_not_read_unless_a_margin_is_wanted(tmp_path: Path) -> None:
+def test_margin_is_read_where_it_is_wanted(tmp_path: Path) -> None:
     pair = {**PAIR, "score_chosen": "high", "score_rejected": 1}
     assert read(tmp_path, pair).counts == {"read": 1, "kept": 1}
     with pytest.raises(DataError, match=r":1: score_chosen: got 'high', wanted a number"):
@@ -210,17 +189,12 @@ def test_scores_are_not_read_unless_a_margin_is_wanted(tmp_path: Path) -> None:
         read(tmp_path, {**PAIR, "metadata": "none"}, pair_columns=("label_margin",))
 
 
-def test_two_scored_completions_have_a_margin_and_more_have_none() -> None:
+def test_margin_of_two_scored_completions_and_none_of_more() -> None:
     two = {**ULTRA, "completions": ULTRA["completions"][:2]}
     comparison = parse("ultrafeedback", two, "label_margin")
     assert (replies(comparison), comparison.labels) == (["because", "no"], (3.25,))
     with pytest.raises(DataError, match="missing key 'label_margin'"):
         parse("ultrafeedback", ULTRA, "label_margin")
-
-
-def test_overall_scores_are_taken_where_a_finer_one_is_missing() -> None:
-    comparison = parse("ultrafeedback", FINE_MISSING)
-    assert (replies(comparison), comparison.ranks) == (["no", "because", "so"], (0, 1, 2))
 
 
 def test_sources_are_kept(tmp_path: Path) -> None:
@@ -229,7 +203,7 @@ def test_sources_are_kept(tmp_path: Path) -> None:
     assert read(tmp_path, ULTRA).records[0].source == "sharegpt"
 
 
-def test_passages_and_inputs_belong_to_the_prompt() -> None:
+def test_prompt_has_passages_and_inputs() -> None:
     passages = [["Bloom", "It is an album.", "It came out in 2018."], ["Hell"]]
     comparison = parse("qa_feedback", {**QA, "passages": passages})
     [prompt] = {text[0]["content"] for text in comparison.texts}
@@ -269,46 +243,8 @@ def test_ratings_of_helpsteer_and_helpsteer2_are_rated_chat(tmp_path: Path) -> N
     assert file.records[0].response == [USER, GOOD]
 
 
-@pytest.mark.parametrize(
-    ("record", "before"),
-    [
-        # TRL, conversational, with an explicit and an implicit prompt.
-        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, [USER]),
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER]),
-        ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
-        # TRL, standard, with an explicit prompt.
-        ({"prompt": "why", "chosen": "because", "rejected": "no"}, [USER]),
-        # allenai/llama-3.1-tulu-3-8b-preference-mixture.
-        ({"id": "a-1", **PAIR, "source": "wildchat"}, [USER]),
-        # Skywork/Skywork-Reward-Preference-80K-v0.2.
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "source": "magpie"}, [USER]),
-        # HuggingFaceH4/ultrafeedback_binarized, and argilla's cleaned one.
-        ({**PAIR, "messages": [USER, GOOD], "score_chosen": 8, "score_rejected": 4}, [USER]),
-        ({**PAIR, "source": "flan", "chosen-rating": 5, "rejected-rating": 1}, [USER]),
-    ],
-)  # fmt: skip
-def test_pairs_as_trl_tulu_skywork_and_ultrafeedback_have_them_are_chat_pairs(
-    tmp_path: Path, record: dict[str, Any], before: list[dict[str, str]]
-) -> None:
-    file = read(tmp_path, record)
-    [pair] = file.records
-    assert (file.format, pair.ranks) == ("chat_pairs", (0, 1))
-    assert pair.texts == ([*before, GOOD], [*before, BAD])
-    assert pair.source == record.get("source", "")
-
-
-def test_texts_with_an_implicit_prompt_stay_raw(tmp_path: Path) -> None:
-    record = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
-    file = read(tmp_path, record)
-    assert file.format == "text_pairs"
-    assert file.records[0].texts == ("The sky is blue.", "The sky is green.")
-    with pytest.raises(DataError, match=r":2: rejected: got \[.*wanted a string"):
-        read(tmp_path, record, {**record, "rejected": [BAD]})
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
+def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({**NEMO_RL, "completions": [{"rank": 0}]}, r"completions: got \[.*list of two or more"),
         ({**NEMO_RL, "completions": {"rank": 0}}, r"completions: got \{.*list of two or more"),
         ({**NEMO_RL, "completions": [{"rank": 0}] * 2}, r"completions, 1: .*'rank' and 'complet"),
@@ -334,17 +270,14 @@ def test_texts_with_an_implicit_prompt_stay_raw(tmp_path: Path) -> None:
         ({**PANDALM, "annotator2": 3}, r"annotator2: got 3, wanted 1 or 2, the better respo"),
         ({**PANDALM, "annotator2": "1"}, r"annotator2: got '1', wanted 1 or 2"),
         ({**PANDALM, "input": None}, r"input: got None, wanted a string"),
-    ],
-)  # fmt: skip
-def test_bad_records_are_errors_with_their_field(
-    tmp_path: Path, record: dict[str, Any], message: str
-) -> None:
-    [fmt] = [known for known in FORMATS.values() if known.matches(record)]
-    with pytest.raises(DataError, match=rf"data.jsonl:2: {message}"):
+    ]  # fmt: skip
+
+    def read_second(record: dict[str, Any]) -> None:
+        [fmt] = [known for known in FORMATS.values() if known.matches(record)]
         read(tmp_path, fmt.sample[0], record)
 
-
-def test_a_record_that_lacks_a_key_is_malformed(tmp_path: Path) -> None:
+    named = [(record, f"data.jsonl:2: {message}") for record, message in cases]
+    assert_refused(read_second, named, DataError)
     lacking = {key: value for key, value in HELPSTEER3.items() if key != "overall_preference"}
     with pytest.raises(DataError, match=r":2: got keys .*; helpsteer3 wants 'context', 'resp"):
         read(tmp_path, HELPSTEER3, lacking)
@@ -362,7 +295,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
         return list(json.load(file))
 
 
-def test_the_published_qa_feedback_keeps_every_preference_in_its_ranks() -> None:
+def test_published_qa_feedback_keeps_every_preference_in_its_ranks() -> None:
     path = real("qa_feedback/dev_feedback.json.gz")
     file = read_records(path, Reading(RecordKind.comparison))
     assert (file.format, file.counts["read"], file.counts["tied"]) == ("qa_feedback", 500, 12)
@@ -379,7 +312,7 @@ def test_the_published_qa_feedback_keeps_every_preference_in_its_ranks() -> None
     assert preferred == 2616
 
 
-def test_the_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
+def test_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
     path = real("pandalm/testset-v1.json.gz")
     judged = [
         parse("pandalm", {**value, "response1": "1", "response2": "2"}) for value in objects(path)
@@ -392,7 +325,7 @@ def test_the_published_pandalm_has_the_majorities_that_its_readme_counts() -> No
     assert (file.counts["read"], file.counts["malformed"]) == (999, 6)
 
 
-def test_the_published_ultrafeedback_pairs_have_margins() -> None:
+def test_published_ultrafeedback_pairs_have_margins() -> None:
     path = real("ultrafeedback/eval_clean.jsonl.gz")
     reading = Reading(RecordKind.comparison, pair_columns=("label_margin",))
     file = read_records(path, reading)

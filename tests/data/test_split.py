@@ -9,26 +9,32 @@ from typing import Any
 import pytest
 
 from nemo_aligner.data.split import Split, split_file
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import ConfigError, DataError
 from tests import tiny
+from tests.data.conftest import Run
+from tests.data.files import rows_of, write
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def parts_of(folder: Path) -> list[list[dict[str, Any]]]:
+    """Of training, and held out."""
+    return [rows_of(folder / f"{name}.jsonl") for name in ("train", "heldout")]
 
 
-def test_split_keeps_lines_and_prompts_whole(tmp_path: Path) -> None:
+def lines_of(folder: Path) -> list[list[str]]:
+    names = ("train", "heldout")
+    return [(folder / f"{name}.jsonl").read_text().splitlines() for name in names]
+
+
+def test_split_keeps_lines_and_prompts_whole(tmp_path: Path, run: Run) -> None:
     lines = [
         json.dumps({"x": n, "rejected": "no", "chosen": f"yes {n}", "prompt": f"Why  {n // 3}"})
         for n in range(60)
     ]
     lines += [json.dumps({"prompt": "WHY 0", "chosen": "a", "rejected": "b"})]
     lines += [json.dumps({"prompt": "drop", "chosen": "a", "rejected": "a"})]
-    source = tmp_path / "pairs.jsonl"
-    source.write_text("\n".join(lines))
-    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), "--heldout", "0.3")
-    train = (tmp_path / "train.jsonl").read_text().splitlines()
-    heldout = (tmp_path / "heldout.jsonl").read_text().splitlines()
+    source = write(tmp_path / "pairs.jsonl", *lines)
+    done = run("data split", source, "--output", tmp_path, "--heldout", "0.3")
+    train, heldout = lines_of(tmp_path)
     assert sorted(train + heldout) == sorted(lines[:-1])
     assert 18 <= len(heldout) <= 21
 
@@ -40,25 +46,23 @@ def test_split_keeps_lines_and_prompts_whole(tmp_path: Path) -> None:
     assert "longer reply is right in 100.0%" in done.stdout or "b" in "".join(heldout)
 
 
-def test_a_list_on_one_line_is_split_by_its_items(tmp_path: Path) -> None:
+def test_split_of_a_list_on_one_line_is_by_its_items(tmp_path: Path) -> None:
     pairs = [{"prompt": f"q {n}", "chosen": f"a {n}", "rejected": "b"} for n in range(6)]
     source = tmp_path / "pairs.json"
     source.write_text(json.dumps(pairs))
     split_file(source, tmp_path, Split(heldout=0.3))
-    parts = rows(tmp_path / "train.jsonl") + rows(tmp_path / "heldout.jsonl")
-    assert sorted(parts, key=str) == pairs
+    train, heldout = parts_of(tmp_path)
+    assert sorted(train + heldout, key=str) == pairs
 
 
-def test_raw_texts_that_begin_alike_by_chance_are_of_many_prompts(tmp_path: Path) -> None:
+def test_split_of_raw_texts_that_begin_alike_by_chance_is_of_many_prompts(tmp_path: Path) -> None:
     pairs = [{"chosen": f"I love it {n}.", "rejected": f"I hate it {n}."} for n in range(8)]
-    source = tmp_path / "pairs.jsonl"
-    source.write_text("\n".join(map(json.dumps, pairs)))
-    said = split_file(source, tmp_path, Split(heldout=0.25))
+    said = split_file(write(tmp_path / "pairs.jsonl", *pairs), tmp_path, Split(heldout=0.25))
     assert "train: 6 records, 6 prompts" in said
     assert "heldout: 2 records, 2 prompts" in said
 
 
-def test_numbers_that_json_has_not_are_null_in_the_parts(tmp_path: Path) -> None:
+def test_split_writes_null_for_numbers_that_json_has_not(tmp_path: Path) -> None:
     table = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -66,8 +70,7 @@ def test_numbers_that_json_has_not_are_null_in_the_parts(tmp_path: Path) -> None
     columns = {**names, "score": [1.0, float("nan"), float("inf"), 2.0]}
     parquet.write_table(table.table(columns), tmp_path / "pairs.parquet")
     split_file(tmp_path / "pairs.parquet", tmp_path, Split(heldout=0.3))
-    parts = rows(tmp_path / "train.jsonl") + rows(tmp_path / "heldout.jsonl")
-    scores = {row["prompt"]: row["score"] for row in parts}
+    scores = {row["prompt"]: row["score"] for part in parts_of(tmp_path) for row in part}
     assert scores == {"q 0": 1.0, "q 1": None, "q 2": None, "q 3": 2.0}
 
 
@@ -76,10 +79,8 @@ def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
     for n in range(40):
         prompt = f"User: question {n // 2}\nAssistant: "
         lines += [json.dumps({"text": f"{prompt}good {n}"}), json.dumps({"text": f"{prompt}bad"})]
-    source = tmp_path / "lines.jsonl"
-    source.write_text("\n".join(lines))
-    tiny.run_verb("data split", str(source), "--output", str(tmp_path))
-    sides = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("train", "heldout")]
+    split_file(write(tmp_path / "lines.jsonl", *lines), tmp_path, Split())
+    sides = lines_of(tmp_path)
     assert [len(side) for side in sides] == [64, 16]
     questions = []
     for side in sides:
@@ -90,43 +91,21 @@ def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
     assert not questions[0] & questions[1]
 
 
-def test_split_of_ratings_shows_what_length_scores(tmp_path: Path) -> None:
+def test_split_of_ratings_shows_what_length_scores(tmp_path: Path, run: Run) -> None:
     source = tmp_path / "ratings.json"
     ratings = [
         {"prompt": f"p{n}", "response": "x" * (n + 1), "up": n, "down": None if n % 7 == 0 else -n}
         for n in range(50)
     ]
     source.write_text(json.dumps(ratings, indent=2))
-    done = tiny.run_verb(
-        "data split", str(source), "--output", str(tmp_path), "--attributes", "up,down"
-    )
+    arguments = ("data split", source, "--output", tmp_path, "--attributes")
+    done = run(*arguments, "up, down ")
     assert "up: Pearson r 1.000" in done.stdout
-    assert "mean over attributes: 1.000" in done.stdout
-    assert (
-        sorted(
-            rows(tmp_path / "train.jsonl") + rows(tmp_path / "heldout.jsonl"),
-            key=lambda row: row["up"],
-        )
-        == ratings
-    )
-
-
-def test_one_prompt_cannot_be_split(tmp_path: Path) -> None:
-    source = tmp_path / "pairs.jsonl"
-    source.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
-    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), check=False)
-    assert done.returncode == 1
-    assert "got 1 different prompts" in done.stderr
-    assert not (tmp_path / "train.jsonl").exists()
-
-
-def test_names_of_attributes_are_stripped_and_not_empty(tmp_path: Path) -> None:
-    source = tiny.write_ratings(tmp_path / "ratings.jsonl", 20, ("up", "down"))
-    arguments = (str(source), "--output", str(tmp_path), "--attributes")
-    done = tiny.run_verb("data split", *arguments, "up, down ")
     assert "down: Pearson r" in done.stdout
-    failed = tiny.run_verb("data split", *arguments, "up,,down", check=False)
-    assert failed.returncode == 1
+    assert "mean over attributes: 1.000" in done.stdout
+    train, heldout = parts_of(tmp_path)
+    assert sorted(train + heldout, key=lambda row: row["up"]) == ratings
+    failed = run(*arguments, "up,,down", code=1)
     assert failed.stderr == (
         "ConfigError: --attributes: got ['up', '', 'down'], wanted names that are not empty\n"
     )
@@ -134,22 +113,22 @@ def test_names_of_attributes_are_stripped_and_not_empty(tmp_path: Path) -> None:
         split_file(source, tmp_path, Split(attributes=("",)))
 
 
-def test_whole_prompts_may_be_split_where_first_prompts_may_not(tmp_path: Path) -> None:
+def test_split_by_whole_prompts_where_all_begin_alike(tmp_path: Path) -> None:
     """A conversation that goes on after the same first turn."""
-    source = tmp_path / "pairs.jsonl"
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     rows = (
         {"prompt": [*turns, {"role": "user", "content": f"q{n}"}], "chosen": "a", "rejected": "b"}
         for n in range(10)
     )
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = split_file(source, tmp_path, Split(heldout=0.3, by="prompt"))
+    source = write(tmp_path / "pairs.jsonl", *rows)
+    shown = split_file(source, tmp_path / "whole", Split(heldout=0.3, by="prompt"))
     assert "heldout: 3 records, 3 prompts" in shown
-    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), check=False)
-    assert "got 1 different prompts" in done.stderr
+    with pytest.raises(DataError, match="got 1 different prompts"):
+        split_file(source, tmp_path / "first", Split())
+    assert not list(tmp_path.glob("first/*"))
 
 
-def test_malformed_lines_are_in_neither_part(tmp_path: Path) -> None:
+def test_split_has_malformed_lines_in_neither_part(tmp_path: Path, run: Run) -> None:
     text = "\n\nHuman: q{}\n\nAssistant: {}"
     lines = [
         json.dumps({"chosen": text.format(n, "yes"), "rejected": text.format(n, "no")})
@@ -157,44 +136,31 @@ def test_malformed_lines_are_in_neither_part(tmp_path: Path) -> None:
     ]
     ends_with_the_human = text.format(99, "yes") + "\n\nHuman: thanks"
     bad = json.dumps({"chosen": ends_with_the_human, "rejected": text.format(99, "no")})
-    source = tmp_path / "hh.jsonl"
-    source.write_text("\n".join([*lines[:3], bad, *lines[3:], "{"]))
-    arguments = (str(source), "--output", str(tmp_path))
-    refused = tiny.run_verb("data split", *arguments, check=False)
-    assert refused.returncode == 1
+    source = write(tmp_path / "hh.jsonl", *lines[:3], bad, *lines[3:], "{")
+    arguments = ("data split", source, "--output", tmp_path)
+    refused = run(*arguments, code=1)
     assert "hh.jsonl: 2 of its 22 records (9.09%) are malformed\n" in refused.stderr
     assert "\nmalformed=drop would leave them out, but max_malformed=0.01" in refused.stderr
     assert not (tmp_path / "train.jsonl").exists()
-    done = tiny.run_verb("data split", *arguments, "--malformed=drop", "--max-malformed=0.1")
+    done = run(*arguments, "--malformed=drop", "--max-malformed=0.1")
     assert f"{source}: hh, 22 read, 2 malformed, 20 kept" in done.stdout
     assert f"  {source}:4: chosen: the last message is the reply" in done.stdout
-    written = [
-        line
-        for name in ("train", "heldout")
-        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
-    ]
-    assert sorted(written) == sorted(lines)
+    train, heldout = lines_of(tmp_path)
+    assert sorted(train + heldout) == sorted(lines)
 
 
-def test_a_file_is_not_split_onto_itself(tmp_path: Path) -> None:
+def test_split_replaces_other_parts_and_says_so_but_not_its_source(
+    tmp_path: Path, run: Run
+) -> None:
     source = tiny.write_pairs(tmp_path / "train.jsonl", 30)
     before = source.read_bytes()
-    done = tiny.run_verb("data split", str(source), "--output", str(tmp_path), check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"ConfigError: --output: got {tmp_path}, where train.jsonl is")
+    failed = run("data split", source, "--output", tmp_path, code=1)
+    assert failed.stderr.startswith(f"ConfigError: --output: got {tmp_path}, where train.jsonl is")
     assert source.read_bytes() == before
     assert not (tmp_path / "heldout.jsonl").exists()
-
-
-def test_what_is_replaced_is_said(tmp_path: Path) -> None:
-    source = tiny.write_pairs(tmp_path / "pairs.jsonl", 30)
-    assert "in place of" not in split_file(source, tmp_path / "out", Split())
-    assert "in place of" not in split_file(source, tmp_path / "out", Split())
+    for _ in range(2):
+        assert "in place of" not in split_file(source, tmp_path / "out", Split())
     again = split_file(source, tmp_path / "out", Split(seed=2))
     assert again.count("(in place of another)") == 2
-
-
-def test_a_file_in_the_way_of_the_folder_is_named(tmp_path: Path) -> None:
-    source = tiny.write_pairs(tmp_path / "pairs.jsonl", 30)
-    with pytest.raises(ConfigError, match=r"^output: got .*pairs.jsonl, wanted a folder"):
+    with pytest.raises(ConfigError, match=r"^output: got .*train.jsonl, wanted a folder"):
         split_file(source, source, Split())

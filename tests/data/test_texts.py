@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
 from nemo_aligner.errors import DataError
+from tests.data.files import write
 
 USER = {"role": "user", "content": "why?"}
 REPLY = {"role": "assistant", "content": "so"}
 
 
-def write(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_a_file_gives_texts_messages_and_replies(tmp_path: Path) -> None:
+def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
     path = write(
         tmp_path / "asked.jsonl",
         {"text": "a  raw\ntext"},
@@ -36,14 +31,7 @@ def test_a_file_gives_texts_messages_and_replies(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_no_json_is_named_by_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "asked.jsonl", {"text": "a"})
-    path.write_text(path.read_text() + "{\n")
-    with pytest.raises(DataError, match=r"asked.jsonl:2: malformed JSON"):
-        list(labelled_texts(path))
-
-
-def test_every_line_without_a_text_is_named(tmp_path: Path) -> None:
+def test_texts_are_missing_from_lines_that_are_named(tmp_path: Path) -> None:
     rows = [{"text": 3}, {"texts": "a"}, {"messages": [USER]}, {"prompt": 3, "chosen": "a"}]
     path = write(tmp_path / "asked.jsonl", {"text": "a"}, *rows)
     with pytest.raises(DataError) as caught:
@@ -56,26 +44,24 @@ def test_every_line_without_a_text_is_named(tmp_path: Path) -> None:
         "wanted 'assistant'",
         f"  {path}:5: got 3, wanted a string or a list of messages",
     ]
+    with pytest.raises(DataError, match=r"asked.jsonl:2: malformed JSON"):
+        list(labelled_texts(write(tmp_path / "asked.jsonl", {"text": "a"}, "{")))
 
 
-def test_a_long_label_has_its_ends() -> None:
+def test_texts_that_are_long_have_labels_of_their_ends() -> None:
     label = label_of("begin " + "x" * 100 + " end")
     assert len(label) == 80
     assert label.startswith("begin x")
     assert label.endswith("x end")
 
 
-def test_the_first_pair_is_what_a_server_is_asked_for(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{n}", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(3)]
+def test_texts_to_ask_a_server_for_are_the_first_replies(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"p{n}", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(3)]
     target = tmp_path / "two.jsonl"
-    shown = write_first_replies(write(tmp_path / "pairs.jsonl", *rows), target)
+    shown = write_first_replies(write(tmp_path / "pairs.jsonl", *pairs), target)
     assert shown.splitlines() == ["user: p0", "reply: c0", "reply: r0"]
     assert [label for label, _ in labelled_texts(target)] == ["p0 | c0", "p0 | r0"]
-
-
-def test_the_first_two_ratings_are_two_texts(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(3)]
-    target = tmp_path / "two.jsonl"
-    shown = write_first_replies(write(tmp_path / "rated.jsonl", *rows), target)
+    ratings = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(3)]
+    shown = write_first_replies(write(tmp_path / "rated.jsonl", *ratings), target)
     assert shown.splitlines() == ["user: p0", "reply: r0", "reply: r1"]
     assert len(target.read_text().splitlines()) == 2

@@ -1,4 +1,4 @@
-"""The check of a checkpoint takes any pairs that can be scored."""
+"""The check of a checkpoint takes any pairs that can be scored, and says what failed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.diagnostics.check import Check, _choose_texts
+from nemo_aligner.diagnostics.worlds import run_world
+from nemo_aligner.errors import PeerError
 from tests import tiny
 
 
-def test_pairs_that_cannot_be_scored_are_left_out_and_counted(
+def test_check_leaves_out_and_counts_pairs_that_cannot_be_scored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 4)
@@ -31,3 +33,13 @@ def test_pairs_that_cannot_be_scored_are_left_out_and_counted(
     assert "4 pairs, 2 left out as malformed, 1 left out as too long; scoring contract" in shown
     best, worst = _choose_texts(Check(str(model), data=str(several)))
     assert (best[-1]["content"], worst[-1]["content"]) == ("a", "aaa")
+
+
+@pytest.mark.slow(seconds=8)
+def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[str]) -> None:
+    job = {"checkpoint": "nowhere.nemo", "texts": ["a"], "precision": "fp32"}
+    with pytest.raises(PeerError, match="the run of 2 processes failed"):
+        run_world(job, 2)
+    assert capfd.readouterr().err == (
+        "CheckpointError: nowhere.nemo: no such .nemo archive or folder\n"
+    )

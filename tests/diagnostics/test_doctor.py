@@ -20,6 +20,11 @@ from nemo_aligner.diagnostics.finding import Finding, Verdict
 from tests import tiny
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
+BROKEN = """
+from nemo_aligner.diagnostics.doctor import examine, render
+print(render(examine()))
+assert "megatron" not in sys.modules
+"""
 
 
 def named(name: str, findings: Any) -> Finding:
@@ -27,14 +32,14 @@ def named(name: str, findings: Any) -> Finding:
     return found
 
 
-def test_this_machine_is_fit_for_the_tests() -> None:
+def test_doctor_finds_this_machine_fit() -> None:
     findings = examine()
     assert [each for each in findings if each.verdict is Verdict.missing] == []
     for name in ("python", "torch", "megatron-core", "numpy", "CPU", "memory", "C compiler"):
         assert named(name, findings).value
 
 
-def test_the_report_fits_80_columns_and_counts() -> None:
+def test_doctor_report_fits_80_columns_and_counts() -> None:
     findings = [
         Finding("torch", "2.13"),
         Finding("numpy", "2.0", Verdict.missing, "pip install 'numpy<2' " + "and more " * 30),
@@ -46,33 +51,6 @@ def test_the_report_fits_80_columns_and_counts() -> None:
     assert lines[1] == "MISSING   numpy: 2.0"
     assert lines[2].startswith("          -> pip install 'numpy<2' and more")
     assert lines[-1] == "missing: 1, notes: 1"
-
-
-BROKEN = """
-import sys
-from nemo_aligner.diagnostics.doctor import examine, render
-print(render(examine()))
-assert "megatron" not in sys.modules
-"""
-
-
-def run_with(folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{BROKEN}"],
-        capture_output=True,
-        text=True,
-        env=tiny.environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_broken_torch_is_said_to_be_so(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("raise OSError('libcudart.so.12: cannot open')")
-    said = run_with(tmp_path)
-    assert "MISSING   torch: cannot be imported: OSError: libcudart.so.12: cannot open" in said
-    assert "pip install --force-reinstall torch" in said
 
 
 def versions(changes: dict[str, str | None]) -> Callable[[str], str]:
@@ -87,7 +65,7 @@ def versions(changes: dict[str, str | None]) -> Callable[[str], str]:
     return version
 
 
-def test_versions_that_do_not_fit_have_the_command_that_mends_them(
+def test_doctor_gives_the_command_that_mends_a_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes = {"numpy": "2.1.0", "jinja2": None, "nvidia-pytriton": "0.6.0", "gguf": None}
@@ -102,20 +80,17 @@ def test_versions_that_do_not_fit_have_the_command_that_mends_them(
     assert named("torch", found).verdict is Verdict.ok
     assert "psutil" not in [each.name for each in found]
 
-
-def test_a_package_that_is_not_installed_cannot_say_what_it_requires(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     def nothing(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
+    # What is not installed cannot say what it requires.
     for name in ("version", "requires", "metadata"):
         monkeypatch.setattr(importlib.metadata, name, nothing)
     ours = named("nemo_aligner", installed.packages())
     assert (ours.verdict, "pip install -e ." in ours.advice) == (Verdict.note, True)
 
 
-def test_a_triton_that_may_not_run_is_missing(
+def test_doctor_misses_a_triton_that_may_not_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     binary = tmp_path / "tritonserver" / "bin" / "tritonserver"
@@ -140,7 +115,7 @@ def cuda(major: int, count: int = 2) -> Any:
     )
 
 
-def test_gpus_are_named_with_memory_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_gpus_with_memory_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_nvidia_driver", lambda: "570.1")
     assert [each.value for each in machine.gpus(cuda(9))] == [
         "A GPU, 80 GiB, bf16", "A GPU, 80 GiB, bf16", "torch's 12.6, driver 570.1"
@@ -155,20 +130,17 @@ def test_gpus_are_named_with_memory_and_precision(monkeypatch: pytest.MonkeyPatc
     assert named("GPU", machine.gpus(None)).verdict is Verdict.note
 
 
-@pytest.mark.parametrize(
-    ("flags", "verdict"), [("avx2 fma", Verdict.note), ("avx512f amx_bf16", Verdict.ok)]
-)
-def test_a_cpu_without_bf16_says_what_that_means(
-    flags: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_read", lambda path: f"model name\t: Zen\nflags\t: {flags}\n")
-    found = list(machine.processor(has_gpu=False))
-    assert named("CPU", found).value.startswith("Zen: ")
-    assert named("CPU instructions", found).verdict is verdict
-    assert named("CPU instructions", machine.processor(has_gpu=True)).verdict is Verdict.ok
+def test_doctor_says_what_a_cpu_without_bf16_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, verdict in (("avx2 fma", Verdict.note), ("avx512f amx_bf16", Verdict.ok)):
+        said = f"model name\t: Zen\nflags\t: {flags}\n"
+        monkeypatch.setattr(machine, "_read", lambda path, said=said: said)
+        found = list(machine.processor(has_gpu=False))
+        assert named("CPU", found).value.startswith("Zen: ")
+        assert named("CPU instructions", found).verdict is verdict, flags
+        assert named("CPU instructions", machine.processor(has_gpu=True)).verdict is Verdict.ok
 
 
-def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_gives_the_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**20  # in kB
     files = {"/proc/meminfo": f"MemTotal: {64 * gib} kB\nMemAvailable: {60 * gib} kB\n"}
     monkeypatch.setattr(machine, "_read", lambda path: files.get(path, ""))
@@ -181,38 +153,44 @@ def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> Non
     assert named("memory", machine.space()).value == "unknown"
 
 
-def test_little_room_is_noted_where_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_notes_little_room_a_taken_port_and_a_missing_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: Usage(2**36, 0, 2**26))
     notes = [each for each in machine.space() if each.verdict is Verdict.note]
     assert len(notes) == 3
     assert "--shm-size" in notes[0].advice
     assert "TMPDIR" in notes[1].advice
-
-
-def test_a_taken_port_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        number = holder.getsockname()[1]
-        settings = SimpleNamespace(port=number)
+        settings = SimpleNamespace(port=holder.getsockname()[1])
         monkeypatch.setattr(machine, "ServerConfig", lambda: settings)
         assert machine.port().verdict is Verdict.note
     assert machine.port().value == "free on 127.0.0.1"
-
-
-def test_a_compiler_is_needed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.compiler(has_gpu=True).verdict is Verdict.missing
     assert machine.compiler(has_gpu=False).verdict is Verdict.note
 
 
-def test_a_python_without_anything_is_told_what_it_lacks() -> None:
-    done = subprocess.run(
-        [sys.executable, "-S", "-E", "-m", "nemo_aligner", "doctor"],
-        capture_output=True,
-        text=True,
-        cwd=tiny.ROOT,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "MISSING   torch: not installed" in done.stdout
-    assert "MISSING   omegaconf: not installed" in done.stdout
+def run_doctor(*options: str, expected: int = 0, **how: Any) -> str:
+    """What a process that may lack something says."""
+    command = [sys.executable, *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tiny.ROOT, **how)
+    assert done.returncode == expected, done.stderr
+    return done.stdout
+
+
+def test_doctor_of_a_broken_torch_says_that_it_is(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise OSError('libcudart.so.12: cannot open')")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{BROKEN}"
+    said = run_doctor("-c", script, env=tiny.environment())
+    assert "MISSING   torch: cannot be imported: OSError: libcudart.so.12: cannot open" in said
+    assert "pip install --force-reinstall torch" in said
+
+
+def test_doctor_of_a_python_without_anything_says_what_it_lacks() -> None:
+    said = run_doctor("-S", "-E", "-m", "nemo_aligner", "doctor", expected=1)
+    assert "MISSING   torch: not installed" in said
+    assert "MISSING   omegaconf: not installed" in said

@@ -43,31 +43,25 @@ def row(rewards: np.ndarray, bar: Bar = EXACT) -> Row:
     return compare(Compared.layout, "TP=2", "alone", rewards, REFERENCE, (1.0, 1.0), bar)
 
 
-def test_the_same_is_the_same() -> None:
+def test_compared_rewards_above_the_bar_and_verdicts_that_turn_are_noticed() -> None:
     found = row(REFERENCE)
     assert (found.difference, found.flips, found.ok, found.texts) == (0.0, 0, True, 4)
     assert found.changed == 0
-
-
-def test_a_difference_above_the_bar_is_noticed() -> None:
-    near, far = REFERENCE.copy(), REFERENCE.copy()
+    near, far, turned = (REFERENCE.copy() for _ in range(3))
     near[0, 1] += 0.9e-5
     far[0, 1] += 2e-5
     assert row(near).ok
     assert not row(far).ok
     assert row(far).difference == pytest.approx(2e-5)
     assert not row(np.full_like(REFERENCE, np.nan)).ok
-
-
-def test_a_verdict_that_turns_is_noticed_however_small_its_margin() -> None:
-    turned = REFERENCE.copy()
+    # A verdict, however small its margin.
     turned[3, 1] -= 3e-6
     assert row(turned).difference < FP32_BAR
     assert (row(turned).flips, row(turned).ok) == (1, False)
     assert row(turned, Bar(1e-3, 2e-3)).ok
 
 
-def test_the_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
+def test_compared_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
     exact = choose_bars("fp32", 30, REFERENCE / 2)
     assert exact == {
         Compared.company: Bar(0.0, 0.0),
@@ -87,7 +81,7 @@ def test_the_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
     assert half.reward == pytest.approx(bar.reward / 8)
 
 
-def test_each_thing_is_compared_with_its_own() -> None:
+def test_compared_rewards_have_references_of_their_own() -> None:
     first, second, exact = REFERENCE + 0.01, REFERENCE + 0.02, REFERENCE
     others = second + 1e-9
     rewards = {
@@ -119,7 +113,7 @@ def test_each_thing_is_compared_with_its_own() -> None:
     assert {row.compared for row in rows} == {company, layout, training}
 
 
-def test_layouts_that_fit_and_why_others_do_not() -> None:
+def test_fitting_layouts_and_why_others_do_not_fit() -> None:
     assert fitting_layouts(1, SHAPE) == ([LayoutSizes(tp=1, pp=1, dp=1)], [])
     fitting, reasons = fitting_layouts(4, SHAPE)
     assert list(map(str, fitting)) == [
@@ -135,7 +129,7 @@ def test_layouts_that_fit_and_why_others_do_not() -> None:
     assert "got 4, wanted a divisor of the model's 2 query groups" in reasons[1]
 
 
-def test_the_table_says_what_is_missed() -> None:
+def test_compared_rows_are_a_table_that_says_what_is_missed() -> None:
     rows, far = [row(REFERENCE)], row(REFERENCE + 1e-3)
     lines = render_rows([*rows, far]).splitlines()
     assert lines[0] == "against another layout"
@@ -151,7 +145,7 @@ def test_the_table_says_what_is_missed() -> None:
     assert "company" not in same
 
 
-def test_what_a_world_found_comes_through_a_file() -> None:
+def test_scored_rewards_come_through_a_file() -> None:
     rewards = {"TP=1": {"alone": REFERENCE.astype(np.float32), "all together": REFERENCE}}
     scored = Scored(rewards, REFERENCE, ["TP=2: why not"])
     again = Scored.from_dict(json.loads(json.dumps(scored.to_dict())))

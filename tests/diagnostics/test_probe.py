@@ -6,56 +6,61 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from nemo_aligner.batch import Records
+from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.diagnostics.probe import few_records, probe, swap_labels
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from tests import tiny
 from tests.data.test_packing import dataset
-
-PROBE = "probe"
+from tests.once import Once
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    base = tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+def settings(once: Once) -> list[str]:
+    base = once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo"))
     return [
-        f"pretrained_checkpoint.restore_from_path={base}",
+        f"pretrained_checkpoint.restore_from_path={base / 'base.nemo'}",
         "model.optim.lr=3e-3",
         "model.micro_batch_tokens=512",
         "model.data.seq_length=128",
     ]
 
 
-@pytest.mark.slow(seconds=8)
-def test_training_on_demo_pairs_passes(settings: list[str]) -> None:
-    done = tiny.run_verb(PROBE, "--records=4", *settings)
+@pytest.mark.slow(seconds=10)
+def test_probe_passes_training_on_demo_pairs_and_on_ratings(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = tiny.run_verb("probe", "--records=4", *settings)
     assert "passed: training follows its labels" in done.stdout
     assert "4 records, 20 steps each way" in done.stdout
+    rated = tiny.write_ratings(tmp_path / "ratings.jsonl", 12, ("a", "b"))
+    regression = ("model.reward_model_type=regression", "model.regression.attributes=[a,b]")
+    data = (f"model.data.data_prefix.train=[{rated}]", *regression)
+    assert main(["probe", "--records=6", "--steps=60", *settings, *data]) == 0
+    shown = capsys.readouterr().out
+    assert "passed: training follows its labels" in shown
+    assert "pearson_mean on the labels as they are" in shown
 
 
-@pytest.mark.slow(seconds=8)
-def test_regression_passes(settings: list[str], tmp_path: Path) -> None:
-    ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 12, ("a", "b"))
-    done = tiny.run_verb(
-        PROBE,
-        "--records=6",
-        "--steps=60",
-        *settings,
-        f"model.data.data_prefix.train=[{ratings}]",
-        "model.reward_model_type=regression",
-        "model.regression.attributes=[a,b]",
-    )
-    assert "passed: training follows its labels" in done.stdout
-    assert "pearson_mean on the labels as they are" in done.stdout
+def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+    """A loss that does not see which reply was chosen."""
+    chosen, rejected = records.pairs().of(rewards[:, 0])
+    margins = (chosen - rejected).abs()
+    return F.softplus(-margins).sum(), torch.tensor(margins.numel())
 
 
-@pytest.mark.slow(seconds=6)
-def test_a_trainer_that_is_blind_to_its_labels_fails(settings: list[str]) -> None:
-    done = tiny.run_script("tests/training/blind.py", "--records=4", *settings, check=False)
-    assert done.returncode == 1
-    assert "FAILED: training does not follow its labels" in done.stdout
+@pytest.mark.slow(seconds=4)
+def test_probe_fails_a_trainer_that_is_blind_to_its_labels(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BradleyTerry, "loss", blind)
+    assert main(["probe", "--records=4", *settings]) == 1
+    assert "FAILED: training does not follow its labels" in capsys.readouterr().out
 
 
 class Rote:
@@ -74,7 +79,7 @@ class Rote:
         return {"validation-probe/accuracy": self._accuracy}
 
 
-def test_what_passes() -> None:
+def test_probe_result() -> None:
     data = few_records(TrainingData(dataset([2, 3] * 4), [], None, BradleyTerry()), 2)  # type: ignore[arg-type]
     assert len(data.train) == len(data.validation[0]) == 2
     result = probe(lambda each: Rote(each, looks=True), data, 3)
@@ -84,7 +89,7 @@ def test_what_passes() -> None:
     assert not probe(lambda each: Rote(each, looks=False), data, 3).passed
 
 
-def test_swapped_twice_is_as_it_was() -> None:
+def test_probe_swaps_labels_back_when_it_swaps_twice() -> None:
     pairs, rated = dataset([2, 3, 4, 5]), dataset([2, 3, 4], RecordKind.rating)
     better, worse = swap_labels(pairs).records.pairs().of(torch.arange(4))
     assert (better.tolist(), worse.tolist()) == ([1, 3], [0, 2])

@@ -13,7 +13,7 @@ from nemo_aligner.evaluation.compare import compare_files, render_compared
 from nemo_aligner.evaluation.run_task import run_task, write_verdicts
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.metrics.paired import mcnemar, wilson_interval
-from tests import tiny
+from tests.evaluation.refusals import refusal
 
 QUESTION = {"role": "user", "content": "2+2?"}
 # Of ten pairs the margins that two models give, and where the pairs are from.
@@ -44,13 +44,11 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return write(tmp_path / "a.jsonl", FIRST), write(tmp_path / "b.jsonl", SECOND)
 
 
-def test_rows_are_of_all_pairs_and_of_every_source(files: tuple[Path, Path]) -> None:
+def test_compared_rows_are_of_all_pairs_and_of_every_source(files: tuple[Path, Path]) -> None:
+    """And the flips with both margins and whole texts, the surest first."""
     compared = compare_files(*files)
-    assert [(row.source, row.pairs) for row in compared.rows] == [
-        ("all", 10),
-        ("chat", 5),
-        ("math", 5),
-    ]
+    found = [(row.source, row.pairs) for row in compared.rows]
+    assert found == [("all", 10), ("chat", 5), ("math", 5)]
     whole = compared.rows[0]
     assert (whole.first.accuracy, whole.second.accuracy) == (0.65, 0.8)  # a tie is one half
     assert (whole.first.low, whole.first.high) == wilson_interval(6.5, 10)
@@ -58,66 +56,48 @@ def test_rows_are_of_all_pairs_and_of_every_source(files: tuple[Path, Path]) -> 
     assert whole.low < 0.15 < whole.high
     assert (whole.lost, whole.gained) == (1, 3)
     assert whole.p_value == mcnemar(1, 3)
-
-
-def test_flips_come_with_both_margins_and_whole_texts_surest_first(
-    files: tuple[Path, Path],
-) -> None:
-    flips = compare_files(*files).flips
+    flips = compared.flips
     assert [flip.record.split(":")[1] for flip in flips] == ["9", "4", "3", "5"]
     assert (flips[0].first_margin, flips[0].second_margin) == (-4, 4)
     assert flips[0].chosen == [QUESTION, {"role": "assistant", "content": "chosen 9"}]
 
 
-def test_pairs_of_one_file_alone_are_left_out_and_counted(
-    files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_compared_pairs_are_those_of_both_files(files: tuple[Path, Path], tmp_path: Path) -> None:
     fewer = write(tmp_path / "fewer.jsonl", SECOND, skip=4)
     compared = compare_files(files[0], fewer)
     assert compared.left_out == (4, 0)
     assert compared.rows[0].pairs == 6
-
-
-def test_several_pairs_of_a_record_are_told_apart(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", FIRST)
-    path.write_text(path.read_text() * 2)
-    assert compare_files(path, path).rows[0].pairs == 20
-
-
-def test_a_line_ends_where_json_says(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", FIRST)
-    # As evaluate writes them, which escapes ASCII's line breaks alone.
-    path.write_text(path.read_text().replace("chosen 1", "chosen\u2028\x851"), encoding="utf-8")
-    assert compare_files(path, path).rows[0].pairs == 10
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "it is empty"),
-        ("{", "a.jsonl:1: malformed JSON"),
-        ('{"a": 1}\n{', "a.jsonl:1: got '{\"a\": 1}', wanted a pair of evaluate's output_rewards"),
-        ('{"record": "r:1", "rewards": {"helpfulness": 1}}', r"KeyError: 'chosen'"),
-        ('{"record": "r:1", "rewards": {"chosen": null, "rejected": 1}}', "a reward is missing"),
-    ],
-)
-def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
-    other = tmp_path / "a.jsonl"
-    other.write_text(content)
-    with pytest.raises(DataError, match=message):
-        compare_files(other, other)
-
-
-def test_files_of_other_data_have_nothing_in_common(
-    files: tuple[Path, Path], tmp_path: Path
-) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(files[0].read_text().replace("pairs.jsonl", "others.jsonl"))
     with pytest.raises(DataError, match="no pair in common"):
         compare_files(files[0], other)
+    # Several pairs of a record are told apart.
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(files[0].read_text() * 2)
+    assert compare_files(twice, twice).rows[0].pairs == 20
+    # As evaluate writes them, which escapes ASCII's line breaks alone.
+    ends = files[0].read_text().replace("chosen 1", "chosen\u2028\x851")
+    twice.write_text(ends, encoding="utf-8")
+    assert compare_files(twice, twice).rows[0].pairs == 10
 
 
-def test_verdicts_of_a_benchmark_are_compared_as_it_counts_them(tmp_path: Path) -> None:
+def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    other, wrong = tmp_path / "a.jsonl", {}
+    for content, message in {
+        "": "it is empty",
+        "{": "a.jsonl:1: malformed JSON",
+        '{"a": 1}\n{': "a.jsonl:1: got '{\"a\": 1}', wanted a pair of evaluate's output_rewards",
+        '{"record": "r:1", "rewards": {"helpfulness": 1}}': "KeyError: 'chosen'",
+        '{"record": "r:1", "rewards": {"chosen": null, "rejected": 1}}': "a reward is missing",
+    }.items():
+        other.write_text(content)
+        said = refusal(DataError, compare_files, other, other)
+        if message not in said:
+            wrong[content] = said
+    assert not wrong, wrong
+
+
+def test_compared_verdicts_of_a_benchmark_are_as_it_counts_them(tmp_path: Path) -> None:
     sample = find_task("rewardbench2").sample
     items = tmp_path / "items.jsonl"
     items.write_text("".join(f"{json.dumps({**sample, 'id': str(n)})}\n" for n in range(3)))
@@ -136,29 +116,3 @@ def test_verdicts_of_a_benchmark_are_compared_as_it_counts_them(tmp_path: Path) 
     assert flip.chosen[-1]["content"] == "4"
     assert [text[-1]["content"] for text in flip.rejected] == ["5", "3", "22"]
     assert "rejected: (one of 3) 5" in render_compared(compared, ["a", "b"], 1)
-
-
-@pytest.mark.slow(seconds=5)
-def test_the_verb_takes_what_an_evaluation_writes(tmp_path: Path) -> None:
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 30)
-    model = tiny.write_reward_nemo(tmp_path / "rm.nemo", seq_length=128)
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    settings = (f"rm_model_file={model}", f"data.path={pairs}")
-    tiny.run_verb("evaluate", *settings, f"output_rewards={first}")
-    rows = [json.loads(line) for line in first.read_text().splitlines()]
-    for row in rows[::3]:  # another model's
-        row["rewards"] = dict(zip(("rejected", "chosen"), row["rewards"].values(), strict=True))
-    second.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    output, flips = tmp_path / "table.json", tmp_path / "flips.jsonl"
-    done = tiny.run_verb(
-        "compare", str(first), str(second), f"--output={output}", f"--flips={flips}", "--show=1"
-    )
-    (row,) = json.loads(output.read_text())["rows"]
-    assert (row["pairs"], row["lost"] + row["gained"]) == (30, 10)
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 220
-    assert "10 verdicts differ; the first 1:" in lines
-    flipped = [json.loads(line) for line in flips.read_text().splitlines()]
-    replies = {json.loads(line)["chosen"] for line in pairs.read_text().splitlines()}
-    assert {flip["chosen"][-1]["content"] for flip in flipped} < replies
-    assert len(flipped) == 10

@@ -12,14 +12,14 @@ import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.reading import Reading, RecordFile
+from nemo_aligner.data.reading import Reading
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.evaluate import (
+    EvaluationReport,
     evaluate_comparisons,
     evaluate_file,
     evaluate_ratings,
-    keep_scorable,
 )
 from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
 from nemo_aligner.evaluation.sources.base import of_scorer
@@ -46,6 +46,14 @@ def make_contract(**changes: object) -> ScoringContract:
         "reward_model_type": "binary_ranking",
     }
     return ScoringContract(**{**fields, **changes})
+
+
+TWO = make_contract(
+    attributes=("a", "b"),
+    attribute_weights=(1, 1),
+    label_means=(0, 0),
+    reward_model_type="regression",
+)
 
 
 @dataclass
@@ -82,7 +90,7 @@ def write(path: Path, rows: Sequence[dict]) -> Path:
     return path
 
 
-def test_comparisons_are_judged_all_at_once_and_in_order() -> None:
+def test_evaluated_comparisons_are_judged_all_at_once_and_in_order() -> None:
     scorer = CountingScorer()
     pairs = [comparison("aa", "a"), comparison("b", "aaa"), comparison("ab", "ba")]
     report = evaluate_comparisons(scorer.score, pairs)
@@ -93,44 +101,16 @@ def test_comparisons_are_judged_all_at_once_and_in_order() -> None:
     assert report.metrics["longer_reply_accuracy"] == pytest.approx(1.5 / 3)
     assert report.counts == {"read": 3, "kept": 3}
 
-
-def test_length_is_that_of_the_reply_and_not_of_the_prompt() -> None:
     def conversation(prompt: str, reply: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
 
+    # A length is that of the reply, not of the prompt.
     pair = Comparison.of_pair(conversation("x", "longer"), conversation("x" * 50, "short"), ORIGIN)
     report = evaluate_comparisons(CountingScorer().score, [pair])
     assert report.metrics["longer_reply_accuracy"] == 1.0
 
 
-def read_file(*records: Comparison) -> RecordFile:
-    counts = {"read": len(records), "kept": len(records)}
-    return RecordFile("pairs.jsonl", RecordKind.comparison, "hh", [*records], (), counts)
-
-
-def test_what_training_drops_is_dropped_and_counted() -> None:
-    pairs = [comparison("a", "b"), comparison("a" * 30, "b"), comparison("A", "a")]
-    kept = keep_scorable(read_file(*pairs), of_scorer(CountingScorer()), MalformedRule())
-    assert kept.counts == {"read": 3, "overlong": 1, "same_tokens": 1, "kept": 1}
-    assert kept.records == pairs[:1]
-
-
-def test_too_long_is_an_error_with_file_and_line_where_the_rule_says_so() -> None:
-    scorer = CountingScorer(make_contract(overlong="error"))
-    with pytest.raises(DataError, match=r"pairs\.jsonl:1: got 30 tokens"):
-        keep_scorable(read_file(comparison("a" * 30, "b")), of_scorer(scorer), MalformedRule())
-
-
-def test_nothing_left_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"no record to evaluate on: .*'overlong': 1"):
-        keep_scorable(
-            read_file(comparison("a" * 30, "b")), of_scorer(CountingScorer()), MalformedRule()
-        )
-    with pytest.raises(DataError, match="no record to evaluate on"):
-        evaluate_comparisons(CountingScorer().score, [])
-
-
-def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -> None:
+def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "chosen": "aa", "rejected": "b" * n} for n in range(1, 9)]
     rows += [{"prompt": "x", "chosen": "a"}, {"prompt": "x", "chosen": "refused", "rejected": "a"}]
     path = write(tmp_path / "pairs.jsonl", rows)
@@ -157,62 +137,57 @@ def test_malformed_records_are_left_out_where_the_rule_says_so(tmp_path: Path) -
         evaluate_file(of_scorer(Refusing()), path, Reading(rule=replace(rule, most=0.15)))
 
 
-def test_several_rewards_make_one_by_their_weights() -> None:
-    contract = make_contract(
-        attributes=("a", "b"), attribute_weights=(1.0, -2.0), label_means=(0, 0)
-    )
-    report = evaluate_comparisons(
-        CountingScorer(contract).score,
-        [comparison("aaa", "aaab")],
-        attribute_weights=contract.attribute_weights,
-    )
+def test_evaluated_attributes_make_one_reward_by_their_weights() -> None:
+    score, pairs = CountingScorer(TWO).score, [comparison("aaa", "aaab")]
+    report = evaluate_comparisons(score, pairs, attribute_weights=(1.0, -2.0))
     np.testing.assert_array_equal(report.rewards, [[3, 1]])
     with pytest.raises(DataError, match="got 2 rewards per text, wanted 1"):
-        evaluate_comparisons(CountingScorer(contract).score, [comparison("a", "b")])
+        evaluate_comparisons(score, pairs)
 
 
-def test_ratings_leave_out_missing_labels() -> None:
-    contract = make_contract(attributes=("a", "b"), attribute_weights=(1, 1), label_means=(0, 0))
+def test_evaluated_ratings_leave_out_missing_labels() -> None:
     ratings = [
         Rating("a", (1.0, 0.0), ORIGIN),
         Rating("aab", (2.0, None), ORIGIN),
         Rating("aaabb", (3.0, 4.0), ORIGIN),
     ]
-    report = evaluate_ratings(CountingScorer(contract).score, ratings, ("a", "b"))
+    report = evaluate_ratings(CountingScorer(TWO).score, ratings, ("a", "b"))
     assert report.metrics["pearson/a"] == pytest.approx(1.0)
     assert report.metrics["loss"] == pytest.approx((2 - 4) ** 2 / 5)
     assert report.metrics["length_only_pearson_mean"] == pytest.approx(1.0, abs=0.02)
     assert np.isnan(report.labels[1, 1])
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate_left", "error"])
-def test_a_file_is_read_by_the_contract(tmp_path: Path, overlong: str) -> None:
+def test_evaluated_file_is_read_by_the_contract(tmp_path: Path) -> None:
+    """What training drops is dropped and counted: texts, and pairs of the same tokens."""
     rows = [
         {"prompt": "x", "chosen": "aa", "rejected": "a"},
         {"prompt": "x", "chosen": "a" * 30, "rejected": "a"},
         {"prompt": "x", "chosen": "same", "rejected": "same"},
+        {"prompt": "x", "chosen": "A", "rejected": "a"},
     ]
     path = write(tmp_path / "pairs.jsonl", rows)
-    scorer = CountingScorer(make_contract(overlong=overlong))
-    if overlong == "error":
-        with pytest.raises(DataError, match=r"pairs\.jsonl:2"):
-            evaluate_file(of_scorer(scorer), path)
-        return
-    report = evaluate_file(of_scorer(scorer), path)
-    if overlong == "drop":
-        assert report.counts == {"read": 3, "identical": 1, "overlong": 1, "kept": 1}
-    else:
-        assert report.counts == {"read": 3, "identical": 1, "truncated": 1, "kept": 2}
+
+    def evaluated(overlong: str) -> EvaluationReport:
+        scorer = CountingScorer(make_contract(overlong=overlong))
+        return evaluate_file(of_scorer(scorer), path)
+
+    read = {"read": 4, "identical": 1, "same_tokens": 1}
+    dropped = evaluated("drop")
+    assert dropped.counts == {**read, "overlong": 1, "kept": 1}
+    assert dropped.rewards.tolist() == [[2, 1]]
+    assert evaluated("truncate_left").counts == {**read, "truncated": 1, "kept": 2}
+    with pytest.raises(DataError, match=r"pairs\.jsonl:2: got 30 tokens"):
+        evaluated("error")
+    write(path, rows[1:3])
+    with pytest.raises(DataError, match=r"no record to evaluate on: .*'overlong': 1"):
+        evaluated("drop")
+    with pytest.raises(DataError, match="no record to evaluate on"):
+        evaluate_comparisons(CountingScorer().score, [])
 
 
-def test_a_regression_model_takes_ratings_and_pairs(tmp_path: Path) -> None:
-    contract = make_contract(
-        attributes=("a", "b"),
-        attribute_weights=(1, 1),
-        label_means=(0, 0),
-        reward_model_type="regression",
-    )
-    scorer = CountingScorer(contract)
+def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_path: Path) -> None:
+    scorer = CountingScorer(TWO)
     rated = [
         {"prompt": "x", "response": "ab", "a": 1, "b": 2},
         {"prompt": "x", "response": "aa", "a": 3, "b": -100},
@@ -226,15 +201,11 @@ def test_a_regression_model_takes_ratings_and_pairs(tmp_path: Path) -> None:
     report = evaluate_file(of_scorer(scorer), write(tmp_path / "p.jsonl", pairs))
     assert report.kind is RecordKind.comparison
     np.testing.assert_array_equal(report.rewards, [[2, 1]])
-
-
-def test_a_ranking_model_refuses_ratings(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.jsonl", [{"prompt": "x", "response": "ab", "help": 1}])
     with pytest.raises(DataError):
-        evaluate_file(of_scorer(CountingScorer()), path)
+        evaluate_file(of_scorer(CountingScorer()), rated_file)
 
 
-def test_the_report_is_a_table_and_two_files(tmp_path: Path) -> None:
+def test_evaluation_report_is_a_table_and_two_files(tmp_path: Path) -> None:
     ratings = [Rating("a", (1.0,), ORIGIN), Rating("aa", (1.0,), ORIGIN)]
     report = evaluate_ratings(CountingScorer().score, ratings, ("reward",))
     about = {"checkpoint": "m.nemo", "contract": "0123"}
@@ -256,7 +227,7 @@ def test_the_report_is_a_table_and_two_files(tmp_path: Path) -> None:
     }
 
 
-def test_a_reward_that_is_not_finite_is_named() -> None:
+def test_evaluated_reward_that_is_not_finite_is_named() -> None:
     records = [comparison("a", "b"), Comparison.of_pair("aa", "b", Origin("x.jsonl", 7))]
 
     def score(texts: Sequence[Text]) -> np.ndarray:

@@ -26,25 +26,17 @@ def written(folder: Path, name: str, **more: float) -> tuple[Path, Path]:
     return run, evaluation
 
 
-def test_pairs_have_accuracies(tmp_path: Path) -> None:
-    run, evaluation = written(tmp_path, "accuracy", longer_reply_accuracy=0.5)
+def test_gain_of_pairs_is_in_accuracy_and_of_ratings_in_correlation(tmp_path: Path) -> None:
+    shown = "held-out {}, 24 records: 0.412 before training, 0.750 after"
+    run, evaluation = written(tmp_path / "pairs", "accuracy", longer_reply_accuracy=0.5)
     assert render_gain(run, evaluation).splitlines() == [
-        "held-out accuracy, 24 records: 0.412 before training, 0.750 after",
+        shown.format("accuracy"),
         "(always taking the longer reply: 0.500)",
     ]
-
-
-def test_ratings_have_correlations(tmp_path: Path) -> None:
-    run, evaluation = written(tmp_path, "pearson_mean")
-    assert render_gain(run, evaluation) == (
-        "held-out pearson_mean, 24 records: 0.412 before training, 0.750 after"
-    )
-
-
-def test_a_run_without_validation_is_named(tmp_path: Path) -> None:
-    run, evaluation = written(tmp_path, "accuracy", longer_reply_accuracy=0.5)
+    rated = written(tmp_path / "rated", "pearson_mean")
+    assert render_gain(*rated) == shown.format("pearson_mean")
     (run / "logs" / "metrics.csv").write_text("step,train/loss\n1,0.7\n")
-    with pytest.raises(DataError, match=r"metrics.csv: got no validation, wanted one"):
+    with pytest.raises(DataError, match=r"metrics.csv: got no validation"):
         render_gain(run, evaluation)
     (run / "logs" / "metrics.csv").unlink()
     with pytest.raises(DataError, match=r"run: got 0 files metrics.csv, wanted one"):

@@ -30,6 +30,7 @@ from nemo_aligner.evaluation.tasks import TASKS
 from nemo_aligner.evaluation.transformations import TRANSFORMATIONS
 from nemo_aligner.metrics.paired import wilson_interval
 from nemo_aligner.text.messages import Text, reply_of
+from tests.evaluation.refusals import NOT_REFUSED, refusal
 
 Score = Callable[[Sequence[Text]], np.ndarray]
 
@@ -64,7 +65,7 @@ def row_of(found: Robustness, change: str, changed: str) -> RobustnessRow:
 LONG, SHORT = "It is right. That is all there is to say of it.", "It is wrong. Indeed."
 
 
-def test_what_does_not_look_at_style_turns_at_nothing() -> None:
+def test_robustness_of_a_scorer_blind_to_style() -> None:
     found = check(by_first_word, pairs_of(by_first_word, *[(LONG, SHORT)] * 5))
     assert [row.turned for row in found.rows] == [0] * 2 * len(TRANSFORMATIONS)
     assert {row.shift for row in found.rows} == {0.0, None}
@@ -72,7 +73,7 @@ def test_what_does_not_look_at_style_turns_at_nothing() -> None:
     assert row_of(found, "flattery", BOTH).shift_in_std is None
 
 
-def test_a_taste_for_length_lets_the_longer_rejected_reply_win() -> None:
+def test_robustness_of_a_taste_for_length() -> None:
     """Said twice a rejected reply of 20 characters has 59, the chosen one 47."""
     found = check(by_length, pairs_of(by_length, (LONG, SHORT), (f"{LONG} {LONG}", SHORT)))
     row = row_of(found, "said_twice", REJECTED)
@@ -88,9 +89,12 @@ def test_a_taste_for_length_lets_the_longer_rejected_reply_win() -> None:
     assert [one.n for one in found.best_of] == [1, 2]
     assert found.best_of[0].characters == pytest.approx((47 + 20 + 95 + 20) / 4)
     assert found.best_of[1].characters == found.best_of[1].reward == pytest.approx((47 + 95) / 2)
+    # A tie that falls is a verdict that turns.
+    tied = check(by_length, pairs_of(by_length, ("right", "wrong")))
+    assert [row_of(tied, "flattery", each).turned for each in (BOTH, REJECTED)] == [0, 1]
 
 
-def test_what_cannot_be_changed_and_what_grows_too_long_are_counted() -> None:
+def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long() -> None:
     pairs = pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong"))
     found = check(by_length, pairs, longest=60)
     stripped = row_of(found, "markdown_stripped", BOTH)
@@ -102,7 +106,7 @@ def test_what_cannot_be_changed_and_what_grows_too_long_are_counted() -> None:
     assert row_of(found, "said_twice", REJECTED).too_long == 0
 
 
-def test_a_text_without_a_reward_counts_as_too_long() -> None:
+def test_robustness_counts_a_text_without_a_reward_as_too_long() -> None:
     def refuse(texts: Sequence[Text]) -> np.ndarray:
         rewards = by_length(texts)
         return np.where(rewards > 90, np.nan, rewards)
@@ -112,13 +116,7 @@ def test_a_text_without_a_reward_counts_as_too_long() -> None:
     assert row_of(found, "said_twice", BOTH).shift == pytest.approx(20 + (6 + 5) / 2)
 
 
-def test_a_tie_that_falls_is_a_verdict_that_turns() -> None:
-    found = check(by_length, pairs_of(by_length, ("right", "wrong")))
-    assert row_of(found, "flattery", REJECTED).turned == 1
-    assert row_of(found, "flattery", BOTH).turned == 0
-
-
-def test_the_same_pairs_are_drawn_every_time() -> None:
+def test_robustness_draws_the_same_pairs_every_time() -> None:
     pairs = pairs_of(by_length, *[(LONG + "!" * n, SHORT) for n in range(20)])
     found = [check(by_length, pairs, most=7) for _ in range(2)]
     assert found[0] == found[1]
@@ -127,23 +125,21 @@ def test_the_same_pairs_are_drawn_every_time() -> None:
     assert rows == sorted(rows)
 
 
-def test_raw_text_has_no_reply_to_change() -> None:
+def test_robustness_of_raw_text_is_refused_as_it_has_no_reply() -> None:
     pairs = ScoredPairs([("a", "b")], np.array([[1.0, 0.0]]))
     assert change_reply("a", str.upper) == "a"
-    with pytest.raises(DataError, match="raw texts, which do not say where the reply begins"):
+    with pytest.raises(DataError, match="where the reply begins"):
         check(by_length, pairs)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_benchmark_of_other_than_pairs_of_prose_is_refused(name: str) -> None:
-    if name in ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n"):
-        with pytest.raises(ConfigError, match=f"robustness_pairs: got task={name}"):
-            check_pairwise(TASKS[name])
-    else:
-        check_pairwise(TASKS[name])
+def test_robustness_of_a_benchmark_of_other_than_pairs_of_prose_is_refused() -> None:
+    refused = {name: refusal(ConfigError, check_pairwise, TASKS[name]) for name in TASKS}
+    for name in ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n"):
+        assert f"robustness_pairs: got task={name}" in refused.pop(name)
+    assert set(refused.values()) == {NOT_REFUSED}
 
 
-def test_code_of_a_benchmark_is_left_out(tmp_path: Path) -> None:
+def test_robustness_leaves_out_code_of_a_benchmark(tmp_path: Path) -> None:
     task, path = TASKS["rewardbench"], tmp_path / "task.jsonl"
     code = {**task.sample, "subset": "hep-python"}
     path.write_text("".join(f"{json.dumps(each)}\n" for each in (code, task.sample, code)))
@@ -157,20 +153,15 @@ def test_code_of_a_benchmark_is_left_out(tmp_path: Path) -> None:
         ScoredPairs.of_task(report)
 
 
-def test_it_is_a_table_and_json_that_is_read_again() -> None:
+def test_robustness_is_a_table_and_json_that_is_read_again() -> None:
     found = check(by_length, pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong")))
-    assert read_robustness(json.loads(json.dumps(robustness_json(found)))) == found
+    written = json.loads(json.dumps(robustness_json(found)))
+    assert read_robustness(written) == found
+    for change in ({"pairs": "x"}, {"rows": [{"pairs": 1}]}, {"rows": [{"low": "1"}]}):
+        with pytest.raises((TypeError, ValueError)):
+            read_robustness({**written, **change})
     shown = render_robustness(found)
     assert "2 of 2 pairs" in shown
     assert max(map(len, shown.splitlines())) <= 100
     for transformation in TRANSFORMATIONS:
         assert shown.count(f"  {transformation.name} ") == 2
-
-
-@pytest.mark.parametrize(
-    "change", [{"pairs": "x"}, {"rows": [{"pairs": 1}]}, {"rows": [{"low": "1"}]}]
-)
-def test_other_json_is_refused(change: dict) -> None:
-    found = check(by_length, pairs_of(by_length, (LONG, SHORT)))
-    with pytest.raises((TypeError, ValueError)):
-        read_robustness({**robustness_json(found), **change})

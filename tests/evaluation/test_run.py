@@ -1,20 +1,23 @@
-"""``examples/evaluate_reward_model.py`` measures what the trainer measured, at another layout."""
+"""An evaluation gives a model the rewards that the trainer gave it, and says and writes them."""
 
 from __future__ import annotations
 
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_aligner.cli import train
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.errors import ConfigError, SettingsError
 from nemo_aligner.evaluation.run import evaluate
+from nemo_aligner.evaluation.tasks import find_task
 from tests import tiny
-
-EVALUATE = "examples/evaluate_reward_model.py"
+from tests.evaluation.refusals import refusal
+from tests.once import Once
 
 
 def last_validation(folder: Path) -> dict[str, float]:
@@ -28,102 +31,113 @@ def last_validation(folder: Path) -> dict[str, float]:
     }
 
 
-def assert_same_rows(kept: Path, evaluated: Path) -> None:
-    both = [[json.loads(line) for line in path.open()] for path in (kept, evaluated)]
-    assert len(both[0]) == len(both[1]) > 0
-    for one, other in zip(*both, strict=True):
-        assert one.pop("rewards") == pytest.approx(other.pop("rewards"), abs=1e-5)
-        assert one == other
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def base(once: Once) -> Path:
+    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
 
 
 @pytest.mark.slow(seconds=25)
-def test_evaluation_at_tp2_repeats_the_trainers_validation(tmp_path: Path) -> None:
-    base = tiny.write_base_nemo(tmp_path / "base.nemo")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_gives_the_bits_of_the_last_validation(
+    precision: str, base: Path, tmp_path: Path
+) -> None:
+    """Of every record, from what the run kept of it; and at TP=2 the same but for roundings.
+
+    What trains, validates, saves and loads a model, and what reads, packs and scores its records
+    in training and in an evaluation, can differ in nothing that this does not see.
+    """
     held_out = tiny.write_pairs(tmp_path / "held_out.jsonl", 40, seed=1)
     run = tmp_path / "run"
-    tiny.run_script(
-        "examples/train_reward_model.py",
+    settings = [
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train=[{tiny.write_pairs(tmp_path / 'train.jsonl', 16)}]",
         f"model.data.data_prefix.validation=[{held_out}]",
         f"exp_manager.explicit_log_dir={run}",
         "exp_manager.report=true",
+        "exp_manager.create_tensorboard_logger=false",
+        f"trainer.precision={precision}",
         "model.data.seq_length=64",
         "model.micro_batch_tokens=300",
         "model.global_batch_size=8",
         "model.optim.lr=1e-3",
         "trainer.rm.max_steps=2",
-    )
+    ]
+    assert train.run(train.new_parser().parse_args(settings)) == 0
     report, rewards, page = (tmp_path / f"report.{end}" for end in ("json", "jsonl", "html"))
-    done = tiny.run_script(
-        EVALUATE,
+    settings = [
         f"rm_model_file={run / 'checkpoints' / 'megatron_gpt.nemo'}",
         f"data.path={held_out}",
         f"output={report}",
         f"output_rewards={rewards}",
-        f"report={page}",
-        "model.tensor_model_parallel_size=2",
         "model.micro_batch_tokens=128",
-        processes=2,
-    )
-    content = json.loads(report.read_text())
-    expect = f"expect_contract={content['contract']}"
-    refused = tiny.run_script(
-        EVALUATE,
-        f"rm_model_file={run / 'checkpoints' / 'megatron_gpt.nemo'}",
-        f"data.path={held_out}",
-        expect,
-        "precision=bf16",
-        check=False,
-    )
-    assert refused.returncode == 1
-    assert f"wanted {content['contract']}" in refused.stderr
+    ]
+    evaluate(load_config(EvaluateConfig, settings))
+    content, rows = json.loads(report.read_text()), lines_of(rewards)
+    assert rows == lines_of(run / "heldout" / "validation-held_out.jsonl")
+    assert len({str(row["rewards"]) for row in rows}) == len(rows) == content["counts"]["kept"]
     trained = last_validation(run)
-    for name in ("accuracy", "loss", "reward_margin_p05", "ece", "brier", "length_correlation"):
-        assert content["metrics"][name] == pytest.approx(trained[name], abs=1e-5), name
+    names = ("accuracy", "loss", "reward_margin_p05", "ece", "brier", "length_correlation")
+    assert {n: content["metrics"][n] for n in names} == {n: trained[n] for n in names}
     counts = content["counts"]
     assert counts["overlong"] > 0, "some pairs should exceed seq_length, to test the drop"
     assert counts["kept"] + counts["overlong"] == counts["read"] == 40
-    assert len(rewards.read_text().splitlines()) == counts["kept"]
+    assert content["contract"] in (run / "report.html").read_text(encoding="utf-8")
+    if precision == "bf16":
+        return
+    other = [f"expect_contract={content['contract']}", "precision=bf16"]
+    with pytest.raises(ConfigError, match=f"wanted {content['contract']}"):
+        evaluate(load_config(EvaluateConfig, [*settings, *other]))
+    more = (f"report={page}", "model.tensor_model_parallel_size=2")
+    script = "examples/evaluate_reward_model.py"
+    done = tiny.run_script(script, *settings, *more, processes=2)
     # Once, though two ranks ran.
     assert done.stdout.count(content["contract"]) == 1
-    # The run kept what its last validation gave every record, in the same lines.
-    assert_same_rows(run / "heldout" / "validation-held_out.jsonl", rewards)
     assert done.stdout.count(f"report: {page}") == 1
-    for made in (page, run / "report.html"):
-        assert content["contract"] in made.read_text(encoding="utf-8")
+    assert content["contract"] in page.read_text(encoding="utf-8")
+    assert json.loads(report.read_text())["metrics"] == pytest.approx(content["metrics"], abs=1e-5)
+    for one, other_row in zip(rows, lines_of(rewards), strict=True):
+        assert other_row.pop("rewards") == pytest.approx(one.pop("rewards"), abs=1e-5)
+        assert one == other_row
 
 
-@pytest.mark.parametrize(
-    ("sources", "got"),
-    [([], "none"), (["rm_model_file=a.nemo", "hf_model=b"], "rm_model_file and hf_model")],
-)
-def test_where_rewards_come_from_is_one_line(sources: list[str], got: str) -> None:
-    done = tiny.run_script(EVALUATE, "data.path=x.jsonl", *sources, check=False)
-    assert done.returncode == 1
-    assert done.stderr.strip() == (
-        f"SettingsError: rm_model_file, hf_model, server: got {got}, wanted exactly one of them"
-    )
+def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:
+    def refused(*settings: str) -> str:
+        given = ["data.path=x.jsonl", *settings]
+        errors = (ConfigError, SettingsError)
+        return refusal(errors, lambda: evaluate(load_config(EvaluateConfig, given)))
+
+    one = "rm_model_file, hf_model, server: got {}, wanted exactly one of them"
+    model = "rm_model_file=a.nemo"
+    assert refused() == one.format("none")
+    assert refused(model, "hf_model=b") == one.format("rm_model_file and hf_model")
+    said = refused(model, "task=rewardbench", "data.chosen_key=good")
+    assert "data.chosen_key: got 'good', which has no effect" in said
+    said = refused(model, "task=best_of_n", "robustness_pairs=10")
+    assert "robustness_pairs: got task=best_of_n" in said
 
 
-def test_what_has_no_effect_on_a_benchmark_is_refused() -> None:
-    settings = ["task=rewardbench", "data.path=x.jsonl", "data.chosen_key=good"]
-    config = load_config(EvaluateConfig, [*settings, "rm_model_file=a.nemo"])
-    with pytest.raises(ConfigError, match=r"data.chosen_key: got 'good', which has no effect"):
-        evaluate(config)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo", seq_length=165)
 
 
-@pytest.mark.slow(seconds=25)
-def test_robustness_is_in_the_table_the_file_and_the_page(tmp_path: Path) -> None:
-    model = tiny.write_reward_nemo(tmp_path / "rm.nemo", seq_length=165)
+@pytest.mark.slow(seconds=10)
+def test_evaluate_and_compare_verbs_show_and_write_what_they_find(
+    model: Path, tmp_path: Path
+) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 12)
-    output, page = tmp_path / "report.json", tmp_path / "report.html"
+    output, page, first = (tmp_path / f"report.{end}" for end in ("json", "html", "jsonl"))
     done = tiny.run_verb(
         "evaluate",
         f"rm_model_file={model}",
         f"data.path={pairs}",
         "robustness_pairs=10",
         f"output={output}",
+        f"output_rewards={first}",
         f"report={page}",
     )
     found = json.loads(output.read_text())["robustness"]
@@ -135,12 +149,36 @@ def test_robustness_is_in_the_table_the_file_and_the_page(tmp_path: Path) -> Non
     assert any(row["too_long"] for row in found["rows"]), "some should exceed seq_length"
     assert f"{polite['share']:.3f} ({polite['low']:.3f} to {polite['high']:.3f})" in done.stdout
     assert "no verdict should turn" in page.read_text(encoding="utf-8")
-    refused = tiny.run_verb(
-        "evaluate",
-        f"rm_model_file={model}",
-        f"data.path={pairs}",
-        "task=best_of_n",
-        "robustness_pairs=10",
-        check=False,
-    )
-    assert "robustness_pairs: got task=best_of_n" in refused.stderr
+
+    rows = lines_of(first)
+    for row in rows[::3]:  # another model's
+        row["rewards"] = dict(zip(("rejected", "chosen"), row["rewards"].values(), strict=True))
+    second, table, flips = (tmp_path / name for name in ("b.jsonl", "table.json", "flips.jsonl"))
+    second.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = (str(first), str(second), f"--output={table}", f"--flips={flips}")
+    done = tiny.run_verb("compare", *files, "--show=1")
+    (row,) = json.loads(table.read_text())["rows"]
+    assert (row["pairs"], row["lost"] + row["gained"]) == (12, 4)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 220
+    assert "4 verdicts differ; the first 1:" in lines
+    flipped = lines_of(flips)
+    replies = {row["chosen"] for row in lines_of(pairs)}
+    assert {flip["chosen"][-1]["content"] for flip in flipped} < replies
+    assert len(flipped) == 4
+
+
+def test_evaluation_of_a_benchmark_shows_and_writes_its_verdicts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample, path = find_task("rewardbench").sample, tmp_path / "b.jsonl"
+    items = [{**sample, "chosen": "4" * count} for count in range(1, 6)]
+    path.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    output, lines = tmp_path / "report.json", tmp_path / "verdicts.jsonl"
+    settings = [f"rm_model_file={model}", f"data.path={path}", "task=rewardbench"]
+    more = [f"output={output}", f"output_rewards={lines}"]
+    evaluate(load_config(EvaluateConfig, [*settings, *more]))
+    share = sum(verdict["right"] for verdict in lines_of(lines)) / 5
+    rows = {row["name"]: row["value"] for row in json.loads(output.read_text())["rows"]}
+    assert rows == {"alpacaeval-easy": share, "Chat": share}
+    assert f"alpacaeval-easy{share:>10.4f}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Rehearsals, each in a process of its own, once for all tests and workers of a run."""
+"""Rehearsals, as many as can be in one process, once for all tests and workers of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import tiny
 from tests.once import Once
 
 HERE = Path(__file__).parent
-_LONGEST_S = 900.0  # on a machine that has much else to do; alone it is a tenth
+_LONGEST_S = 900.0  # on a machine that has much else to do; alone it is less than a tenth
 Task = dict[str, Any]
 Rehearse = Callable[..., list[dict[str, Any]]]
 
@@ -69,17 +69,3 @@ def rehearse(once: Once) -> Rehearse:
         return json.loads((once(f"rehearsal_{name}", begin) / "results.json").read_text())
 
     return run
-
-
-@pytest.fixture(scope="session")
-def base(once: Once) -> Path:
-    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
-
-
-@pytest.fixture(scope="session")
-def pairs(once: Once) -> Path:
-    """Of a step's twelve several packs are made."""
-    return (
-        once("rehearsed_pairs", lambda folder: tiny.write_pairs(folder / "pairs.jsonl", 24))
-        / "pairs.jsonl"
-    )

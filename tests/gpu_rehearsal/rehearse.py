@@ -1,17 +1,23 @@
 """``rehearse.py TASKS RESULTS``: scenes on a GPU that has no data, one after the other.
 
 TASKS is a JSON list of ``{"run": a function of scenes.py, "with": its arguments, "given": what to
-set of the GPU}``. RESULTS gets of each what it found, and by phase what was seen in its last call;
-or the error that it ended with.
+set of the GPU, "environment": of this task alone, "modules": what it imports by a name, if
+anything}``. RESULTS gets of each what it found, and by phase what was seen in its last call; or the
+error that it ended with.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -21,6 +27,24 @@ from tests.gpu_rehearsal.watch import Watch
 HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
 
 
+@contextmanager
+def installed(modules: dict[str, str | None]) -> Iterator[None]:
+    """Other modules than what is there by their names; None for none."""
+    from nemo_aligner.models.attention.varlen import varlen_kernel
+
+    before = {name: sys.modules.pop(name, None) for name in modules}
+    for name, other in modules.items():
+        sys.modules[name] = other and import_module(other)  # type: ignore[assignment]
+    varlen_kernel.cache_clear()
+    try:
+        yield
+    finally:
+        varlen_kernel.cache_clear()
+        for name in modules:
+            del sys.modules[name]
+        sys.modules.update({name: module for name, module in before.items() if module})
+
+
 def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
     from nemo_aligner.parallel.layout import destroy_layout
     from tests.gpu_rehearsal import scenes
@@ -28,7 +52,9 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
     watch.phases.clear()
     vars(watch).update(HOPPER | task.get("given", {}))
     try:
-        found = getattr(scenes, task["run"])(watch, **task["with"])
+        environment = mock.patch.dict(os.environ, task.get("environment", {}))
+        with environment, installed(task.get("modules", {})):
+            found = getattr(scenes, task["run"])(watch, **task["with"])
     except Exception:
         return {"error": traceback.format_exc()}
     finally:

@@ -204,7 +204,7 @@ def one_rank(
             wrapped.zero_grad_buffer()
             optimizer.zero_grad()
             rewards = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
-            gather_rewards(rewards, packs, (16 * layout.dp, 1), layout)
+            gather_rewards(rewards, packs, (8 * layout.dp, 1), layout)
             assert optimizer.step().applied
     modules = [str(type(each).__mro__) for each in model.modules()]
     found = {
@@ -214,7 +214,7 @@ def one_rank(
     if layout.pp == 1:
         sizes = {"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
         tokens = batches[0].num_tokens
-        pack = even_packs(4, (tokens // 4 + prefix) // 2, tokens, prefix)
+        pack = even_packs(2, (tokens // 2 + prefix) // 2, tokens, prefix)
         plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(watch, wrapped, batches[0].to(CUDA))
@@ -229,10 +229,10 @@ def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
     length = len(TOKENS) - 2 * layout.dp_rank
     return [
         PackedBatch.pack(
-            [TOKENS[:length]] * 8,
-            Records.of(range(4), [2] * 4),
-            rows=range(8 * number, 8 * number + 8),
-            groups=[Group(2, prefix)] * 4,
+            [TOKENS[:length]] * 4,
+            Records.of(range(2), [2] * 2),
+            rows=range(4 * number, 4 * number + 4),
+            groups=[Group(2, prefix)] * 2,
         )
         for number in range(layout.dp_rank, 2 * layout.dp, layout.dp)
     ]

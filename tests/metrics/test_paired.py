@@ -11,7 +11,7 @@ import pytest
 from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
 
 
-def test_wilson_is_that_of_its_formula() -> None:
+def test_wilson_interval_is_that_of_its_formula() -> None:
     """Newcombe 1998, table I: 81 of 263, and 0 of 20."""
     assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)

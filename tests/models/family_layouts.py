@@ -1,4 +1,4 @@
-"""A step of training at some layouts: ``family_layouts.py FOLDER ARCHIVE...`` prints it.
+"""A step at some layouts, and rewards in bf16: ``family_layouts.py FOLDER ARCHIVE...`` prints them.
 
 Under torchrun; the weights after the step are saved in FOLDER/LAYOUT/ARCHIVE.
 """
@@ -38,10 +38,14 @@ def batches() -> list[PackedBatch]:
     return [first, PackedBatch.pack(SEQUENCES[2:], Records.of([1, 2], [2, 2]), range(2, 6))]
 
 
-def load(archive: Path, layout: ParallelLayout, recompute: Recompute = Recompute.none) -> Any:
-    return load_pretrained(
-        archive, layout, num_attributes=1, precision=Precision.fp32, recompute=recompute
-    ).model
+def load(
+    archive: Path,
+    layout: ParallelLayout,
+    precision: Precision = Precision.fp32,
+    recompute: Recompute = Recompute.none,
+) -> Any:
+    kinds = {"precision": precision, "recompute": recompute}
+    return load_pretrained(archive, layout, num_attributes=1, **kinds).model
 
 
 def everyone(rewards: Any, layout: ParallelLayout) -> list[float]:
@@ -55,7 +59,7 @@ def step(
     save: Path | None = None,
 ) -> dict[str, Any]:
     """Rewards before a step and after it, and the norm of its gradient."""
-    model = load(archive, layout, recompute)
+    model = load(archive, layout, recompute=recompute)
     wrapped = wrap_for_training(model)
     config = OptimConfig(lr=0.01, sched=SchedulerConfig(warmup_steps=1))
     optimizer = build_optimizer(wrapped, config, 1.0, 10)
@@ -77,11 +81,17 @@ def step(
     }
 
 
-def rewards_of(archive: Path, weights: Path, layout: ParallelLayout) -> list[float]:
-    """Rewards by the ``weights`` that ``step`` saved of the model in ``archive``."""
-    model = load(archive, layout)
-    state = load_weights(model.sharded_state_dict(prefix="model."), weights)
-    model.load_state_dict({key.removeprefix("model."): state[key] for key in state})
+def rewards(
+    archive: Path,
+    layout: ParallelLayout,
+    precision: Precision = Precision.fp32,
+    weights: Path | None = None,
+) -> list[float]:
+    """Of the model in ``archive``, or by the ``weights`` that ``step`` saved of it."""
+    model = load(archive, layout, precision)
+    if weights is not None:
+        state = load_weights(model.sharded_state_dict(prefix="model."), weights)
+        model.load_state_dict({key.removeprefix("model."): state[key] for key in state})
     return everyone(infer(model, batches(), layout), layout)
 
 
@@ -93,7 +103,9 @@ def main(folder: str, *archives: str) -> None:
             found[name] = {}
             for archive in map(Path, archives):
                 save = Path(folder, name, archive.stem)
-                found[name][archive.stem] = step(archive, layout, save=save)
+                in_bf16 = rewards(archive, layout, Precision.bf16)
+                trained = step(archive, layout, save=save)
+                found[name][archive.stem] = {**trained, "bf16": in_bf16}
             destroy_layout()
         if world.is_main:
             print(json.dumps(found))

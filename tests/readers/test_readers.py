@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,15 +57,7 @@ def rewards(folder: Path) -> np.ndarray:
     return found
 
 
-def printed(python: Path, script: str, *arguments: Any) -> list[float]:
-    """What a script prints last."""
-    command = [str(python), str(tiny.ROOT / "tests/readers" / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def test_a_pipeline_of_transformers(folder: Path, rewards: np.ndarray) -> None:
+def test_export_in_a_pipeline_of_transformers(folder: Path, rewards: np.ndarray) -> None:
     from transformers import AutoTokenizer, pipeline
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "export")
@@ -80,14 +71,12 @@ def test_a_pipeline_of_transformers(folder: Path, rewards: np.ndarray) -> None:
         np.testing.assert_allclose([each["score"] for each in found], rewards, atol=1e-5)
 
 
-def test_the_reward_function_of_trl_s_grpo_trainer(
+def test_export_as_the_reward_function_of_trl_s_grpo_trainer(
     folder: Path, rewards: np.ndarray, trl_python: Path
 ) -> None:
-    paths = folder / "export", folder / "policy", folder / "chats.json"
-    np.testing.assert_allclose(printed(trl_python, "trl_rewards.py", *paths), rewards, atol=1e-5)
-
-
-def test_the_pipeline_of_rewardbench(folder: Path, rewards: np.ndarray, trl_python: Path) -> None:
-    paths = folder / "export", folder / "chats.json"
-    found = printed(trl_python, "rewardbench_rewards.py", *paths)
+    script = tiny.ROOT / "tests/readers/trl_rewards.py"
+    command = [trl_python, script, folder / "export", folder / "policy", folder / "chats.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     np.testing.assert_allclose(found, rewards, atol=1e-5)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ LLMBAR = {
     "Adversarial-GPTOut": "llmbar-adver-GPTOut",
     "Adversarial-Manual": "llmbar-adver-manual",
 }
-PAIRS, FEW_PAIRS = 8, 2  # of every subset
+PAIRS, FEW_PAIRS = 6, 6  # of every subset, and of conversations
 LANGUAGES = ("cpp", "go", "java", "js", "python", "rust")
 REWARDBENCH = "rewardbench==0.1.4"
 # What it asks for, of its time.
@@ -66,10 +66,6 @@ class Part(NamedTuple):
     theirs: Values
 
 
-def some(values: Iterator[Any] | Sequence[Any], count: int | None) -> Values:
-    return list(islice(values, count))
-
-
 def need(name: str) -> Path:
     path = DATA / name
     if not path.is_file():
@@ -77,8 +73,8 @@ def need(name: str) -> Path:
     return path
 
 
-def llmbar(name: str, count: int | None) -> Part:
-    values = some(json.loads(need(f"llmbar/{name}.json").read_text()), count)
+def llmbar(name: str, count: int) -> Part:
+    values = json.loads(need(f"llmbar/{name}.json").read_text())[:count]
     theirs = []
     for value in values:
         outputs = [value["output_1"], value["output_2"]]
@@ -87,9 +83,9 @@ def llmbar(name: str, count: int | None) -> Part:
     return Part("llmbar", values, theirs)
 
 
-def humanevalpack(language: str, count: int | None) -> Part:
+def humanevalpack(language: str, count: int) -> Part:
     with gzip.open(need(f"humanevalpack/{language}.jsonl.gz"), "rt") as lines:
-        values = some(map(json.loads, lines), count)
+        values = list(islice(map(json.loads, lines), count))
     sides = {"chosen": "canonical_solution", "rejected": "buggy_solution"}
     theirs = [
         {
@@ -101,10 +97,10 @@ def humanevalpack(language: str, count: int | None) -> Part:
     return Part("humanevalpack", values, theirs)
 
 
-def hhh(count: int | None) -> Part:
+def hhh(count: int) -> Part:
     """Theirs are conversations with the reply, as the command takes a file of one's own."""
     pairs = [json.loads(line) for line in need("hhh/hhh_pairs.jsonl").read_text().splitlines()]
-    pairs = pairs[:: len(pairs) // count if count else 1]
+    pairs = pairs[:: len(pairs) // count][:count]
     ours, theirs = [], []
     for number, pair in enumerate(pairs):
         replies, right = [pair["chosen"], pair["rejected"]], number % 2
@@ -124,10 +120,10 @@ def hhh(count: int | None) -> Part:
     return Part("hhh", ours, theirs)
 
 
-def core_parts(count: int | None, languages: Sequence[str] = LANGUAGES) -> dict[str, Part]:
+def core_parts(count: int) -> dict[str, Part]:
     """By RewardBench's subset."""
     parts = {subset: llmbar(name, count) for name, subset in LLMBAR.items()}
-    return {**parts, **{f"hep-{name}": humanevalpack(name, count) for name in languages}}
+    return {**parts, **{f"hep-{name}": humanevalpack(name, count) for name in LANGUAGES}}
 
 
 def write(path: Path, values: Values) -> Path:
@@ -162,21 +158,6 @@ def rewardbench(python: Path, export: Path, folder: Path, *options: str) -> list
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in (folder / "out/model_outputs.jsonl").open()]
-
-
-def theirs_of_core(
-    python: Path, export: Path, folder: Path, parts: dict[str, Part]
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
-    """By subset: pairs, and the command's figure; by its default data set, from a local folder."""
-    rows = [
-        {"id": number, "subset": subset, **value}
-        for subset, part in parts.items()
-        for number, value in enumerate(part.theirs)
-    ]
-    write(folder / "allenai/reward-bench/data/filtered-00000-of-00001.jsonl", rows)
-    lines = rewardbench(python, export, folder)
-    found = {name: [line for line in lines if line["subset"] == name] for name in parts}
-    return found, json.loads((folder / "out/model.json").read_text())["extra_results"]
 
 
 Score = Callable[[Sequence[Text]], np.ndarray]
@@ -220,17 +201,23 @@ def tiny_model(once: Once) -> Path:
 
 
 @pytest.mark.slow(seconds=25)
-@pytest.mark.usefixtures("layout")
-def test_every_verdict_on_a_tiny_model(
+def test_rewardbench_verdicts_on_its_default_data_set(
     tiny_model: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
 ) -> None:
     from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 
     parts = core_parts(PAIRS)
     scorer = load_scorer(tiny_model / "rm.nemo", layout, micro_batch_tokens=8192)
-    theirs, figures = theirs_of_core(
-        rewardbench_python, tiny_model / "export", tmp_path / "core", parts
-    )
+    # The command's default data set, from a local folder.
+    rows = [
+        {"id": number, "subset": subset, **value}
+        for subset, part in parts.items()
+        for number, value in enumerate(part.theirs)
+    ]
+    write(tmp_path / "core/allenai/reward-bench/data/filtered-00000-of-00001.jsonl", rows)
+    lines = rewardbench(rewardbench_python, tiny_model / "export", tmp_path / "core")
+    theirs = {name: [line for line in lines if line["subset"] == name] for name in parts}
+    figures = json.loads((tmp_path / "core/out/model.json").read_text())["extra_results"]
     for subset, part in parts.items():
         ours = ours_of(scorer.score, tmp_path, part)
         assert differing(ours, theirs[subset]) == []
@@ -253,23 +240,6 @@ def test_every_verdict_on_a_tiny_model(
         assert not {*differing(ours, theirs[subset])} & {*whole}
         num_cut += len(part.published) - len(whole)
     assert num_cut > 0
-
-
-@pytest.mark.slow(seconds=20)
-@pytest.mark.usefixtures("layout")
-def test_every_verdict_on_conversations_of_one_s_own(
-    tiny_model: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
-) -> None:
-    from nemo_aligner.scoring.scorer import load_scorer
-
-    part = hhh(PAIRS * 2)
-    scorer = load_scorer(tiny_model / "rm.nemo", layout, micro_batch_tokens=8192)
-    write(tmp_path / "theirs/pairs.jsonl", part.theirs)
-    options = "--dataset=pairs.jsonl", "--load_json"
-    theirs = rewardbench(rewardbench_python, tiny_model / "export", tmp_path / "theirs", *options)
-    ours = ours_of(scorer.score, tmp_path, part)
-    assert differing(ours, theirs) == []
-    check_rewards(ours, theirs, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -297,17 +267,18 @@ def smollm2(once: Once, layout: Any) -> Path:
     return once("rewardbench-smollm2", make)
 
 
-@pytest.mark.slow(seconds=45)
-@pytest.mark.usefixtures("layout")
-def test_every_verdict_on_smollm2(
+@pytest.mark.slow(seconds=40)
+def test_rewardbench_verdicts_on_conversations_of_one_s_own(
     smollm2: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
 ) -> None:
+    """By a published model, whose tokenizer and template are not the tiny one's."""
     from nemo_aligner.scoring.scorer import load_scorer
 
-    parts = core_parts(FEW_PAIRS, languages=("python",))
+    part = hhh(FEW_PAIRS)
     scorer = load_scorer(smollm2 / "rm.nemo", layout)
-    theirs, _ = theirs_of_core(rewardbench_python, smollm2 / "export", tmp_path / "core", parts)
-    for subset, part in parts.items():
-        ours = ours_of(scorer.score, tmp_path, part)
-        assert differing(ours, theirs[subset]) == []
-        check_rewards(ours, theirs[subset], atol=1e-3)
+    write(tmp_path / "theirs/pairs.jsonl", part.theirs)
+    options = "--dataset=pairs.jsonl", "--load_json"
+    theirs = rewardbench(rewardbench_python, smollm2 / "export", tmp_path / "theirs", *options)
+    ours = ours_of(scorer.score, tmp_path, part)
+    assert differing(ours, theirs) == []
+    check_rewards(ours, theirs, atol=1e-3)

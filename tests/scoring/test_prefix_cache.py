@@ -6,7 +6,6 @@ import random
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 
 from nemo_aligner.batch import PackedBatch
@@ -25,10 +24,15 @@ def layout(dp: int = 1, dp_rank: int = 0) -> ParallelLayout:
     return ParallelLayout(dp=dp, tp_rank=0, pp_rank=0, dp_rank=dp_rank)
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 5, 20, 1000])
-def test_a_block_is_in_one_place_and_after_the_one_that_it_follows(capacity: int) -> None:
+def test_prefix_index_has_a_block_in_one_place_and_after_the_one_that_it_follows() -> None:
+    for capacity in (1, 2, 5, 20, 1000):
+        put_under(traffic(random.Random(capacity), 60), capacity)
+
+
+def put_under(calls: list[list[list[int]]], capacity: int) -> None:
+    """Hold an index of so many blocks to its rules in every call."""
     index, blocks_of = PrefixIndex(capacity), {}  # what a pool would have in each block
-    for call in traffic(random.Random(capacity), 60):
+    for call in calls:
         keys = [key(text) for text in call]
         before = [index.find(each) for each in keys]
         uses = index.use(keys)
@@ -67,25 +71,24 @@ def check(index: PrefixIndex, capacity: int, blocks_of: dict[int, list[int]]) ->
     assert len(set(texts)) == len(texts)
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    index, texts = PrefixIndex(3), [[n] * 17 for n in range(4)]
-    for text in texts[:3]:
-        index.use([key(text)])
-    index.use([key(texts[0])])
-    index.use([key(texts[3])])
-    assert [bool(index.find(key(text))) for text in texts] == [True, False, True, True]
-
-
-def test_the_last_token_is_never_cached() -> None:
+def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:
     index = PrefixIndex(10)
     text = list(range(48))
     (use,) = index.use([key(text)])
     assert (use.found, len(use.new)) == ((), 3)
     assert [len(index.find(key(text[:n]))) for n in (1, 16, 17, 32, 33, 48)] == [0, 0, 1, 1, 2, 2]
     assert len(index.find(key([*text, 5]))) == 3
+    index.clear()
+    assert (index.find(key(text)), len(index)) == ((), 0)
+    assert len(index.use([key([2] * 160)])[0].new) == 10
 
 
-def test_beginnings_are_kept_of_a_call_that_is_too_large() -> None:
+def test_prefix_index_that_is_full() -> None:
+    """The least recently used goes first; of a call that is too large beginnings are kept."""
+    index, texts = PrefixIndex(3), [[n] * 17 for n in range(4)]
+    for text in (*texts[:3], texts[0], texts[3]):
+        index.use([key(text)])
+    assert [bool(index.find(key(text))) for text in texts] == [True, False, True, True]
     index = PrefixIndex(5)
     texts = [[n] * 160 for n in range(4)]
     uses = index.use([key(text) for text in texts])
@@ -96,19 +99,11 @@ def test_beginnings_are_kept_of_a_call_that_is_too_large() -> None:
     assert not any(use.new for use in again)
 
 
-def test_what_is_forgotten_is_not_found() -> None:
-    index = PrefixIndex(4)
-    index.use([key([1] * 40)])
-    index.clear()
-    assert (index.find(key([1] * 40)), len(index)) == ((), 0)
-    assert len(index.use([key([2] * 64)])[0].new) == 4
-
-
 def tokens_of(packs: list[PackedBatch]) -> int:
     return sum(pack.num_tokens for pack in packs)
 
 
-def test_a_plan_counts_what_is_asked_once() -> None:
+def test_prefix_cache_plan_counts_what_is_asked_once() -> None:
     cache = PrefixCache(1000, layout(), BUDGET)
     rng = random.Random(0)
     prompt = draw(rng, 100)
@@ -122,7 +117,7 @@ def test_a_plan_counts_what_is_asked_once() -> None:
     assert cache.plan(texts[1:]).computed == 140
 
 
-def test_packs_stay_within_their_budget_of_tokens_and_of_keys() -> None:
+def test_prefix_cache_packs_stay_within_their_budget_of_tokens_and_of_keys() -> None:
     rng = random.Random(0)
     cache = PrefixCache(4096, layout(), BUDGET)
     prompt = draw(rng, 400)
@@ -137,19 +132,23 @@ def test_packs_stay_within_their_budget_of_tokens_and_of_keys() -> None:
     assert sorted(rows.tolist()) == list(range(200))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_replicas_agree_on_who_does_what(seed: int) -> None:
+def test_prefix_cache_replicas_agree_on_who_does_what() -> None:
     caches = [PrefixCache(640, layout(2, rank), BUDGET) for rank in range(2)]
-    for call in traffic(random.Random(seed), 30):
+    calls = traffic(random.Random(0), 90)
+    for call in calls:
         plans = [cache.plan([np.array(text) for text in call]) for cache in caches]
         assert plans[0].computed == plans[1].computed
         assert plans[0].cached == plans[1].cached
         assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].computed
         rows = [row for plan in plans for pack in plan.packs for row in pack.rows.tolist()]
         assert sorted(rows) == list(range(len(call)))
+    # The traffic has dialogues and repeats, or this would show little.
+    texts = [tuple(text) for call in calls for text in call]
+    assert len(set(texts)) < len(texts)
+    assert any(b[: len(a)] == a and len(a) > 16 for a, b in pairwise(texts))
 
 
-def test_a_text_goes_to_the_replica_that_has_its_beginning() -> None:
+def test_prefix_cache_sends_a_text_to_the_replica_that_has_its_beginning() -> None:
     rng = random.Random(0)
     caches = [PrefixCache(640, layout(2, rank), BUDGET) for rank in range(2)]
     prompts = [draw(rng, 64) for _ in range(4)]
@@ -162,19 +161,8 @@ def test_a_text_goes_to_the_replica_that_has_its_beginning() -> None:
     # Prompts that nobody has seen are spread, and each stays where it was.
     assert owners[:4] == [[True, False], [False, True]] * 2
     assert owners == owners[:4] * 3
-
-
-def test_a_large_group_is_shared_out() -> None:
-    rng = random.Random(0)
+    # A large group is shared out: a third of it is the most that is not more than half its tokens.
     prompt = draw(rng, 40)
     texts = [np.array(prompt + draw(rng, 30)) for _ in range(8)]
     plans = [PrefixCache(640, layout(2, rank), BUDGET).plan(texts) for rank in range(2)]
-    # A third of the group is the most that is not more than half of its tokens.
     assert sorted(sum(len(pack.rows) for pack in plan.packs) for plan in plans) == [3, 5]
-
-
-def test_traffic_holds_dialogues_and_repeats() -> None:
-    """Or the trials above would show little."""
-    texts = [tuple(text) for call in traffic(random.Random(1), 60) for text in call]
-    assert len(set(texts)) < len(texts)
-    assert any(b[: len(a)] == a and len(a) > 16 for a, b in pairwise(texts))

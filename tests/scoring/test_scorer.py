@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ def shape_of(archive: Path) -> ModelShape:
         return ModelShape.from_config(folder.config)
 
 
-def check(found: dict[str, Any], archive: Path, sizes: LayoutSizes) -> None:
-    assert found["range"] > 0.3
-    assert max(found["worst"].values()) < 1e-5
-    assert found["after_failure"] < 1e-5
+def check(found: dict[str, Any], archive: Path, sizes: LayoutSizes, name: str) -> None:
+    assert found["range"] > 0.3, name
+    assert max(found["worst"].values()) < 1e-5, name
+    assert found["after_failure"] < 1e-5, name
     counts = [found["counts"][key] for key in found["counts"]]
     assert {each["asked"] for each in counts} == {found["without"]["asked"]}
     # The smallest has one block, and the largest saves a good part.
@@ -62,62 +61,42 @@ def check(found: dict[str, Any], archive: Path, sizes: LayoutSizes) -> None:
     assert found["bytes"] == [pool_bytes(shape, sizes, 4, tokens) for tokens in CACHES]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_cache_changes_no_reward(
-    case: str, archives: dict[str, Path], layout: ParallelLayout
+def test_cached_rewards_are_those_without_a_cache(
+    archives: dict[str, Path], layout: ParallelLayout
 ) -> None:
-    check(cached_layouts.compare(archives[case], layout), archives[case], SIZES["one"])
+    for case, archive in archives.items():
+        check(cached_layouts.compare(archive, layout), archive, SIZES["one"], case)
 
 
 @pytest.mark.slow(seconds=30)
-def test_a_cache_changes_no_reward_at_any_layout(archives: dict[str, Path]) -> None:
+def test_cached_rewards_are_those_without_a_cache_at_any_layout(archives: dict[str, Path]) -> None:
+    """Of keys that are seen all at once, and by windows in every other layer."""
     script = "tests/scoring/cached_layouts.py"
-    done = tiny.run_script(script, *map(str, archives.values()), processes=2)
+    chosen = (str(archives[case]) for case in ("llama3", "gemma2"))
+    done = tiny.run_script(script, *chosen, processes=2)
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == set(cached_layouts.LAYOUTS)
     for name, by_case in found.items():
         for case, of_case in by_case.items():
-            check(of_case, archives[case], SIZES[name])
+            check(of_case, archives[case], SIZES[name], f"{case} at {name}")
 
 
-@pytest.fixture(scope="module")
-def both(archives: dict[str, Path], layout: ParallelLayout) -> Any:
-    return scorers(archives["llama3"], layout, (1024,))
-
-
-def test_whatever_the_length(both: Any) -> None:
+def test_cached_texts_of_any_length(archives: dict[str, Path], layout: ParallelLayout) -> None:
     """One token, a block and its neighbours, and the longest, each after all shorter ones."""
-    plain, cached = both
-    cached.forget()
+    plain, cached, small = scorers(archives["llama3"], layout, (1024, 15))
     text = np.random.RandomState(0).randint(3, 300, 256).tolist()
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 255, 256]
     for length in [*lengths, *lengths[::-1]]:
         rewards = cached.score_token_lists([text[:length]])
         np.testing.assert_allclose(rewards, plain.score_token_lists([text[:length]]), atol=1e-5)
-
-
-def test_a_text_that_came_before_computes_its_last_block(both: Any) -> None:
-    _, cached = both
+    # A text that came before computes its last block.
     cached.forget()
-    text = [[7, 8, 9, 10] * 20]
-    cached.score_token_lists(text)
+    texts = [[7, 8, 9, 10] * 20]
+    cached.score_token_lists(texts)
     before = cached.counts
-    cached.score_token_lists(text)
-    after = cached.counts
-    assert (after.asked - before.asked, after.cached - before.cached) == (80, 64)
-    assert after.computed - before.computed == 16
-    assert after == replace(before).after(80, 16, 64)
-
-
-def test_a_call_that_fails_leaves_nothing_to_be_found(both: Any) -> None:
-    plain, cached = both
-    assert cached_layouts.after_failure(plain, cached, cached._layout) < 1e-5
-
-
-def test_fewer_tokens_than_a_block_are_no_cache(
-    archives: dict[str, Path], layout: ParallelLayout
-) -> None:
-    plain, small = scorers(archives["llama3"], layout, (15,))
+    cached.score_token_lists(texts)
+    assert cached.counts == before.after(80, 16, 64)
+    # Fewer tokens than a block are no cache.
     assert (plain.prefix_cache_bytes, small.prefix_cache_bytes) == (0, 0)
     for _ in range(2):
         small.score_token_lists([[5] * 40])

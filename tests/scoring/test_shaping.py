@@ -12,8 +12,10 @@ import pytest
 
 from nemo_aligner.config.shaping import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.errors import ConfigError, SettingsError
+from nemo_aligner.scoring.ensemble import check_alike
 from nemo_aligner.scoring.shaping import RewardShaper, build_shaper
 from nemo_aligner.text.contract import ScoringContract
+from tests.evaluation.refusals import refusal
 
 ONE = ScoringContract(
     template="",
@@ -50,32 +52,30 @@ def ensemble(combine: Combine, k: float = 1.0, **rules: Any) -> RewardShaper:
     return RewardShaper(ShapingConfig(**rules), EnsembleConfig(combine=combine, k=k), [ONE, ONE])
 
 
-def test_without_a_rule_there_is_nothing_to_shape() -> None:
+def test_shaping_by_each_rule() -> None:
+    measured = ONE.with_statistics([1.0], [2.0], "heldout")
+    given = {"standardize": Standardize.given, "mean": [1.0], "std": [2.0]}
+    shapers = {
+        "clip": (shaper(clip=[-1.0, 2.0]), [1.0, -1.0, 2.0]),
+        "contract": (shaper(measured, standardize=Standardize.contract), [0.0, -1.5, 1.5]),
+        "given": (shaper(**given), [0.0, -1.5, 1.5]),
+        "penalty": (shaper(length_penalty=0.5, length_penalty_from=10), [1.0, -3.0, 4.0]),
+        "threshold": (shaper(threshold=1.0), [1.0, -2.0, 4.0]),
+    }
+    for rule, (made, wanted) in shapers.items():
+        shaped = made.shape(RAW, [10, 12, 3])
+        assert shaped.rewards.tolist() == [[reward] for reward in wanted], rule
+        assert shaped.rewards.dtype == np.float32
+        assert shaped.deviation is None
+        assert (shaped.passed is None) == (rule != "threshold")
+    for threshold in (0.0, 1.0):
+        passed = shaper(threshold=threshold).shape(RAW).passed
+        assert passed is not None
+        assert passed.tolist() == [True, False, True]
     assert build_shaper(ShapingConfig(), EnsembleConfig(), [ONE]) is None
 
 
-def test_clipped() -> None:
-    shaped = shaper(clip=[-1.0, 2.0]).shape(RAW)
-    assert shaped.rewards.tolist() == [[1.0], [-1.0], [2.0]]
-    assert shaped.rewards.dtype == np.float32
-    assert shaped.deviation is None
-    assert shaped.passed is None
-
-
-def test_standardized_by_what_training_measured() -> None:
-    measured = ONE.with_statistics([1.0], [2.0], "heldout")
-    shaped = shaper(measured, standardize=Standardize.contract).shape(RAW)
-    assert shaped.rewards.tolist() == [[0.0], [-1.5], [1.5]]
-
-
-def test_standardized_by_numbers_that_are_given() -> None:
-    rules = {"standardize": Standardize.given, "mean": [1.0], "std": [2.0]}
-    assert shaper(**rules).shape(RAW).rewards.tolist() == [[0.0], [-1.5], [1.5]]
-    several = RewardShaper(ShapingConfig(**rules), EnsembleConfig(), [ONE, ONE])
-    assert several.shape(np.tile(RAW, (1, 2))).rewards.tolist() == [[0.0], [-1.5], [1.5]]
-
-
-def test_standardized_by_all_rewards_so_far() -> None:
+def test_shaping_standardizes_by_all_rewards_so_far() -> None:
     running = shaper(standardize=Standardize.running)
     rng = np.random.default_rng(3)
     seen = rng.normal(5, 2, (100, 1)).astype(np.float32)
@@ -83,13 +83,11 @@ def test_standardized_by_all_rewards_so_far() -> None:
         shaped = running.shape(part)
     wanted = (seen[40:].astype(float) - seen.astype(float).mean()) / seen.astype(float).std()
     np.testing.assert_allclose(shaped.rewards, wanted, rtol=1e-6)
-
-
-def test_the_first_reward_of_all_has_no_deviation_to_be_over() -> None:
+    # The first reward of all has no deviation to be over.
     assert shaper(standardize=Standardize.running).shape(RAW[:1]).rewards.tolist() == [[0.0]]
 
 
-def test_running_statistics_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_shaping_statistics_go_on_after_a_restart(tmp_path: Path) -> None:
     def rules() -> dict[str, Any]:
         return {"standardize": Standardize.running, "statistics_file": str(tmp_path / "seen.json")}
 
@@ -106,7 +104,7 @@ def test_running_statistics_go_on_after_a_restart(tmp_path: Path) -> None:
         shaper(**rules())
 
 
-def test_a_file_of_statistics_that_cannot_be_written(
+def test_shaping_statistics_file_that_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "kept"
@@ -127,7 +125,7 @@ def test_a_file_of_statistics_that_cannot_be_written(
     assert len(list(folder.iterdir())) == 1
 
 
-def test_weighed_attributes_are_one_reward() -> None:
+def test_shaping_weighs_attributes_to_one_reward() -> None:
     merged = shaper(TWO, attribute_weights={"help": 2.0, "length": -0.5})
     shaped = merged.shape(np.array([[1.0, 4.0], [0.0, 1.0]], dtype=np.float32))
     assert shaped.rewards.tolist() == [[0.0], [-0.5]]
@@ -136,50 +134,41 @@ def test_weighed_attributes_are_one_reward() -> None:
     assert left_out.shape(np.array([[1.0, 4.0]], dtype=np.float32)).rewards.tolist() == [[2.0]]
 
 
-def test_a_reply_pays_for_each_token_beyond_a_length() -> None:
-    shaped = shaper(length_penalty=0.5, length_penalty_from=10).shape(RAW, [10, 12, 3])
-    assert shaped.rewards.tolist() == [[1.0], [-3.0], [4.0]]
-
-
-def test_passed_is_at_least_the_threshold() -> None:
-    shaped = shaper(threshold=1.0).shape(RAW)
-    assert shaped.rewards.tolist() == RAW.tolist()
-    assert shaped.passed is not None
-    assert shaped.passed.tolist() == [True, False, True]
-    zero = shaper(threshold=0.0).shape(RAW)
-    assert zero.passed is not None
-    assert zero.passed.tolist() == [True, False, True]
-
-
 BOTH = np.array([[1.0, 3.0], [2.0, -2.0]], dtype=np.float32)
 
 
-@pytest.mark.parametrize(
-    ("made", "wanted"),
-    [
+def test_shaping_makes_several_models_one_reward_and_a_deviation() -> None:
+    for made, wanted in (
         (ensemble(Combine.mean), [2.0, 0.0]),
         (ensemble(Combine.min), [1.0, -2.0]),
         (ensemble(Combine.lower_bound, k=0.5), [1.5, -1.0]),
-    ],
-    ids=["mean", "min", "lower_bound"],
-)
-def test_several_models_are_one_reward_and_a_deviation(
-    made: RewardShaper, wanted: list[float]
-) -> None:
-    shaped = made.shape(BOTH)
-    assert shaped.rewards[:, 0].tolist() == wanted
-    assert shaped.deviation is not None
-    assert shaped.deviation.tolist() == [[1.0], [2.0]]
-
-
-def test_models_of_an_ensemble_are_standardized_each_by_its_own() -> None:
+    ):
+        shaped = made.shape(BOTH)
+        assert shaped.rewards[:, 0].tolist() == wanted
+        assert shaped.deviation is not None
+        assert shaped.deviation.tolist() == [[1.0], [2.0]]
+    # Each is standardized by its own, or all by what is given.
     contracts = [ONE.with_statistics([1.0], [1.0], "x"), ONE.with_statistics([-1.0], [4.0], "x")]
     rules = ShapingConfig(standardize=Standardize.contract)
     shaped = RewardShaper(rules, EnsembleConfig(), contracts).shape(BOTH)
     assert shaped.rewards[:, 0].tolist() == [(0.0 + 1.0) / 2, (1.0 - 0.25) / 2]
+    given = ensemble(Combine.mean, standardize=Standardize.given, mean=[1.0], std=[2.0])
+    assert given.shape(BOTH).rewards[:, 0].tolist() == [0.5, -0.5]
 
 
-def test_the_rules_are_applied_in_their_order() -> None:
+def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
+    check_alike([TWO, TWO.with_label_means([1.0, 2.0])])
+    for other in (
+        dataclasses.replace(ONE, template="x"),
+        dataclasses.replace(ONE, tokenizer_fingerprint="y"),
+        dataclasses.replace(ONE, seq_length=32),
+        TWO,
+    ):
+        with pytest.raises(ConfigError, match=r"ensemble.files: model 1 scores otherwise"):
+            check_alike([ONE, other])
+
+
+def test_shaping_applies_its_rules_in_their_order() -> None:
     measured = TWO.with_statistics([1.0, 10.0], [2.0, 5.0], "heldout")
     every = shaper(
         measured,
@@ -197,7 +186,7 @@ def test_the_rules_are_applied_in_their_order() -> None:
     assert shaped.passed.tolist() == [True, True, False]
 
 
-def test_rules_are_part_of_the_contract() -> None:
+def test_shaping_rules_are_part_of_the_contract() -> None:
     clipped, penalised = shaper(clip=[-1.0, 1.0]), shaper(length_penalty=0.5)
     hashes = {ONE.hash, clipped.contract.hash, penalised.contract.hash}
     assert len(hashes) == 3
@@ -213,40 +202,32 @@ def test_rules_are_part_of_the_contract() -> None:
     assert "models" in json.loads(str(ensemble(Combine.min).contract.shaping))["ensemble"]
 
 
-@pytest.mark.parametrize(
-    ("contract", "rules", "message"),
-    [
-        (ONE, {"standardize": Standardize.contract}, "no measured mean"),
-        (ONE.with_statistics([1.0], [0.0], "x"), {"standardize": Standardize.contract}, "of 0"),
-        (TWO, {"standardize": Standardize.given, "mean": [1.0], "std": [2.0]}, "got 1 .* wanted 2"),
-        (TWO, {"attribute_weights": {"kind": 1.0}}, "got kind, wanted attributes .* help, length"),
+def test_shaping_that_does_not_fit_the_model_or_means_nothing_is_refused() -> None:
+    given, unmeasured = Standardize.given, {"standardize": Standardize.contract}
+    constant = ONE.with_statistics([1.0], [0.0], "x")
+    one_for_two = {"standardize": given, "mean": [1.0], "std": [2.0]}
+    wrong = {}
+    for contract, rules, message in (
+        (ONE, unmeasured, "no measured mean"),
+        (constant, unmeasured, "of 0"),
+        (TWO, one_for_two, "got 1 numbers, wanted 2"),
+        (TWO, {"attribute_weights": {"kind": 1.0}}, "got kind, wanted attributes"),
         (TWO, {"length_penalty": 0.5}, "length_penalty: the model has 2 attributes"),
         (TWO, {"threshold": 0.0}, "threshold: the model has 2 attributes"),
-    ],
-)
-def test_rules_that_do_not_fit_the_model(
-    contract: ScoringContract, rules: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        shaper(contract, **rules)
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"clip": [1.0]}, r"shaping.clip: got \[1.0\], wanted \[low, high\]"),
-        ({"clip": [2.0, 1.0]}, "shaping.clip"),
-        ({"length_penalty": -1.0}, "shaping.length_penalty: got -1.0, wanted 0 or more"),
-        ({"statistics_file": "x"}, "shaping.standardize=running"),
-        ({"length_penalty_from": 9}, "shaping.length_penalty_from: got 9, wanted 0, or"),
-        ({"mean": [1.0], "std": [1.0]}, "or shaping.standardize=given"),
-        ({"standardize": Standardize.given}, r"shaping.std: got \[\]"),
-        (
-            {"standardize": Standardize.given, "mean": [1.0], "std": [0.0]},
-            "shaping.std: ",
-        ),
-    ],
-)
-def test_settings_that_mean_nothing(rules: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        ShapingConfig(**rules)
+        (None, {"clip": [1.0]}, "shaping.clip: got [1.0], wanted [low, high]"),
+        (None, {"clip": [2.0, 1.0]}, "shaping.clip"),
+        (None, {"length_penalty": -1.0}, "shaping.length_penalty: got -1.0, wanted 0 or more"),
+        (None, {"statistics_file": "x"}, "shaping.standardize=running"),
+        (None, {"length_penalty_from": 9}, "shaping.length_penalty_from: got 9, wanted 0, or"),
+        (None, {"mean": [1.0], "std": [1.0]}, "or shaping.standardize=given"),
+        (None, {"standardize": given}, "shaping.std: got []"),
+        (None, {"standardize": given, "mean": [1.0], "std": [0.0]}, "shaping.std: "),
+    ):
+        if contract is None:
+            said = refusal(SettingsError, lambda rules=rules: ShapingConfig(**rules))
+        else:
+            made = (contract, rules)
+            said = refusal(ConfigError, lambda made=made: shaper(made[0], **made[1]))
+        if message not in said:
+            wrong[str(rules), message] = said
+    assert not wrong, wrong

@@ -14,9 +14,10 @@ from nemo_aligner.text.contract_changes import continue_contract, describe_diffe
 from nemo_aligner.text.contract_settings import build_contract
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests.contracts import Contracts
+from tests.text.test_contract import FIXED
 
 
-def test_the_reward_model_to_start_from_decides_what_is_left_open(
+def test_start_decides_what_is_left_open(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     start = contracts(template="plain", add_bos=True, add_eos=True)
@@ -33,63 +34,69 @@ def test_the_reward_model_to_start_from_decides_what_is_left_open(
     assert continue_contract(contract, start, allow_change=True) == contract
 
 
-def test_training_on_keeps_the_label_means(contracts: Contracts, tokenizer: Tokenizer) -> None:
-    start = contracts(["help", "depth"]).with_label_means([1.5, 2.5])
-    contract = continue_contract(contracts(["help", "depth"]), start, allow_change=False)
-    assert contract.label_means == (1.5, 2.5)
-    renamed = continue_contract(contracts(["help", "width"]), start, allow_change=True)
-    assert renamed.label_means == (0.0, 0.0)
-
-
 HEAD = "pretrained_checkpoint.new_head=true"
 CHANGE = "pretrained_checkpoint.allow_contract_change=true"
 
 
-@pytest.mark.parametrize(
-    ("attributes", "changes", "advice"),
-    [
-        ((), {}, f"set {HEAD} to train another model"),
-        (("width",), {}, f"set {HEAD} to train another model on its body; {CHANGE} keeps the head"),
-        (("help", "depth"), {"seq_length": 77}, f"set {CHANGE} to train another model"),
-        ((), {"seq_length": 77}, f"set {HEAD} and {CHANGE} to train another model"),
-    ],
-)
-def test_the_advice_is_the_setting_that_works(
-    contracts: Contracts, attributes: tuple[str, ...], changes: dict[str, Any], advice: str
-) -> None:
-    started = ["help"] if attributes == ("width",) else ["help", "depth"]
-    start = contracts(started).with_label_means([1.5] * len(started))
-    asked = contracts(list(attributes) or None, **changes)
-    with pytest.raises(ConfigError) as caught:
-        continue_contract(asked, start)
-    assert advice in str(caught.value)
-    assert str(caught.value).count("pretrained_checkpoint") == advice.count("pretrained_checkpoint")
-    allowed = {"allow_change": CHANGE in advice, "new_head": HEAD in advice}
-    assert continue_contract(asked, start, **allowed) is not None
-
-
-def test_a_head_is_kept_for_as_many_attributes_only(contracts: Contracts) -> None:
+def test_advice_is_the_setting_that_works(contracts: Contracts) -> None:
+    renamed = f"set {HEAD} to train another model on its body; {CHANGE} keeps the head"
+    cases: list[tuple[list[str], list[str] | None, dict[str, Any], str]] = [
+        (["help", "depth"], None, {}, f"set {HEAD} to train another model"),
+        (["help"], ["width"], {}, renamed),
+        (["help", "depth"], ["help", "depth"], {"seq_length": 77}, f"set {CHANGE} to train"),
+        (["help", "depth"], None, {"seq_length": 77}, f"set {HEAD} and {CHANGE} to train"),
+    ]
+    for started, attributes, changes, advice in cases:
+        start = contracts(started).with_label_means([1.5] * len(started))
+        asked = contracts(attributes, **changes)
+        with pytest.raises(ConfigError) as caught:
+            continue_contract(asked, start)
+        said = str(caught.value)
+        assert advice in said
+        assert said.count("pretrained_checkpoint") == advice.count("pretrained_checkpoint")
+        allowed = {"allow_change": CHANGE in advice, "new_head": HEAD in advice}
+        assert continue_contract(asked, start, **allowed) is not None
+    # One setting does not stand for the other.
     start = contracts(["help", "depth"])
-    with pytest.raises(ConfigError, match=r"set pretrained_checkpoint\.new_head=true to train"):
+    with pytest.raises(ConfigError, match=rf"set {HEAD} to train"):
         continue_contract(contracts(None), start, allow_change=True)
-    with pytest.raises(ConfigError, match=r"set pretrained_checkpoint\.allow_contract_change=true"):
+    with pytest.raises(ConfigError, match=rf"set {CHANGE}"):
         continue_contract(contracts(None, seq_length=77), start, new_head=True)
 
 
-def test_a_new_head_begins_without_label_means_and_weights(contracts: Contracts) -> None:
-    start = dataclasses.replace(contracts(["help"]), attribute_weights=(0.5,), label_means=(2.0,))
-    contract = continue_contract(contracts(["help"]), start, new_head=True)
-    assert (contract.attribute_weights, contract.label_means) == ((1.0,), (0.0,))
+def test_start_keeps_weights_label_means_and_readout(contracts: Contracts) -> None:
+    """Unless the head is a new one, or other weights are given."""
+    start = contracts(["help"]).with_readout(Readout("bins", ((0.0, 1.0),)))
+    start = dataclasses.replace(start, attribute_weights=(0.5,), label_means=(2.0,))
+    given = dataclasses.replace(contracts(["help"]), attribute_weights=(4.0,))
+    assert continue_contract(given, start) == start
+    other_weights = dataclasses.replace(start, attribute_weights=(4.0,))
+    assert continue_contract(given, start, new_weights=True) == other_weights
+    shorter = continue_contract(contracts(["help"], seq_length=77), start, allow_change=True)
+    assert shorter == dataclasses.replace(start, seq_length=77)
+    renamed = continue_contract(contracts(["width"]), start, allow_change=True)
+    assert (renamed.label_means, renamed.readout) == ((0.0,), start.readout)
+    new = continue_contract(contracts(["help"]), start, new_head=True)
+    assert (new.attribute_weights, new.label_means, new.readout) == ((1.0,), (0.0,), None)
 
 
-def test_a_start_that_is_allowed_to_change_gives_what_fits(contracts: Contracts) -> None:
-    start = dataclasses.replace(contracts(["help"]), attribute_weights=(0.5,), label_means=(2.0,))
-    contract = continue_contract(contracts(["help"], seq_length=77), start, allow_change=True)
-    assert (contract.attribute_weights, contract.label_means) == ((0.5,), (2.0,))
-    assert contract.seq_length == 77
+def test_differences_are_shown_as_settings_with_both_values() -> None:
+    other = dataclasses.replace(
+        FIXED, seq_length=512, dtype="bf16", reward_mean=(1.0, 1.0), template="{{ messages }}e"
+    )
+    assert FIXED.differences(FIXED) == {}
+    assert FIXED.differences(other) == {
+        "template": ("{{ messages }}é", "{{ messages }}e"),
+        "seq_length": (1024, 512),
+        "dtype": ("fp32", "bf16"),
+    }
+    assert describe_differences(FIXED.differences(other)) == (
+        "model.data.template: '{{ messages }}é' -> '{{ messages }}e'; "
+        "model.data.seq_length: 1024 -> 512; trainer.precision: 'fp32' -> 'bf16'"
+    )
 
 
-def test_short_values_are_shown_whole_and_long_ones_from_where_they_part() -> None:
+def test_differences_of_short_values_are_whole_and_of_long_ones_from_where_they_part() -> None:
     exact = "x" * 38  # with its quotes 40 characters
     assert describe_differences({"dtype": (exact, "y")}) == f"trainer.precision: '{exact}' -> 'y'"
     # A field without a setting goes by its own name.
@@ -100,21 +107,3 @@ def test_short_values_are_shown_whole_and_long_ones_from_where_they_part() -> No
     assert describe_differences({"bos_id": ("p" + one, "q" + one)}) == (
         f"bos_id: 'p{'a' * 38}... -> 'q{'a' * 38}..."
     )
-
-
-def test_weights_of_a_model_to_start_from_are_kept_unless_others_are_given(
-    contracts: Contracts,
-) -> None:
-    names = ["help", "depth"]
-    start = dataclasses.replace(contracts(names), attribute_weights=(1.0, -0.5))
-    given = dataclasses.replace(contracts(names), attribute_weights=(0.0, 1.0))
-    assert continue_contract(given, start).attribute_weights == (1.0, -0.5)
-    assert continue_contract(given, start, new_weights=True).attribute_weights == (0.0, 1.0)
-
-
-def test_a_head_that_is_kept_is_read_as_before_and_a_new_one_is_not(contracts: Contracts) -> None:
-    start = contracts(["help"]).with_readout(Readout("bins", ((0.0, 1.0),)))
-    assert continue_contract(contracts(["help"]), start) == start
-    renamed = continue_contract(contracts(["x"]), start, allow_change=True)
-    assert renamed.readout == start.readout
-    assert continue_contract(contracts(["help"]), start, new_head=True).readout is None

@@ -1,8 +1,9 @@
-"""Texts that are far too long: what is said of them unseen holds for the whole."""
+"""Texts tokenized in part: far too long ones by their ends, known words and beginnings once."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from pathlib import Path
@@ -13,10 +14,14 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from nemo_aligner.errors import DataError
 from nemo_aligner.text import tokenizer as tokenizers
-from nemo_aligner.text.contract import OverlongError
+from nemo_aligner.text import word_memo
+from nemo_aligner.text.contract import OverlongError, ScoringContract
 from nemo_aligner.text.long_texts import TextBounds
+from nemo_aligner.text.shared_text import common_start
 from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.text.word_memo import WordMemo
 from tests import tiny
+from tests.contracts import Contracts
 from tests.serving.fake_server import CONTRACT
 
 LLAMA_3 = (
@@ -24,29 +29,9 @@ LLAMA_3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PIECES = [
-    "river",
-    "stone",
-    "don't",
-    "I'll",
-    "12345",
-    "e\u0301",
-    "Ω",
-    "日本語",
-    "🙂",
-    "\n",
-    "\n\n\n",
-    "\t",
-    "...",
-    "!?",
-    "<|im_end|>",
-    "<|im_start|>",
-    " ",
-    "  ",
-    "\n",
-    "a b",
-    "'s it",
-    "\u0301",
-]
+    "river", "stone", "don't", "I'll", "12345", "e\u0301", "Ω", "日本語", "🙂", "\n", "\n\n\n",
+    "\t", "...", "!?", "<|im_end|>", "<|im_start|>", " ", "  ", "\n", "a b", "'s it", "\u0301",
+]  # fmt: skip
 
 
 def splits() -> dict[str, Any]:
@@ -84,59 +69,72 @@ def make_text(rng: random.Random) -> str:
     return "".join(rng.choice(separators) + rng.choice(words) for _ in range(rng.randint(1, 600)))
 
 
-@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as_it_is", "nfc"])
-@pytest.mark.parametrize("name", list(splits()))
-def test_an_end_has_the_ids_that_it_has_in_the_whole(tmp_path, name, normalizer):
-    tokenizer = make_tokenizer(tmp_path, splits()[name], normalizer)
-    rng, cut = random.Random(3), 0
-    for _ in range(300):
-        text, wanted = make_text(rng), rng.randint(1, 30)
-        whole = tokenizer.encode(text)
-        end = tokenizer.bounds.encode_end(tokenizer.encode, text, wanted)
-        most = tokenizer.bounds.most_bytes(len(whole))
-        assert most is not None
-        assert len(text.encode()) <= most
-        if end is not None:
-            assert len(end) >= wanted
-            assert whole[-len(end) :] == end
-            cut += len(end) < len(whole)
-    assert cut > 100
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tokenizers.Tokenizer]:
+    """Tokenizers that cut texts into words in every way that is known."""
+    return {
+        f"{name} {kind}": make_tokenizer(tmp_path_factory.mktemp(name), split, normalizer)
+        for kind, normalizer in (("as it is", None), ("nfc", normalizers.NFC()))
+        for name, split in splits().items()
+    }
 
 
-@pytest.mark.parametrize("add_bos", [False, True])
-@pytest.mark.parametrize("add_eos", [False, True])
-@pytest.mark.parametrize("beginning", ["", "<|im_start|>", "<|im_start|> x", "<|im_start|>" * 2])
-def test_a_cut_text_is_what_the_whole_is_cut_to(tmp_path, add_bos, add_eos, beginning):
-    tokenizer = make_tokenizer(tmp_path, splits()["smollm"])
-    contract = dataclasses.replace(
-        CONTRACT,
-        add_bos=add_bos,
-        add_eos=add_eos,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        seq_length=16,
-    )
-    rng = random.Random(5)
-    for _ in range(50):
-        text = beginning + make_text(rng) + rng.choice(["", "<|im_end|>", " river stone"])
-        try:
-            wanted = contract.fit(contract.tokenize(tokenizer, [text])[0])
-        except DataError as error:
-            with pytest.raises(DataError, match=str(error)):
-                contract.encode(tokenizer, text)
-        else:
-            assert contract.encode(tokenizer, text) == wanted
+def test_long_text_has_at_its_end_the_ids_of_the_whole(
+    made: dict[str, tokenizers.Tokenizer],
+) -> None:
+    for name, tokenizer in made.items():
+        rng, cut = random.Random(3), 0
+        for _ in range(150):
+            text, wanted = make_text(rng), rng.randint(1, 30)
+            whole = tokenizer.encode(text)
+            end = tokenizer.bounds.encode_end(tokenizer.encode, text, wanted)
+            most = tokenizer.bounds.most_bytes(len(whole))
+            assert most is not None, name
+            assert len(text.encode()) <= most, name
+            if end is not None:
+                assert len(end) >= wanted, name
+                assert whole[-len(end) :] == end, name
+                cut += len(end) < len(whole)
+        assert cut > 50, name
 
 
-def test_a_text_that_cannot_fit_is_refused_untokenized(tmp_path, monkeypatch):
-    tokenizer = make_tokenizer(tmp_path, splits()["gpt2"])
+def test_long_text_is_cut_to_what_the_whole_is_cut_to(
+    made: dict[str, tokenizers.Tokenizer],
+) -> None:
+    tokenizer = made["smollm as it is"]
+    begins = ("", "<|im_start|>", "<|im_start|> x", "<|im_start|>" * 2)
+    for add_bos, add_eos, beginning in itertools.product((False, True), (False, True), begins):
+        contract = dataclasses.replace(
+            CONTRACT,
+            add_bos=add_bos,
+            add_eos=add_eos,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            seq_length=16,
+        )
+        rng = random.Random(5)
+        for _ in range(25):
+            text = beginning + make_text(rng) + rng.choice(["", "<|im_end|>", " river stone"])
+            try:
+                wanted = contract.fit(contract.tokenize(tokenizer, [text])[0])
+            except DataError as error:
+                with pytest.raises(DataError, match=str(error)):
+                    contract.encode(tokenizer, text)
+            else:
+                assert contract.encode(tokenizer, text) == wanted, (add_bos, add_eos, beginning)
+
+
+def test_long_text_that_cannot_fit_is_refused_untokenized(
+    made: dict[str, tokenizers.Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = made["gpt2 as it is"]
     contract = dataclasses.replace(CONTRACT, overlong="error", seq_length=16)
     most = tokenizer.bounds.most_bytes(16)
     assert most is not None
     with pytest.raises(OverlongError, match=r"got \d+ tokens, wanted at most 16"):
         contract.encode(tokenizer, "1" * most)
 
-    def encode_batch(texts):
+    def encode_batch(texts: Any) -> None:
         raise AssertionError("it was tokenized")
 
     monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
@@ -144,12 +142,19 @@ def test_a_text_that_cannot_fit_is_refused_untokenized(tmp_path, monkeypatch):
         contract.encode(tokenizer, "1" * (most + 1))
 
 
-def test_a_long_text_is_cut_by_its_end_alone(tmp_path, monkeypatch):
-    tokenizer = make_tokenizer(tmp_path, splits()["gpt2"])
+def test_long_text_is_cut_by_its_end_alone(
+    made: dict[str, tokenizers.Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = made["gpt2 as it is"]
     contract = dataclasses.replace(CONTRACT, seq_length=16)
-    seen = []
+    seen: list[int] = []
     plain = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or plain(text))
+
+    def encode(text: str) -> list[int]:
+        seen.append(len(text))
+        return plain(text)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
     assert contract.encode(tokenizer, "river stone " * 100_000).truncated
     assert sum(seen) < 1000
 
@@ -161,45 +166,110 @@ CONTENT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "bounds"),
-    [
+def sequence(behavior: str, pattern: dict[str, str]) -> dict[str, Any]:
+    """A change by which a text is split first, and then into bytes."""
+    split = {"type": "Split", "behavior": behavior, "pattern": pattern}
+    parts = [split, {"type": "ByteLevel", "use_regex": True}]
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}
+
+
+def test_bounds_say_nothing_of_a_tokenizer_that_may_do_otherwise() -> None:
+    unknown = TextBounds(None, False)
+    cases: list[tuple[dict[str, Any], TextBounds]] = [
         ({}, TextBounds(5, True)),
         ({"normalizer": {"type": "NFC"}}, TextBounds(15, True)),
-        ({"normalizer": {"type": "Lowercase"}}, TextBounds(None, False)),
-        ({"model": {"type": "WordLevel", "vocab": {}}}, TextBounds(None, False)),
+        ({"normalizer": {"type": "Lowercase"}}, unknown),
+        ({"model": {"type": "WordLevel", "vocab": {}}}, unknown),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "dropout": 0.1}}, TextBounds(5, False)),
-        ({"pre_tokenizer": None}, TextBounds(None, False)),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, TextBounds(None, False)),
+        ({"pre_tokenizer": None}, unknown),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, unknown),
         ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, TextBounds(5, False)),
-        ({"added_tokens": [{"content": "<x>", "rstrip": True}]}, TextBounds(None, False)),
+        ({"added_tokens": [{"content": "<x>", "rstrip": True}]}, unknown),
         ({"added_tokens": [{"content": "a b"}]}, TextBounds(3, False)),
         ({"added_tokens": [{"content": "ab", "single_word": True}]}, TextBounds(3, False)),
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [
-                        {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "a b"}},
-                        {"type": "ByteLevel", "use_regex": True},
-                    ],
-                }
-            },
-            TextBounds(5, False),
-        ),
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [
-                        {"type": "Split", "behavior": "Removed", "pattern": {"String": " "}},
-                        {"type": "ByteLevel"},
-                    ],
-                }
-            },
-            TextBounds(None, False),
-        ),
-    ],
-)
-def test_nothing_is_said_of_a_tokenizer_that_may_do_otherwise(change, bounds):
-    assert TextBounds.of({**CONTENT, **change}) == bounds
+        (sequence("Isolated", {"Regex": "a b"}), TextBounds(5, False)),
+        (sequence("Removed", {"String": " "}), unknown),
+    ]
+    found = {str(change): TextBounds.of({**CONTENT, **change}) for change, _ in cases}
+    assert found == {str(change): bounds for change, bounds in cases}
+
+
+def test_words_that_are_looked_up_have_the_ids_of_the_whole(
+    made: dict[str, tokenizers.Tokenizer], tmp_path: Path
+) -> None:
+    for name, tokenizer in made.items():
+        assert tokenizer.bounds.cuts_at_words, name
+        rng = random.Random(4)
+        for _ in range(5):
+            texts = ["", *(make_text(rng) for _ in range(20))]
+            found = [each.ids.tolist() for each in tokenizer.words.encode(texts)]
+            assert found == tokenizer.encode_batch(texts), name
+    # One that cuts elsewhere is given whole texts.
+    tokenizer = make_tokenizer(tmp_path, pre_tokenizers.Metaspace())
+    assert not tokenizer.bounds.cuts_at_words
+    texts = ["the cat sings", "a dog"]
+    found = [each.ids.tolist() for each in tokenizer.words.encode(texts)]
+    assert found == tokenizer.encode_batch(texts)
+
+
+def test_words_are_tokenized_once_and_few_are_kept(
+    tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def encode_batch(texts: Any) -> list[list[int]]:
+        asked.append(sorted(texts))
+        return tokenizer.encode_batch(texts)
+
+    words = WordMemo(encode_batch, cuts_at_words=True)
+    long = "dog" * 10
+    words.encode([f"the cat sings {long}"])
+    words.encode([f"a cat sings {long} bird"])
+    assert asked == [
+        ["the"], [" cat", f" {long}", " sings"],
+        ["a"], [" bird", f" {long}"],
+    ]  # fmt: skip
+    monkeypatch.setattr(word_memo, "_MOST_WORDS", 1)
+    words.encode(["a tree"])
+    words.encode(["a tree"])
+    assert asked[-3:] == [[" tree"], ["a"], [" tree"]]
+
+
+def test_records_have_the_ids_and_reply_lengths_of_their_texts(
+    made: dict[str, tokenizers.Tokenizer], tmp_path: Path
+) -> None:
+    cutting = [made["gpt2 as it is"], made["llama3 as it is"]]
+    whole = make_tokenizer(tmp_path, pre_tokenizers.Metaspace())
+    templates = ("chatml", "plain", "llama3")
+    for tokenizer, template in itertools.product((*cutting, whole), templates):
+        contract: ScoringContract = Contracts(tokenizer)(template=template)
+        rng = random.Random(6)
+        records = [make_record(rng) for _ in range(60)]
+        records += [[text] for text in ("the cat", make_text(rng)) for _ in range(2)]
+        found = contract.tokenize_records(tokenizer, records)
+        assert [[each.token_ids for each in record] for record in found] == [
+            contract.tokenize(tokenizer, record) for record in records
+        ]
+        assert [[each.reply_tokens for each in record] for record in found] == [
+            contract.count_reply_tokens(tokenizer, record) for record in records
+        ]
+
+
+def make_record(rng: random.Random) -> list[Any]:
+    """Completions of one prompt, some of which begin alike; or raw texts."""
+    prompt, begins = tiny.sentence(rng), rng.choice(["", "the cat ", tiny.sentence(rng) + " "])
+    replies = [begins + tiny.sentence(rng) for _ in range(rng.randint(2, 4))]
+    if rng.random() < 0.3:
+        return [f"{prompt}\n{reply}" for reply in replies]
+    return [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+        for reply in replies
+    ]
+
+
+def test_common_start_of_two_texts() -> None:
+    for first, second, wanted in (
+        ("", "", 0), ("a", "", 0), ("abc", "abd", 2), ("abc", "abc", 3), ("abc", "abcd", 3),
+        ("xbc", "abc", 0), ("ab" * 50 + "x", "ab" * 60, 100),
+    ):  # fmt: skip
+        assert common_start(first, second) == common_start(second, first) == wanted

@@ -1,14 +1,14 @@
-"""Templates by name, and those that would make scores wrong: refused, with what to set."""
+"""Templates write what transformers writes; those that would spoil scores are refused."""
 
 from __future__ import annotations
 
-import json
-import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.text import templates
 from nemo_aligner.text.templates import (
     BUILT_IN_TEMPLATES,
     check_template,
@@ -18,6 +18,7 @@ from nemo_aligner.text.templates import (
     resolve_template,
 )
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text.refusals import assert_refused
 
 CHAT = [
     {"role": "user", "content": "why"},
@@ -34,17 +35,60 @@ LLAMA_3_2 = (
 TURNS = "{% for m in messages %}{{ m.content }}"
 
 
+SYSTEM = {"role": "system", "content": "be <good> & kind"}
+AS_IN_THE_WORLD = [
+    *BUILT_IN_TEMPLATES.values(),
+    "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content | trim }}\n"
+    "  {% else %}\n[{{ m.content }}]\n{% endif %}\n{% endfor %}{{ messages | tojson }}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}x{% endif %}{% if tools is not none %}y{% endif %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    "{{ ns.n }}",
+]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial in a process of its own, for templates that need none."""
+    monkeypatch.setattr(templates, "check_it_ends", lambda *template: None)
+
+
+def check_x(tokenizer: Tokenizer, template: str) -> None:
+    check_template(template, "x.jinja", tokenizer)
+
+
+def test_templates_and_ids_equal_those_of_transformers(
+    tokenizer: Tokenizer, tokenizer_folder: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    chat = [
+        SYSTEM,
+        {"role": "user", "content": "why is the cat red?\n"},
+        {"role": "assistant", "content": "  because é \u4f60 "},
+    ]
+    for template in AS_IN_THE_WORLD:
+        text = theirs.apply_chat_template(chat, chat_template=template, tokenize=False)
+        assert render(template, chat, tokenizer.bos_token, tokenizer.eos_token) == text, template
+        assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), template
+        assert tokenizer.decode(tokenizer.encode(text)) == text, template
+
+
 def test_templates_by_name_or_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
-    path.write_text("{{ messages }}")
+    path.write_bytes("{{ 'é你' }}".encode())
     assert resolve_template("tokenizer", tokenizer) == tokenizer.chat_template
     assert resolve_template("plain", tokenizer) == BUILT_IN_TEMPLATES["plain"]
-    assert resolve_template(str(path), tokenizer) == "{{ messages }}"
-    with pytest.raises(ConfigError, match=r"model.data.template: got 'llama', wanted 'tokenizer'"):
-        resolve_template("llama", tokenizer)
+    assert resolve_template(str(path), tokenizer) == "{{ 'é你' }}"
+    for other in ("llama", str(tmp_path)):
+        wanted = rf"template: got '{other}', wanted 'tokenizer', 'chatml', .*or the path of"
+        with pytest.raises(ConfigError, match=wanted):
+            resolve_template(other, tokenizer)
 
 
-def test_what_the_built_in_templates_write(tokenizer: Tokenizer) -> None:
+def test_templates_that_are_built_in(tokenizer: Tokenizer) -> None:
     written = {
         name: render(template, CHAT, "<s>", "</s>") for name, template in BUILT_IN_TEMPLATES.items()
     }
@@ -57,138 +101,85 @@ def test_what_the_built_in_templates_write(tokenizer: Tokenizer) -> None:
     }
     for name, template in BUILT_IN_TEMPLATES.items():
         check_template(template, name, tokenizer)
+    own = resolve_template("tokenizer", tokenizer)
+    assert render(own, CHAT, "", "") == written["chatml"]
 
 
-def test_chatml_is_the_tokenizers_own_chatml(tokenizer: Tokenizer) -> None:
-    ours, own = resolve_template("chatml", tokenizer), resolve_template("tokenizer", tokenizer)
-    assert render(ours, CHAT, "", "") == render(own, CHAT, "", "")
+def test_template_that_does_not_end_is_stopped(tokenizer: Tokenizer) -> None:
+    """In a process of its own, which may use so much time and memory."""
+    cases = [
+        ("{{ 9 ** (9 ** (9 ** 9)) }}", "the chat template cannot write this.*5 s or 1024 MiB"),
+        ("{{ 'a' * 10 ** 11 }}", "the chat template cannot write this.*MemoryError"),
+    ]
+    where = r"^model\.data\.template: x\.jinja: "
+    cases = [(template, rf"{where}{wanted}.*; set it to") for template, wanted in cases]
+    assert_refused(partial(check_x, tokenizer), cases, ConfigError)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
+@pytest.mark.usefixtures("in_this_process")
+def test_template_that_would_spoil_scores_is_refused(tokenizer: Tokenizer) -> None:
+    end = "{% endfor %}"
+    cases = [
         (LLAMA_3_2, "its text depends on the date"),
-        ("{{ strftime_now('%Y') }}" + TURNS + "</s>{% endfor %}", "its text depends on the date"),
-        (TURNS + "{% endfor %}", "it writes nothing after the reply"),
-        (TURNS + "\n{% endfor %}", "it writes nothing after the reply"),
-        (TURNS + "<|im_end|>\n{% endfor %}<|im_end|>", "it ends the reply twice"),
-        (TURNS + "{{ eos_token }}{% endfor %}{{ eos_token }}", "it ends the reply twice"),
-        ("{{ bos_token }}{{ bos_token }}" + TURNS + "!{% endfor %}", "it writes BOS .* twice"),
-        ("{{ raise_exception('no') }}", "the chat template cannot write this conversation"),
-        ("{% for %}", "the chat template cannot write this conversation"),
-        (
-            "{{ 9 ** (9 ** (9 ** 9)) }}",
-            "the chat template cannot write this.*more than 5 s or 1024 MiB",
-        ),
-        ("{{ 'a' * 10 ** 11 }}", "the chat template cannot write this conversation: MemoryError"),
-    ],
-)
-def test_a_template_that_would_spoil_scores_is_refused(
-    template: str, message: str, tokenizer: Tokenizer
-) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"model\.data\.template: x\.jinja: {message}.*; set it to"
-    ):
-        check_template(template, "x.jinja", tokenizer)
+        ("{{ strftime_now('%Y') }}" + TURNS + "</s>" + end, "its text depends on the date"),
+        (TURNS + end, "it writes nothing after the reply.* of it that ends a turn$"),
+        (TURNS + "\n" + end, "it writes nothing after the reply"),
+        (TURNS + "<|im_end|>\n" + end + "<|im_end|>", "it ends the reply twice"),
+        (TURNS + "{{ eos_token }}" + end + "{{ eos_token }}", "it ends the reply twice"),
+        (TURNS + "ab" + end + "ab", r"it ends the reply twice \(abab\); set it to a file"),
+        (TURNS + "a" + end + " \n a", r"it ends the reply twice \(aa\)"),
+        ("{{ bos_token }}{{ bos_token }}" + TURNS + "!" + end, "it writes BOS .* twice"),
+        ("{{ raise_exception('no') }}", "the chat template cannot write this.*; set it to"),
+        ("{% for %}", "the chat template cannot write this conversation.*; set it to"),
+        ("{{ messages[-1].content }}<e>", "it writes 'the reply<e>', without the.*'a question'"),
+        ("{{ messages[0].content }}<e>", "it writes 'a question<e>', without the.*'the reply'"),
+    ]
+    where = r"^model\.data\.template: x\.jinja: "
+    cases = [(template, rf"{where}{wanted}") for template, wanted in cases]
+    assert_refused(partial(check_x, tokenizer), cases, ConfigError)
 
 
-def test_plain_needs_an_eos(tokenizer_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "no_eos"
-    shutil.copytree(tokenizer_folder, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    del config["eos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+@pytest.mark.usefixtures("in_this_process")
+def test_template_may_end_a_turn_by_anything(tokenizer: Tokenizer) -> None:
+    for end in ("!", "ab", "aba", "abcab", "<e>\n"):
+        template = TURNS + "{% if loop.last %}" + end + "{% endif %}{% endfor %}"
+        check_template("{{ bos_token }}" + template, "x.jinja", tokenizer)
+        assert end_of_turn(template, "", "") == end.strip()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_template_of_a_tokenizer_without_special_tokens(tokenizer_folder: Path) -> None:
+    bare = load_tokenizer(tokenizer_folder)
+    bare._config["bos_token"] = bare._config["eos_token"] = None
+    bare.bos_id = bare.eos_id = None
+    check_template(BUILT_IN_TEMPLATES["chatml"], "chatml", bare)
     with pytest.raises(ConfigError, match="end with EOS, which the tokenizer has not"):
-        check_template(BUILT_IN_TEMPLATES["plain"], "plain", load_tokenizer(folder))
+        check_template(BUILT_IN_TEMPLATES["plain"], "plain", bare)
 
 
-def test_no_date_reaches_a_template() -> None:
+def test_template_gets_no_date() -> None:
     assert "26 Jul 2024" in render(LLAMA_3_2, CHAT, "", "")
     with pytest.raises(DataError, match="strftime_now"):
         render("{{ strftime_now('%Y') }}", CHAT, "", "")
+    for form in ("%d", "%B", "%Y"):
+        assert is_dated("{{ strftime_now('" + form + "') }}", "", ""), form
+    assert not is_dated("{{ strftime_now('always') }}", "", "")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_template_that_refuses_or_pries_is_a_data_error() -> None:
+    texts = (
         "{{ raise_exception('roles must alternate') }}",
         "{% for %}",
         "{{ messages[7]['content'] + 'x' }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ 1 / 0 }}",
-    ],
-)
-def test_a_refusing_or_prying_template_is_a_data_error(template: str) -> None:
-    with pytest.raises(DataError, match="the chat template cannot write this conversation"):
-        render(template, CHAT, "", "")
+    )
+    cases = [(text, "the chat template cannot write this conversation") for text in texts]
+    assert_refused(lambda text: render(text, CHAT, "", ""), cases, DataError)
 
 
-def test_a_tokenizer_without_a_template_has_an_empty_one(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tokenizer_folder, tmp_path / "bare")
-    (tmp_path / "bare" / "chat_template.jinja").unlink()
-    assert resolve_template("tokenizer", load_tokenizer(tmp_path / "bare")) == ""
-
-
-def test_a_template_file_is_utf8_and_a_folder_is_none(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "mine.jinja").write_bytes("{{ 'é你' }}".encode())
-    assert resolve_template(str(tmp_path / "mine.jinja"), tokenizer) == "{{ 'é你' }}"
-    with pytest.raises(ConfigError, match="'chatml', 'llama3', 'plain', 'zephyr' or the path of"):
-        resolve_template(str(tmp_path), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (
-            "{{ messages[-1].content }}<end>",
-            "it writes 'the reply<end>', without the conversation's 'a question'",
-        ),
-        (
-            "{{ messages[0].content }}<end>",
-            "it writes 'a question<end>', without the conversation's 'the reply'",
-        ),
-        (TURNS + "ab{% endfor %}ab", r"it ends the reply twice \(abab\); set it to a file"),
-        (TURNS + "a{% endfor %} \n a", r"it ends the reply twice \(aa\)"),
-    ],
-)
-def test_a_template_says_all_of_a_conversation_and_ends_it_once(
-    template: str, message: str, tokenizer: Tokenizer
-) -> None:
-    with pytest.raises(ConfigError, match=rf"^model\.data\.template: x\.jinja: {message}"):
-        check_template(template, "x.jinja", tokenizer)
-
-
-@pytest.mark.parametrize("end", ["!", "ab", "aba", "abcab", "<e>\n"])
-def test_an_end_of_any_length_will_do(end: str, tokenizer: Tokenizer) -> None:
-    template = TURNS + "{% if loop.last %}" + end + "{% endif %}{% endfor %}"
-    check_template("{{ bos_token }}" + template, "x.jinja", tokenizer)
-    assert end_of_turn(template, "", "") == end.strip()
-
-
-def test_only_a_tokenizer_without_eos_is_told_of_those_that_need_it(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="it writes nothing after the reply") as caught:
-        check_template(TURNS + "{% endfor %}", "x.jinja", tokenizer)
-    assert "end with EOS" not in str(caught.value)
-
-
-def test_a_tokenizer_without_bos_begins_with_none(tokenizer_folder: Path) -> None:
-    bare = load_tokenizer(tokenizer_folder)
-    bare._config["bos_token"] = None
-    bare.bos_id = None
-    check_template(BUILT_IN_TEMPLATES["chatml"], "chatml", bare)
-
-
-@pytest.mark.parametrize("form", ["%d", "%B", "%Y"])
-def test_a_date_in_any_form_is_seen(form: str) -> None:
-    assert is_dated("{{ strftime_now('" + form + "') }}", "", "")
-    assert not is_dated("{{ strftime_now('always') }}", "", "")
-
-
-def test_json_is_written_as_it_reads() -> None:
+def test_template_writes_json_as_it_reads() -> None:
     told = [{"role": "user", "content": "é <b> & 'c'"}]
     assert render("{{ messages[0].content | tojson }}", told, "", "") == "\"é <b> & 'c'\""
     escaped = render("{{ messages[0].content | tojson(ensure_ascii=True) }}", told, "", "")
@@ -196,6 +187,6 @@ def test_json_is_written_as_it_reads() -> None:
     assert render("{{ [1, 2] | tojson(indent=1) }}", told, "", "") == "[\n 1,\n 2\n]"
 
 
-def test_nothing_is_asked_for_but_the_conversation() -> None:
+def test_template_is_given_nothing_but_the_conversation() -> None:
     template = "{{ [tools, documents, add_generation_prompt, bos_token, eos_token] }}"
     assert render(template, CHAT, "<s>", "</s>") == "[None, None, False, '<s>', '</s>']"

@@ -1,10 +1,14 @@
-"""What is opened is what was written; what is no archive is named."""
+"""What is opened is what was written, whole or not at all; what is no archive is named."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import json
 import pickle
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -13,18 +17,48 @@ import yaml
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.write import write_nemo
-from nemo_aligner.errors import CheckpointError
-from tests.checkpoint.loading import Bomb
-from tests.checkpoint.nemo.archives import CONFIG, check, write_tar
+from tests import tiny
+from tests.checkpoint.loading import Bomb, files_of
+from tests.checkpoint.refusals import refusals
+
+CONFIG = {"vocab_size": 320, "num_layers": 2, "layernorm_epsilon": 1e-5, "precision": "bf16"}
+CONTRACT = {"version": 1, "template": "{{ messages }} é"}
+Parts = tuple[Path, Path]
 
 
-def test_what_goes_in_comes_out(archive: Path) -> None:
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    """Folders that stand for weights and tokenizer; the archive does not look into them."""
+    weights, tokenizer = tmp_path / "w", tmp_path / "t"
+    for folder, name in ((weights, "__0_0.distcp"), (tokenizer, "tokenizer.json")):
+        folder.mkdir()
+        (folder / name).write_bytes(name.encode() * 1000)
+    return weights, tokenizer
+
+
+@pytest.fixture
+def archive(tmp_path: Path, parts: Parts) -> Path:
+    path = tmp_path / "model.nemo"
+    write_nemo(path, CONFIG, *parts, CONTRACT)
+    return path
+
+
+def check(path: Path) -> Path:
+    """Open an archive, compare its content, and give the folder it was unpacked to."""
+    with open_nemo(path) as folder:
+        tokenizer = {"library": "huggingface", "type": "nemo:tokenizer"}
+        assert folder.config == {**CONFIG, "tokenizer": tokenizer}
+        assert folder.contract == CONTRACT
+        assert (folder.weights / "__0_0.distcp").read_bytes() == b"__0_0.distcp" * 1000
+        assert [file.name for file in folder.tokenizer.iterdir()] == ["tokenizer.json"]
+        return folder.root
+
+
+def test_open_gives_what_was_written(archive: Path, tmp_path: Path) -> None:
+    """Plain, gzipped, or unpacked, which is left where it is."""
     assert not check(archive).exists()
     with tarfile.open(archive, "r:") as tar:
         assert all(name.startswith("./") for name in tar.getnames())
-
-
-def test_a_gzipped_archive_and_an_unpacked_folder_open_too(archive: Path, tmp_path: Path) -> None:
     zipped = tmp_path / "zipped.nemo"
     zipped.write_bytes(gzip.compress(archive.read_bytes(), 1))
     check(zipped)
@@ -33,62 +67,98 @@ def test_a_gzipped_archive_and_an_unpacked_folder_open_too(archive: Path, tmp_pa
     assert (tmp_path / "folder").is_dir()
 
 
-def test_an_archive_without_a_contract_has_none(tmp_path: Path, parts: tuple[Path, Path]) -> None:
+def test_open_without_a_contract(tmp_path: Path, parts: Parts) -> None:
     write_nemo(tmp_path / "base.nemo", CONFIG, *parts)
     with open_nemo(tmp_path / "base.nemo") as folder:
         assert folder.contract is None
 
 
-@pytest.mark.parametrize(
-    "name", ["model_weights.ckpt", "mp_rank_00/model_weights.ckpt", "tp_rank_00_pp_rank_000/w.ckpt"]
-)
-def test_legacy_weights_are_refused_unread(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "old"
-    (folder / name).parent.mkdir(parents=True)
-    (folder / "model_config.yaml").write_text("vocab_size: 320")
-    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
-    with pytest.raises(CheckpointError, match="legacy weights"), open_nemo(folder):
-        pass
+def test_open_refuses_legacy_weights_unread(tmp_path: Path) -> None:
+    with refusals() as refused:
+        for name in ("model_weights", "mp_rank_00/model_weights", "tp_rank_00_pp_rank_000/w"):
+            folder = tmp_path / name.replace("/", "_")
+            path = folder / f"{name}.ckpt"
+            path.parent.mkdir(parents=True)
+            (folder / "model_config.yaml").write_text("vocab_size: 320")
+            path.write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+            with refused(name, "legacy weights"), open_nemo(folder):
+                pass
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("- a list", "got list, wanted a mapping"),
-        ("a: [", r"model_config\.yaml"),
-        ("a: !!python/object/apply:os.getcwd []", r"model_config\.yaml"),
-    ],
-)
-def test_a_config_is_plain_data(config: str, message: str, tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "bad.nemo", config=config)
-    with pytest.raises(CheckpointError, match=message), open_nemo(path):
-        pass
+def test_open_names_what_is_no_archive_of_a_model(archive: Path, tmp_path: Path) -> None:
+    whole = archive.read_bytes()
+    with refusals() as refused:
+        for content in (whole[:4000], b"", b"not a tar", b"\x1f\x8b\x08\x00broken"):
+            archive.write_bytes(content)
+            with refused(content[:20], r"model\.nemo"), open_nemo(archive):
+                pass
+        with refused("nowhere", r"nowhere\.nemo: no such"), open_nemo("nowhere.nemo"):
+            pass
+        with tarfile.open(archive, "w") as tar:
+            tar.add(tmp_path / "t", "./tokenizer")
+        with refused("tokenizer", "got none of model_config.yaml"), open_nemo(archive):
+            pass
+        folder = tmp_path / "outside"
+        (folder / "model_weights").mkdir(parents=True)
+        config = {"vocab_size": 3, "tokenizer": {"type": "nemo:../../etc"}}
+        (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+        with (
+            refused("outside", "no tokenizer folder"),
+            open_nemo(folder, with_weights=False) as opened,
+        ):
+            _ = opened.tokenizer
 
 
-def test_a_tokenizer_outside_the_archive_is_refused(tmp_path: Path) -> None:
-    config = yaml.safe_dump({"vocab_size": 3, "tokenizer": {"type": "nemo:../../etc"}})
-    path = write_tar(tmp_path / "bad.nemo", config=config)
-    with (
-        pytest.raises(CheckpointError, match="no tokenizer folder"),
-        open_nemo(path, with_weights=False) as folder,
-    ):
-        _ = folder.tokenizer
+def test_write_stores_files_and_their_checksums(
+    tiny_archive: Path, tmp_path: Path, parts: Parts
+) -> None:
+    """Files where there were links, of which a hub cache is made."""
+    source = parts[1] / "tokenizer.json"
+    source.rename(tmp_path / "blob")
+    source.symlink_to(tmp_path / "blob")
+    write_nemo(tmp_path / "linked.nemo", CONFIG, *parts, CONTRACT)
+    check(tmp_path / "linked.nemo")
+    root = tmp_path / "ours"
+    shutil.unpack_archive(tiny_archive, root, "tar")
+    sums = json.loads((root / "checksums.json").read_text())
+    assert sums == {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files_of(root)
+        if path.name != "checksums.json"
+    }
 
 
-@pytest.mark.parametrize("content", [b"", b"not a tar", b"\x1f\x8b\x08\x00broken"])
-def test_what_is_no_archive_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "x.nemo").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"x\.nemo"), open_nemo(tmp_path / "x.nemo"):
-        pass
+def test_write_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, parts: Parts) -> None:
+    path = tmp_path / "out" / "model.nemo"
+    script = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from nemo_aligner.checkpoint.nemo.write import write_nemo\n"
+        "os.fsync = lambda stream: os.kill(os.getpid(), 9)\n"
+        "write_nemo(sys.argv[1], {}, Path(sys.argv[2]), Path(sys.argv[3]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path, *parts], cwd=tiny.ROOT)
+    assert done.returncode == -9
+    assert [file.name for file in path.parent.iterdir()] == [".model.nemo.partial"]
+    write_nemo(path, CONFIG, *parts, CONTRACT)
+    check(path)
+    assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_cut_archive_is_refused(archive: Path) -> None:
-    archive.write_bytes(archive.read_bytes()[:4000])
-    with pytest.raises(CheckpointError, match=r"model\.nemo"), open_nemo(archive):
-        pass
+@pytest.mark.parametrize("existing", [False, True])
+def test_write_that_fails_leaves_what_was_there(
+    existing: bool, tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out" / "model.nemo"
+    if existing:
+        write_nemo(path, CONFIG, *parts, CONTRACT)
 
+    def fail(stream: object) -> None:
+        raise OSError("no space left on device")
 
-def test_a_missing_archive_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere\.nemo: no such"), open_nemo("nowhere.nemo"):
-        pass
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_nemo(path, {"vocab_size": 3}, *parts)
+    assert list(path.parent.iterdir()) == ([path] if existing else [])
+    if existing:
+        check(path)

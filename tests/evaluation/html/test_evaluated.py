@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_ratings
@@ -27,32 +26,29 @@ def by_length(texts: Sequence[Any]) -> np.ndarray:
     return np.array([[len(reply_of(text))] for text in texts], dtype=np.float32)
 
 
-def test_pairs(contracts: Contracts) -> None:
-    pairs = [
-        Comparison.of_pair("x" * n, "y" * (20 - n), Origin("x.jsonl", n)) for n in range(1, 20)
-    ]
-    report = evaluate_comparisons(by_length, pairs)
-    page = render_page([of_report("found", report, ABOUT, contracts())])
-    assert contracts().hash in page
+def test_page_of_evaluations_of_pairs_ratings_and_benchmarks(
+    contracts: Contracts, tmp_path: Path
+) -> None:
+    contract, origins = contracts(), [Origin("x.jsonl", n) for n in range(1, 20)]
+    pairs = [Comparison.of_pair("x" * at.line, "y" * (20 - at.line), at) for at in origins]
+    ratings = [Rating("x" * at.line, (float(at.line % 4),), at) for at in origins]
+    tasks = []
+    for name in ("llmbar", "best_of_n"):
+        task, path = find_task(name), tmp_path / f"{name}.jsonl"
+        path.write_text(3 * (json.dumps(task.sample) + "\n"))
+        tasks.append(run_task(task, path, by_length))
+    of_pairs = of_report("pairs", evaluate_comparisons(by_length, pairs), ABOUT, contract)
+    rated = of_report("r", evaluate_ratings(by_length, ratings, ["helpful"]), ABOUT, contract)
+    llmbar, best = (of_task(each.task, each, ABOUT, contract) for each in tasks)
+
+    page = render_page([of_pairs, rated, llmbar])
+    assert contract.hash in page
     assert "margin -18.000: chosen 1.000, rejected 19.000" in page
-    assert re.search(r"<td[^>]*>checkpoint</td><td[^>]*>m.nemo</td>", page)
-
-
-def test_ratings(contracts: Contracts) -> None:
-    ratings = [Rating("x" * n, (float(n % 4),), Origin("x.jsonl", n)) for n in range(1, 20)]
-    report = evaluate_ratings(by_length, ratings, ["helpful"])
-    page = render_page([of_report("found", report, ABOUT, contracts())])
     assert "helpful: reward 19.000, label 3.000" in page
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"), [("llmbar", "of 3 pairs"), ("best_of_n", "There are no pairs here.")]
-)
-def test_benchmarks(name: str, shown: str, contracts: Contracts, tmp_path: Path) -> None:
-    task, path = find_task(name), tmp_path / "task.jsonl"
-    path.write_text(3 * (json.dumps(task.sample) + "\n"))
-    report = run_task(task, path, by_length)
-    page = render_page([of_task("found", report, ABOUT, contracts())])
-    assert f"benchmark {name}" in page
-    assert f'<td class="short">{report.rows[-1].value:.4f}</td>' in page
-    assert shown in page
+    assert re.search(r"<td[^>]*>checkpoint</td><td[^>]*>m.nemo</td>", page)
+    assert "of 3 pairs" in page
+    page += render_page([best])
+    assert "There are no pairs here." in page
+    for report in tasks:
+        assert f"benchmark {report.task}" in page
+        assert f'<td class="short">{report.rows[-1].value:.4f}</td>' in page

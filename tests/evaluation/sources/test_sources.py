@@ -16,6 +16,7 @@ from nemo_aligner.errors import AlignerError, ConfigError, ServingError
 from nemo_aligner.evaluation.run import evaluate
 from tests import tiny
 from tests.checkpoint.hf.exporting import export
+from tests.evaluation.refusals import refusal
 from tests.serving.servers import gateway, running
 
 ATTRIBUTES = ("helpfulness", "verbosity")
@@ -40,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_reward_nemo(folder / "rm.nemo", seq_length=64, add_bos=False, add_eos=False)
     with launch():
         export(folder / "rm.nemo", folder / "hf", initialize_layout())
-    tiny.write_pairs(folder / "pairs.jsonl", 30)
-    tiny.write_ratings(folder / "rated.jsonl", 30, ATTRIBUTES)
+    tiny.write_pairs(folder / "pairs.jsonl", 24)
+    tiny.write_ratings(folder / "rated.jsonl", 16, ATTRIBUTES)
     return folder
 
 
@@ -69,89 +70,82 @@ def pair_rewards(rows: list[dict[str, Any]]) -> np.ndarray:
     return np.array([[row["rewards"][side] for side in ("chosen", "rejected")] for row in rows])
 
 
-@pytest.mark.slow(seconds=60)
+def of_the_same_records(
+    rows: list[dict[str, Any]], others: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    records = {row["record"] for row in others}
+    return [row for row in rows if row["record"] in records]
+
+
+@pytest.mark.slow(seconds=45)
 def test_every_source_has_the_same_rewards_and_verdicts(
     folder: Path, sources: dict[str, list[str]]
 ) -> None:
-    pairs = f"data.path={folder / 'pairs.jsonl'}"
-    archive, report = run(folder, "archive", f"rm_model_file={folder / 'rm.nemo'}", pairs)
+    """Of pairs, of ratings, and of a benchmark whose replies are changed."""
+    sample = {"input": "a red dog", "output_1": "thank you", "output_2": "a cat", "label": 1}
+    long = {**sample, "output_2": "a cat " * 100}
+    (folder / "llmbar.json").write_text(json.dumps([sample, long]))
+    pairs, rated = (f"data.path={folder / name}.jsonl" for name in ("pairs", "rated"))
+    task = (f"data.path={folder / 'llmbar.json'}", "task=llmbar", "robustness_pairs=1")
+    model = f"rm_model_file={folder / 'rm.nemo'}"
+
+    archive, report = run(folder, "archive", model, pairs)
     assert report["counts"]["overlong"] > 0, "some should exceed seq_length"
-    known = {
-        row["record"]: rewards for row, rewards in zip(archive, pair_rewards(archive), strict=True)
-    }
+    wanted = pair_rewards(archive)
     for name, settings in sources.items():
         rows, found = run(folder, name, *settings, pairs)
-        assert found["counts"]["kept"] >= len(known), name
-        rewards = pair_rewards([row for row in rows if row["record"] in known])
-        wanted = np.array(list(known.values()))
+        # The export's model takes longer texts.
+        known = of_the_same_records(rows, archive)
+        assert (known == rows) == (name != "export"), name
+        rewards = pair_rewards(known)
         np.testing.assert_allclose(rewards, wanted, atol=1e-4, err_msg=name)
         verdicts = [np.sign(both[:, 0] - both[:, 1]).tolist() for both in (rewards, wanted)]
         assert verdicts[0] == verdicts[1], name
         if name != "export":
-            assert len(rows) == len(known)
             assert found["counts"]["refused"] == report["counts"]["overlong"]
         assert (found["contract"] == report["contract"]) == (name == "ours")
 
-
-@pytest.mark.slow
-def test_ratings_have_the_same_rewards(folder: Path, sources: dict[str, list[str]]) -> None:
-    rated = f"data.path={folder / 'rated.jsonl'}"
-    archive, report = run(folder, "archive", f"rm_model_file={folder / 'rm.nemo'}", rated)
+    archive, report = run(folder, "archive", model, rated)
     for name in ("export", "ours", "vllm"):
         rows, found = run(folder, name, *sources[name], rated)
-        # The export's model takes longer texts.
-        known = [row for row in rows if row["record"] in {row["record"] for row in archive}]
-        assert (known == rows) == (name != "export")
-        for row, wanted in zip(known, archive, strict=True):
-            assert row["rewards"] == pytest.approx(wanted["rewards"], abs=1e-4)
-            assert row["labels"] == wanted["labels"]
+        known = of_the_same_records(rows, archive)
+        assert (known == rows) == (name != "export"), name
+        for row, other in zip(known, archive, strict=True):
+            assert row["rewards"] == pytest.approx(other["rewards"], abs=1e-4)
+            assert row["labels"] == other["labels"]
         if name != "export":
             assert found["metrics"]["loss"] == pytest.approx(report["metrics"]["loss"], abs=1e-4)
 
-
-@pytest.mark.slow
-def test_benchmarks_and_robustness_ask_servers_too(
-    folder: Path, sources: dict[str, list[str]]
-) -> None:
-    sample = {"input": "a red dog", "output_1": "thank you", "output_2": "a cat", "label": 1}
-    long = {**sample, "output_2": "a cat " * 100}
-    path = folder / "llmbar.json"
-    path.write_text(json.dumps([sample, long]))
-    asked = (f"data.path={path}", "task=llmbar", "robustness_pairs=1")
-    _, wanted = run(folder, "archive", f"rm_model_file={folder / 'rm.nemo'}", *asked)
+    _, report = run(folder, "archive", model, *task)
+    assert report["left_out"] == {"too long": 1}
     for name in ("ours", "vllm"):
-        _, found = run(folder, name, *sources[name], *asked)
+        _, found = run(folder, name, *sources[name], *task)
         assert found["left_out"] == {"without a reward": 1}
-        assert wanted["left_out"] == {"too long": 1}
-        for row, other in zip(
-            found["robustness"]["rows"], wanted["robustness"]["rows"], strict=True
-        ):
+        changes = zip(found["robustness"]["rows"], report["robustness"]["rows"], strict=True)
+        for row, other in changes:
             assert row == pytest.approx(other, abs=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "settings", "kind", "message"),
-    [
-        ("vllm", ["source.attribute_weights={a: 1}"], ServingError, "got 2 numbers for a text"),
-        ("openrlhf", ["source.tokenizer=null"], ConfigError, "source.tokenizer: got none"),
-        ("openrlhf", [WEIGHTS], ConfigError, "/get_reward answers one number"),
-        ("export", ["source.attribute_weights={a: 1}"], ConfigError, "wanted the model's: helpf"),
-        ("vllm", ["expect_contract=ab"], ConfigError, "says no scoring contract"),
-        ("ours", ["expect_contract=ab"], ConfigError, "wanted ab"),
-        ("ours", ["precision=bf16"], AlignerError, "precision: got 'bf16', wanted null"),
-        ("ours", [WEIGHTS], ConfigError, "source.attribute_weights: got .* no use for it"),
-        ("export", ["source.timeout_s=1"], ConfigError, "source.timeout_s: got 1.* no use for it"),
-        ("vllm", ["source.token_variable=NO_SUCH"], ConfigError, "NO_SUCH: it is not set"),
-    ],
-)
-def test_what_does_not_fit_a_source_is_said(
-    folder: Path,
-    sources: dict[str, list[str]],
-    name: str,
-    settings: list[str],
-    kind: type[Exception],
-    message: str,
+def test_source_that_settings_do_not_fit_is_refused(
+    folder: Path, sources: dict[str, list[str]]
 ) -> None:
-    with pytest.raises(kind, match=message):
-        run(folder, "wrong", *sources[name], f"data.path={folder / 'pairs.jsonl'}", *settings)
+    wrong = {}
+    for name, setting, kind, message in (
+        ("vllm", "source.attribute_weights={a: 1}", ServingError, "got 2 numbers for a text"),
+        ("openrlhf", "source.tokenizer=null", ConfigError, "source.tokenizer: got none"),
+        ("openrlhf", WEIGHTS, ConfigError, "/get_reward answers one number"),
+        ("export", "source.attribute_weights={a: 1}", ConfigError, "wanted the model's: helpf"),
+        ("vllm", "expect_contract=ab", ConfigError, "says no scoring contract"),
+        ("ours", "expect_contract=ab", ConfigError, "wanted ab"),
+        ("ours", "precision=bf16", AlignerError, "precision: got 'bf16', wanted null"),
+        ("ours", WEIGHTS, ConfigError, "no use for it"),
+        ("export", "source.timeout_s=1", ConfigError, "no use for it"),
+        ("vllm", "source.token_variable=NO_SUCH", ConfigError, "NO_SUCH: it is not set"),
+    ):
+        data = f"data.path={folder / 'pairs.jsonl'}"
+        said = refusal(kind, run, folder, "wrong", *sources[name], data, setting)
+        names = setting.partition("=")[0] if message == "no use for it" else ""
+        if message not in said or names not in said:
+            wrong[name, setting] = said
+    assert not wrong, wrong

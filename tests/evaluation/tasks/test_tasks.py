@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from nemo_aligner.evaluation.tasks.rewardbench2 import SUBSETS
 from nemo_aligner.text.contract import OverlongError
 from nemo_aligner.text.messages import Text, reply_of
 from tests import tiny
+from tests.evaluation.refusals import refusal
 
 DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data")) / "eval"
 
@@ -48,72 +48,64 @@ def by_length(texts: Sequence[Text]) -> np.ndarray:
     return np.array([[float(len(reply_of(text)))] for text in texts])
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_sample_is_read_and_scored(name: str, tmp_path: Path) -> None:
-    task = find_task(name)
-    path = write(tmp_path / "sample.jsonl", [task.sample])
-    report = run_task(task, path, by_length)
-    (judged,) = report.judged
-    assert len(judged.item.texts) == len(judged.rewards) >= 2
-    assert report.rows
-    shown = render_task(report, {"data": str(path)})
-    assert f"task          {name}" in shown
-    write_task(tmp_path / "report.json", report, {})
-    assert json.loads((tmp_path / "report.json").read_text())["task"] == name
-    write_verdicts(tmp_path / "verdicts.jsonl", report)
-    (line,) = (tmp_path / "verdicts.jsonl").read_text().splitlines()
-    verdict = json.loads(line)
-    assert sum(map(len, verdict["rewards"].values())) == len(judged.rewards)
+def test_every_task_reads_and_scores_its_sample(tmp_path: Path) -> None:
+    """Its table, its report and its verdicts, and the line of a record that it cannot read."""
+    for name in TASKS:
+        task = find_task(name)
+        path = write(tmp_path / "sample.jsonl", [task.sample])
+        report = run_task(task, path, by_length)
+        (judged,) = report.judged
+        assert len(judged.item.texts) == len(judged.rewards) >= 2, name
+        assert report.rows, name
+        assert f"task          {name}" in render_task(report, {"data": str(path)})
+        write_task(tmp_path / "report.json", report, {})
+        assert json.loads((tmp_path / "report.json").read_text())["task"] == name
+        write_verdicts(tmp_path / "verdicts.jsonl", report)
+        (line,) = (tmp_path / "verdicts.jsonl").read_text().splitlines()
+        verdict = json.loads(line)
+        assert sum(map(len, verdict["rewards"].values())) == len(judged.rewards), name
+        write(path, [task.sample, {"text": "x"}])
+        assert "sample.jsonl:2: missing key" in refusal(DataError, run_task, task, path, by_length)
 
 
-def test_a_task_that_is_not_there_is_named() -> None:
+def test_task_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="did you mean rewardbench"):
         find_task("reward_bench")
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_other_records_are_refused_by_their_line(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "other.jsonl", [find_task(name).sample, {"text": "x"}])
-    with pytest.raises(DataError, match=r"other\.jsonl:2: missing key"):
-        run_task(find_task(name), path, by_length)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "wrong", "message"),
-    [
-        ("llmbar", "label", 3, "label: got 3, wanted 1 or 2"),
-        ("llmbar", "label", [1], r"label: got \[1\], wanted 1 or 2"),
-        ("autoj", "label", 4, "label: got 4, wanted 0, 1 or 2"),
-        ("judgebench", "label", "A=B", "label: got 'A=B', wanted A>B or B>A"),
-        ("rewardbench2", "rejected", [], r"rejected: got \[\], wanted a list of replies"),
-        ("rm_bench", "chosen", ["4"], r"chosen: got \['4'\], wanted a list of 3 replies"),
-        ("rewardbench", "chosen", None, "chosen: got None to '2.2.', wanted a reply"),
-        ("humanevalpack", "prompt", 1, "prompt: got 1, wanted a string"),
-        ("ppe_correctness", "scores", ["True"], r"scores: got \['True'\], wanted a list of true"),
-        ("ppe_correctness", "scores", [2], r"scores: got \[2\], wanted a list of true and false"),
-        (
-            "ppe_correctness",
-            "sampled_conflict_pairs",
-            [[0, 3]],
-            r".* a right reply and a wrong one",
-        ),
-        ("ppe_correctness", "sampled_conflict_pairs", [[0, 9]], r".* from 0 to 3"),
-        ("ppe_correctness", "sampled_conflict_pairs", [], r".* got \[\], wanted a list of pairs"),
-        ("hhh", "input", None, "input: got None, wanted a string"),
-        ("hhh", "targets", ["4"], r"targets: got \['4'\], wanted two choices"),
-        ("hhh", "targets", {"choices": ["4", "5"], "labels": [1, 1]}, "targets: .* wanted two"),
-        ("hhh", "targets", {"choices": ["4"], "labels": [1, 0]}, "targets: .* wanted two"),
-    ],
+# By task and key: values that are none of the benchmark's, and what is said of them.
+NO_VALUES: tuple[tuple[str, str, Any, str], ...] = (
+    ("llmbar", "label", 3, "got 3, wanted 1 or 2"),
+    ("llmbar", "label", [1], "got [1], wanted 1 or 2"),
+    ("autoj", "label", 4, "got 4, wanted 0, 1 or 2"),
+    ("judgebench", "label", "A=B", "got 'A=B', wanted A>B or B>A"),
+    ("rewardbench2", "rejected", [], "got [], wanted a list of replies"),
+    ("rm_bench", "chosen", ["4"], "got ['4'], wanted a list of 3 replies"),
+    ("rewardbench", "chosen", None, "got None to '2+2?', wanted a reply"),
+    ("humanevalpack", "prompt", 1, "got 1, wanted a string"),
+    ("ppe_correctness", "scores", ["True"], "got ['True'], wanted a list of true"),
+    ("ppe_correctness", "scores", [2], "got [2], wanted a list of true and false"),
+    ("ppe_correctness", "sampled_conflict_pairs", [[0, 3]], "a right reply and a wrong one"),
+    ("ppe_correctness", "sampled_conflict_pairs", [[0, 9]], "from 0 to 3"),
+    ("ppe_correctness", "sampled_conflict_pairs", [], "got [], wanted a list of pairs"),
+    ("hhh", "input", None, "got None, wanted a string"),
+    ("hhh", "targets", ["4"], "got ['4'], wanted two choices"),
+    ("hhh", "targets", {"choices": ["4", "5"], "labels": [1, 1]}, "wanted two"),
+    ("hhh", "targets", {"choices": ["4"], "labels": [1, 0]}, "wanted two"),
 )
-def test_a_value_that_is_none_of_the_benchmarks_is_named(
-    name: str, key: str, wrong: Any, message: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "other.jsonl", [{**find_task(name).sample, key: wrong}])
-    with pytest.raises(DataError, match=rf"other\.jsonl:1: {message}"):
-        run_task(find_task(name), path, by_length)
 
 
-def test_a_query_of_hhh_has_its_turns(tmp_path: Path) -> None:
+def test_value_that_is_none_of_the_benchmarks_is_named(tmp_path: Path) -> None:
+    wrong = {}
+    for name, key, value, message in NO_VALUES:
+        path = write(tmp_path / "other.jsonl", [{**find_task(name).sample, key: value}])
+        said = refusal(DataError, run_task, find_task(name), path, by_length)
+        if not (f"other.jsonl:1: {key}: " in said and message in said):
+            wrong[name, key, str(value)] = said
+    assert not wrong, wrong
+
+
+def test_hhh_query_has_its_turns(tmp_path: Path) -> None:
     query = "Hi.\n\nAssistant:  Hello?\n\nHuman: 2+2?"
     path = write(tmp_path / "b.jsonl", [{**find_task("hhh").sample, "input": query}])
     (judged,) = run_task(find_task("hhh"), path, by_number).judged
@@ -152,9 +144,7 @@ def test_rewardbench_weighs_subsets_and_prior_sets(tmp_path: Path) -> None:
     four = sum(found[section] for section in SECTIONS)
     assert found["RewardBench"] == pytest.approx((four + 0.5 * found["Prior Sets"]) / 4.5)
     assert sum(map(len, SECTIONS.values())) == 23
-
-
-def test_a_part_of_rewardbench_has_no_overall(tmp_path: Path) -> None:
+    # A part of it has no overall.
     path = write(tmp_path / "b.jsonl", [pair("hep-cpp", 1), pair("math-prm", -1)])
     found = values(run_task(TASKS["rewardbench"], path, by_number))
     assert "RewardBench" not in found
@@ -298,19 +288,15 @@ def test_ppe_counts_its_pairs_and_the_best_of_k(tmp_path: Path) -> None:
     assert [each.right for each in report.judged] == [1, 0]
 
 
-def test_best_of_n_is_the_mean_over_every_choice() -> None:
+def test_best_of_n_is_the_mean_over_every_choice_and_over_equal_rewards() -> None:
     rng = np.random.RandomState(0)
     rewards, scores = rng.randn(7), rng.randn(7)
     for n in (1, 2, 4, 7):
         every = [max(some, key=rewards.__getitem__) for some in combinations(range(7), n)]
         assert best_of(n, rewards, scores) == pytest.approx(scores[every].mean())
-
-
-def test_best_of_n_takes_equal_rewards_with_equal_chances() -> None:
     rewards, scores = np.array([1.0, 1.0, 0.0]), np.array([4.0, 2.0, 0.0])
-    assert best_of(3, rewards, scores) == pytest.approx(3)
-    assert best_of(2, rewards, scores) == pytest.approx((3 + 4 + 2) / 3)
-    assert best_of(1, rewards, scores) == pytest.approx(2)
+    found = [best_of(n, rewards, scores) for n in (1, 2, 3)]
+    assert found == pytest.approx([2, (3 + 4 + 2) / 3, 3])
 
 
 def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
@@ -334,7 +320,7 @@ def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
     assert (last.low, last.high) == (1, 5)
 
 
-def test_texts_that_are_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
+def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
     def encode(text: Text) -> None:
         if len(reply_of(text)) > 3:
             raise OverlongError("too long", 4)
@@ -352,47 +338,21 @@ def test_texts_that_are_too_long_and_ties_of_people_are_left_out(tmp_path: Path)
     )
 
 
-REAL = {
-    "llmbar": [("llmbar/Natural.json", 100, 0), ("llmbar/Adversarial-GPTOut.json", 47, 0)],
-    "humanevalpack": [(f"humanevalpack/{n}.jsonl.gz", 164, 0) for n in ("python", "cpp", "rust")],
-    "autoj": [("autoj_pairwise.jsonl.gz", None, None)],
-    "rewardbench": [("hhh/hhh_pairs.jsonl", 221, 0)],
-}
+# Files of the published benchmarks: how many items are scored, and how many are left out.
+REAL = (
+    ("llmbar", "llmbar/Natural.json", 100, 0),
+    ("llmbar", "llmbar/Adversarial-GPTOut.json", 47, 0),
+    *(("humanevalpack", f"humanevalpack/{n}.jsonl.gz", 164, 0) for n in ("python", "cpp", "rust")),
+    ("autoj", "autoj_pairwise.jsonl.gz", 1392 - 373, 373),
+    ("rewardbench", "hhh/hhh_pairs.jsonl", 221, 0),
+)
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_real_files_are_read_whole(name: str) -> None:
-    for file, count, left_out in REAL[name]:
+def test_real_files_are_read_whole() -> None:
+    for name, file, count, left_out in REAL:
         if not (DATA / file).is_file():
             pytest.skip(f"{DATA / file} is not here; NEMO_ALIGNER_DATA can name its folder")
         report = run_task(find_task(name), DATA / file, by_length)
-        if count is None:
-            with gzip.open(DATA / file, "rt") as lines:
-                labels = [json.loads(line)["label"] for line in lines]
-            count, left_out = sum(label != 2 for label in labels), labels.count(2)
-        assert len(report.judged) == count
-        assert sum(report.left_out.values()) == left_out
-        assert 0 < report.rows[-1].value < 1
-
-
-@pytest.mark.slow(seconds=5)
-def test_the_verb_reports_a_benchmark(tmp_path: Path) -> None:
-    model = tiny.write_reward_nemo(tmp_path / "rm.nemo", seq_length=128)
-    path = write(
-        tmp_path / "b.jsonl",
-        [{**find_task("rewardbench").sample, "chosen": "4" * count} for count in range(1, 6)],
-    )
-    output, lines = tmp_path / "report.json", tmp_path / "verdicts.jsonl"
-    done = tiny.run_verb(
-        "evaluate",
-        f"rm_model_file={model}",
-        f"data.path={path}",
-        "task=rewardbench",
-        f"output={output}",
-        f"output_rewards={lines}",
-    )
-    verdicts = [json.loads(line) for line in lines.read_text().splitlines()]
-    share = sum(verdict["right"] for verdict in verdicts) / 5
-    rows = {row["name"]: row["value"] for row in json.loads(output.read_text())["rows"]}
-    assert rows == {"alpacaeval-easy": share, "Chat": share}
-    assert f"alpacaeval-easy{share:>10.4f}" in done.stdout
+        found = len(report.judged), sum(report.left_out.values())
+        assert found == (count, left_out), file
+        assert 0 < report.rows[-1].value < 1, file

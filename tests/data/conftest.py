@@ -1,0 +1,27 @@
+"""Verbs in this process: what they print and write is the same as in one of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import pytest
+
+from nemo_aligner.cli.main import main
+
+Run = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``run("data split", path, ...)``, which has to succeed, unless another code is wanted."""
+
+    def run(verb: str, *arguments: object, code: int = 0) -> CompletedProcess[str]:
+        capsys.readouterr()
+        command = [*verb.split(), *map(str, arguments)]
+        ended = main(command)
+        said = capsys.readouterr()
+        assert ended == code, said.err
+        return CompletedProcess(command, ended, said.out, said.err)
+
+    return run

@@ -1,0 +1,182 @@
+"""A step of every rank of a layout, with each of what may be installed and on each kind of GPU.
+
+Collectives that ranks have in common, waits, kernels' demands, and what is kept for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+
+from tests.gpu_rehearsal.conftest import Rehearse, Task
+from tests.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
+
+FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
+LAYERS_AND_PACKS = 2 * 2
+WITH_CAP = {"attn_logit_softcapping": 50.0, "window_size": 32, "window_pattern": "alternate"}
+OLD_TORCH = {"torch.nn.attention.varlen": None}  # 2.8 and 2.9 have no such module
+FLASH_ATTN = {"flash_attn": "tests.gpu_rehearsal.flash_attn"}
+
+
+def steps(
+    sizes: dict[str, Any] | None = None, shape: dict[str, Any] | None = None, **options: Any
+) -> Task:
+    there = {name: options.pop(name) for name in ("given", "modules") if name in options}
+    arguments = {"sizes": sizes or {}, "shape": shape or {}, **options}
+    return {"run": "steps", "with": arguments, **there}
+
+
+LAYOUTS = {
+    "tp2": steps({"tp": 2}),
+    "tp2+sp+dp2": steps({"tp": 2, "dp": 2, "sequence_parallel": True}),
+    "pp2": steps({"pp": 2}),
+}
+# Options of one rank alone, and what is else about its shape.
+ALONE = {
+    "alone": steps(),
+    "prefix": steps(prefix=64),
+    "prefix, no groups": steps(shape={"num_query_groups": 4}, prefix=96),
+    "selective, prefix": steps(recompute="selective", prefix=64),
+    "full": steps(recompute="full"),
+    "frozen": steps(freeze_layers=1),
+    "window, norms, no groups": steps(
+        shape={"window_size": 32, "qk_layernorm": True, "qkv_bias": True, "num_query_groups": 4}
+    ),
+}
+# What has no kernel, and is computed by SDPA.
+REFUSED = {
+    "Turing": steps(given={"major": 7, "minor": 5}, precision="fp16"),
+    "heads of 12": steps(shape={"kv_channels": 12}),
+    "heads of 320": steps(shape={"kv_channels": 320}),
+    "fp32": steps(precision="fp32"),
+    "cap": steps(shape=WITH_CAP),
+}
+ACCEPTED = {
+    "old torch": steps(modules=OLD_TORCH),
+    "old torch, prefix": steps(modules=OLD_TORCH, prefix=64),
+    "cap by flash-attn": steps(shape=WITH_CAP, modules=FLASH_ATTN),
+}
+# As under ``srun --gpus-per-task=1``.
+ONE_GPU: Task = {
+    "run": "start",
+    "with": {},
+    "given": {"visible_devices": 1},
+    "environment": {
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    },
+}
+STUBS: dict[str, tuple[str, ...]] = {
+    "torch": (),
+    "engine": ("te",),
+    "engine and apex": ("te", "apex"),
+}
+TASKS: dict[str, dict[str, Task]] = {
+    "torch": {**LAYOUTS, **ALONE, **REFUSED, **ACCEPTED, "one GPU": ONE_GPU},
+    # Without Apex a model is built all the same.
+    "engine": {
+        "tp2+sp+dp2": LAYOUTS["tp2+sp+dp2"],
+        "alone": ALONE["alone"],
+        "fp32": REFUSED["fp32"],
+    },
+    "engine and apex": {**LAYOUTS, "tp2+sp+dp2": steps({"tp": 2, "sequence_parallel": True})},
+}
+Rehearsed = Callable[[str], dict[str, Seen]]
+
+
+@pytest.fixture(scope="module")
+def rehearsed(rehearse: Rehearse) -> Rehearsed:
+    """What was seen of each task with what is installed; each of them ended well."""
+
+    def seen(installed: str) -> dict[str, Seen]:
+        tasks = TASKS[installed]
+        found = rehearse(f"steps_{installed}", list(tasks.values()), STUBS[installed])
+        return ended_well(dict(zip(tasks, found, strict=True)))
+
+    return seen
+
+
+def differences(by_rank: Sequence[dict[str, list[Any]]]) -> list[str]:
+    """Where ranks of a group do not make the same collectives, in order and size."""
+    found = []
+    for group in dict.fromkeys(name for rank in by_rank for name in rank):
+        with_it = [rank[group] for rank in by_rank if group in rank]
+        for number, calls in enumerate(zip_longest(*with_it)):
+            if any(call != calls[0] for call in calls):
+                found.append(f"{group}, {number}: {calls}")
+                break
+    return found
+
+
+@pytest.mark.slow(seconds=30)
+@pytest.mark.parametrize("installed", TASKS)
+def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
+    installed: str, rehearsed: Rehearsed
+) -> None:
+    found = rehearsed(installed)
+    found.pop("one GPU", None)
+    wrong = {}
+    for name, seen in found.items():
+        wrong[name] = differences(seen["collectives"])
+        for rank in seen["ranks"]:
+            wrong[name] += unexpected({"phases": {"step": rank}}, DECISIONS)
+        if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
+            wrong[name].append("nothing was sent")
+    assert not any(wrong.values()), {name: said for name, said in wrong.items() if said}
+
+
+@pytest.mark.slow(seconds=30)
+def test_rehearsed_step_keeps_the_bytes_that_planning_counts(rehearsed: Rehearsed) -> None:
+    """Of torch's layers: what TransformerEngine's keep no stub can say."""
+    found = rehearsed("torch")
+    wrong = {
+        name: (rank["kept"], rank["planned"])
+        for name in [*LAYOUTS, *ALONE, *REFUSED, *ACCEPTED]
+        for rank in found[name]["ranks"]
+        if "kept" in rank and rank["kept"] != pytest.approx(rank["planned"], rel=0.03)
+    }
+    assert not wrong
+    assert all("kept" in found[name]["ranks"][0] for name in ALONE)
+
+
+def flash_calls(seen: Seen) -> int:
+    """In one step, by torch's public function or by the operator behind it."""
+    (rank,) = seen["ranks"]
+    return sum(rank["operations"].get(name, 0) for name in FLASH)
+
+
+@pytest.mark.slow(seconds=30)
+def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
+    rehearsed: Rehearsed,
+) -> None:
+    """Also of torch 2.8 and 2.9, where beginnings are shared, and flash-attn's for Gemma 2's cap."""
+    found = rehearsed("torch")
+    calls = {name: flash_calls(found[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
+    again = {"selective, prefix", "full"}  # in the backward once more
+    for name in again:
+        assert calls.pop(name) > LAYERS_AND_PACKS
+    assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
+
+
+@pytest.mark.slow(seconds=30)
+def test_transformer_engine_s_layers_are_for_16_bits(rehearsed: Rehearsed) -> None:
+    """Its fp32 products are rounded to TF32."""
+    found = rehearsed("engine")
+    modules = {name: found[name]["ranks"][0]["engine_modules"] for name in ("alone", "fp32")}
+    assert modules["alone"] > 0
+    assert modules["fp32"] == 0
+    assert flash_calls(found["alone"]) == LAYERS_AND_PACKS
+    assert flash_calls(found["fp32"]) == 0
+
+
+@pytest.mark.slow(seconds=30)
+def test_process_that_sees_one_gpu_takes_it(rehearsed: Rehearsed) -> None:
+    seen = rehearsed("torch")["one GPU"]
+    assert seen["device"] == seen["settings"]["device_id"] == "cuda:0"

@@ -1,0 +1,69 @@
+"""The table of metrics: which are shown where, and which are better small; sources apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_aligner.metrics import table
+from nemo_aligner.metrics.by_source import by_source
+from nemo_aligner.metrics.ranking import PairRewards
+from nemo_aligner.metrics.table import (
+    Shown,
+    find_metric,
+    is_shown,
+    lower_is_better,
+    measure_pairs,
+)
+from tests.tiny import ROOT
+
+
+def test_lower_is_better_for_losses_and_errors_by_the_last_part_of_a_name() -> None:
+    assert [lower_is_better(f"v/{name}") for name in ("loss", "ece", "accuracy")] == [1, 1, 0]
+    # An attribute or a source may have the name of a metric.
+    assert not lower_is_better("v/pearson/ties")
+    assert lower_is_better("v/by_source/x/ties")
+    assert not lower_is_better("v/by_source/ties/accuracy")
+    assert not lower_is_better("v/what_is_this")
+    assert find_metric("v/what_is_this") is None
+
+
+def test_table_says_where_a_metric_is_shown() -> None:
+    assert is_shown("accuracy", Shown.step)
+    assert is_shown("pearson/help", Shown.validation)
+    assert not is_shown("pearson/help", Shown.source)
+    assert not is_shown("brier", Shown.validation)
+
+
+def test_metric_is_a_function_and_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = table.Metric("half", "half of the margin", lambda pairs: float(pairs.margins[0]) / 2)
+    monkeypatch.setattr(table, "PAIRS", [*table.PAIRS, row])
+    assert measure_pairs(PairRewards.of(torch.tensor([[3.0, 1.0]])))["half"] == 1.0
+    assert find_metric("validation-x/half") is row
+
+
+def test_metrics_page_names_every_row() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    missing = []
+    for row in table.all_metrics():
+        stem, _, ending = row.name.rpartition("_")
+        if f"`{row.name}" not in page and not (stem in page and f"`_{ending}`" in page):
+            missing.append(row.name)
+    assert missing == []
+
+
+def test_by_source_reports_two_to_fifty_sources_in_the_order_of_their_names() -> None:
+    for count, reported in ((1, 0), (2, 2), (50, 50), (51, 0)):
+        sources = [f"source {number:02d}" for number in reversed(range(count))]
+        found = by_source(sources * 2, lambda records: {"last": float(records[-1])})
+        wanted = {
+            f"by_source/{name}/last": 2 * count - 1 - i for i, name in enumerate(sorted(sources))
+        }
+        assert list(found.items()) == list(wanted.items())[:reported], count
+
+
+def test_by_source_tells_records_without_a_source_from_one_called_none() -> None:
+    found = by_source(["x", "y", "x", ""], lambda records: {"sum": float(sum(records))})
+    assert found == {"by_source/none/sum": 3, "by_source/x/sum": 2, "by_source/y/sum": 1}
+    found = by_source(["none", "", ""], lambda records: {"count": float(len(records))})
+    assert found == {"by_source/none/count": 1.0, "by_source/(none)/count": 2.0}

@@ -1,0 +1,25 @@
+"""A table of what is refused, tried in one go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def assert_refused(
+    call: Callable[[Any], object],
+    cases: Iterable[tuple[Any, str]],
+    error: type[Exception],
+) -> None:
+    """Of ``(case, pattern)`` all are refused by ``call``, with an ``error`` that says it."""
+    wrong = []
+    for number, (case, pattern) in enumerate(cases):
+        said = "nothing, and took it"
+        try:
+            call(case)
+        except error as caught:
+            said = str(caught)
+        if not re.search(pattern, said):
+            wrong.append(f"case {number}, {case!r:.100}: wanted {pattern!r}, it said: {said}")
+    assert not wrong, "\n".join(wrong)
