@@ -24,12 +24,12 @@ class ClippedValueLoss:
 
     Attributes:
         weights: A numbers that make one value of the head's A attributes.
-        means: A numbers that are added to its outputs first, as they are for rewards.
+        means: A numbers that are added to its outputs first, as they are for rewards; empty: none.
     """
 
     clip: float
     weights: tuple[float, ...] = (1.0,)
-    means: tuple[float, ...] = (0.0,)
+    means: tuple[float, ...] = ()
     columns: ClassVar[tuple[str, ...]] = (RETURNS, PREV_VALUES, MASK)
 
     def loss(self, values: Tensor, records: Records) -> tuple[Tensor, Tensor]:
@@ -51,9 +51,10 @@ class ClippedValueLoss:
 
     def merged(self, outputs: Tensor) -> Tensor:
         """``[T]`` values of the head's ``outputs [T, A]``."""
-        columns = zip(outputs.unbind(dim=1), self.means, strict=True)
-        rewards = torch.stack([column + mean for column, mean in columns], dim=1)
-        return merge_attributes(rewards, self.weights)
+        if self.means:
+            columns = zip(outputs.unbind(dim=1), self.means, strict=True)
+            outputs = torch.stack([column + mean for column, mean in columns], dim=1)
+        return merge_attributes(outputs, self.weights)
 
 
 def merge_attributes(values: Tensor, weights: tuple[float, ...]) -> Tensor:

@@ -56,14 +56,13 @@ def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
         domains[_SAFETY] = [whole, *_by_difficulty(_SAFETY, safety)]
         rows += domains[_SAFETY]
     if all(name in domains for name in _DOMAINS):
-        whole, *difficulties = (
-            mean_of(same) for same in zip(*(domains[name] for name in _DOMAINS), strict=True)
-        )
+        of_domains = zip(*(domains[name] for name in _DOMAINS), strict=True)
+        total, *difficulties = map(mean_of, of_domains)
         rows += [
             TaskRow(Level.section, f"all, {name}", value)
             for name, value in zip(_DIFFICULTIES, difficulties, strict=True)
         ]
-        rows.append(TaskRow(Level.overall, "RM-Bench", whole))
+        rows.append(TaskRow(Level.overall, "RM-Bench", total))
     return rows
 
 
