@@ -89,7 +89,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.getoption("store_durations"):
         reports = [r for found in terminalreporter.stats.values() for r in found]
-        store([report for report in reports if isinstance(report, pytest.TestReport)])
+        options = config.option
+        chosen = options.quick or options.keyword or options.markexpr or "::" in str(config.args)
+        store([r for r in reports if isinstance(r, pytest.TestReport)], of_whole_files=not chosen)
 
 
 @pytest.fixture(scope="session", autouse=True)

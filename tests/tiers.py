@@ -1,6 +1,6 @@
 """Which tests the quick tier has, and how workers share them out: by durations that were measured.
 
-``tests/durations.json`` has what each test of a second and more took, as ``--store-durations``
+``tests/durations.json`` has what each test of two seconds and more took, as ``--store-durations``
 measured it: its own time and that of all fixtures it shares with others, without waiting for turns.
 """
 
@@ -85,20 +85,20 @@ class Clock:
         return (yield)
 
 
-def store(reports: Iterable[pytest.TestReport]) -> None:
-    """Write what the tests of a run took over what was kept of their files."""
+def store(reports: Iterable[pytest.TestReport], of_whole_files: bool) -> None:
+    """Write what tests took over what is kept of them; of ``of_whole_files`` others are gone."""
     measured = {
         report.nodeid: value
         for report in reports
         for name, value in report.user_properties
         if name == _PROPERTY and report.when == "teardown"
     }
-    files = {nodeid.partition("::")[0] for nodeid in measured}
+    files = {nodeid.partition("::")[0] for nodeid in measured} if of_whole_files else set()
     kept = Durations()
 
     def is_kept(nodeid: str) -> bool:
         file = nodeid.partition("::")[0]
-        return file not in files and (ROOT / file).exists()
+        return nodeid not in measured and file not in files and (ROOT / file).exists()
 
     seconds = {nodeid: value for nodeid, value in kept.seconds.items() if is_kept(nodeid)}
     several = {nodeid for nodeid in kept.several_ranks if is_kept(nodeid)}

@@ -10,6 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.gpu_rehearsal.conftest import Rehearse, Task
+from tests.once import Once
 
 Seen = dict[str, Any]
 PARAMETERS = 94_000  # and some more
@@ -81,10 +82,14 @@ def command(function: str, config: str, settings: list[str]) -> Task:
     return {"run": "command", "with": {**names, "settings": settings}}
 
 
-def all_tasks(folder: Path) -> dict[str, Task]:
-    base = tiny.write_base_nemo(folder / "base.nemo", num_hidden_layers=2)
+def write_data(folder: Path) -> None:
+    tiny.write_base_nemo(folder / "base.nemo", num_hidden_layers=2)
     # Of a step's six several packs are made.
-    pairs = tiny.write_pairs(folder / "pairs.jsonl", 12)
+    tiny.write_pairs(folder / "pairs.jsonl", 12)
+
+
+def all_tasks(folder: Path) -> dict[str, Task]:
+    base, pairs = folder / "base.nemo", folder / "pairs.jsonl"
 
     def train(name: str, *more: str) -> Task:
         settings = [
@@ -147,8 +152,8 @@ SAVING = ["bf16", "bf16 resumed", "offload, frozen, recomputed", "offload resume
 
 
 @pytest.fixture(scope="module")
-def seen(rehearse: Rehearse, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    tasks = all_tasks(tmp_path_factory.mktemp("commands"))
+def seen(rehearse: Rehearse, once: Once) -> dict[str, Seen]:
+    tasks = all_tasks(once("rehearsed_data", write_data))
     # Rounded fp32 products, as some images ask for.
     found = rehearse("commands", list(tasks.values()), TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
     return ended_well(dict(zip(tasks, found, strict=True)))
@@ -178,7 +183,6 @@ def test_rehearsed_streams_wait_for_each_other(seen: dict[str, Seen]) -> None:
     assert not races
     for name in SAVING:
         copies = seen[name]["copies"]
-        print(name, copies)
         assert copies["beside"] > MODEL_AND_STATE, name
         assert copies.get("in line", 0) == 0, name
 
@@ -196,14 +200,13 @@ def test_moments_on_the_host_stay_there_when_a_run_goes_on(seen: dict[str, Seen]
     here, there = (
         seen[name]["phases"]["load"]["bytes_to_gpu"] for name in ("bf16 resumed", "offload resumed")
     )
-    print(here, there)
-    assert here - there > 0.9 * 8 * PARAMETERS
+    # Moments, and the fp32 weights of what is frozen there: embeddings and a layer of two.
+    assert here - there > 10 * PARAMETERS
 
 
 @pytest.mark.slow(seconds=60)
 def test_critic_optimizer_that_is_away_takes_nothing(seen: dict[str, Seen]) -> None:
     """Its weights in fp32 and moments, and its gradients, while a critic gives values."""
     before, training, after = seen["critic"]["allocated"]
-    print(training - after, seen["critic"]["optimizer"])
     assert before == after
     assert training - after >= seen["critic"]["optimizer"] + 4 * PARAMETERS

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.gpu_rehearsal.conftest import Rehearse, Task
-from tests.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
+from tests.gpu_rehearsal.test_commands import DECISIONS, FP16, Seen, ended_well, unexpected
 
 FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
 LAYERS_AND_PACKS = 2 * 2
 WITH_CAP = {"attn_logit_softcapping": 50.0, "window_size": 32, "window_pattern": "alternate"}
 OLD_TORCH = {"torch.nn.attention.varlen": None}  # 2.8 and 2.9 have no such module
-FLASH_ATTN = {"flash_attn": "tests.gpu_rehearsal.flash_attn"}
+FLASH_ATTN = {"flash_attn": "tests.gpu_rehearsal.fake_flash_attn"}
 
 
 def steps(
@@ -41,10 +41,8 @@ ALONE = {
     "prefix, no groups": steps(shape={"num_query_groups": 4}, prefix=96),
     "selective, prefix": steps(recompute="selective", prefix=64),
     "full": steps(recompute="full"),
-    "frozen": steps(freeze_layers=1),
-    "window, norms, no groups": steps(
-        shape={"window_size": 32, "qk_layernorm": True, "qkv_bias": True, "num_query_groups": 4}
-    ),
+    "frozen, no groups": steps(shape={"num_query_groups": 4}, freeze_layers=1),
+    "window, norms": steps(shape={"window_size": 32, "qk_layernorm": True, "qkv_bias": True}),
 }
 # What has no kernel, and is computed by SDPA.
 REFUSED = {
@@ -125,8 +123,9 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
     wrong = {}
     for name, seen in found.items():
         wrong[name] = differences(seen["collectives"])
+        allowed = DECISIONS["step"] | (FP16 if name == "Turing" else {})
         for rank in seen["ranks"]:
-            wrong[name] += unexpected({"phases": {"step": rank}}, DECISIONS)
+            wrong[name] += unexpected({"phases": {"step": rank}}, {"step": allowed})
         if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
             wrong[name].append("nothing was sent")
     assert not any(wrong.values()), {name: said for name, said in wrong.items() if said}
@@ -138,7 +137,7 @@ def test_rehearsed_step_keeps_the_bytes_that_planning_counts(rehearsed: Rehearse
     found = rehearsed("torch")
     wrong = {
         name: (rank["kept"], rank["planned"])
-        for name in [*LAYOUTS, *ALONE, *REFUSED, *ACCEPTED]
+        for name in [*LAYOUTS, *ALONE]
         for rank in found[name]["ranks"]
         if "kept" in rank and rank["kept"] != pytest.approx(rank["planned"], rel=0.03)
     }
@@ -156,7 +155,7 @@ def flash_calls(seen: Seen) -> int:
 def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     rehearsed: Rehearsed,
 ) -> None:
-    """Also of torch 2.8 and 2.9, where beginnings are shared, and flash-attn's for Gemma 2's cap."""
+    """Also torch 2.8's and 2.9's, where beginnings are shared, and flash-attn's with a cap."""
     found = rehearsed("torch")
     calls = {name: flash_calls(found[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
     again = {"selective, prefix", "full"}  # in the backward once more

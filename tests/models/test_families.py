@@ -298,6 +298,7 @@ def test_family_in_16_bits_is_near_and_its_stream_in_fp32(
         seen, dtype = watch(model), model.config.params_dtype
         assert dtype is torch.bfloat16 or precision is not BF16
         assert {weight.dtype for weight in model.decoder.parameters()} == {dtype}
+        assert model.rm_head.weight.dtype is torch.float32
         assert_close(our_rewards(model, layout, "common prefixes"), wanted, 0.1, precision)
         assert seen == {"layers": {torch.float32}, "products": {dtype}}
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import csv
+import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests import tiny
+from tests import families, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NO_KERNEL = "torch has no such kernel (windows: 2.11; soft-capping: none), nor is flash-attn here"
 
 
+def draw(tokens: int, heads: int) -> torch.Tensor:
+    return torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("window", [None, 1, 30])
-@pytest.mark.parametrize("with_prefix", [False, True])
-@pytest.mark.parametrize("groups", [2, 8])
 def test_varlen_kernel_equals_sdpa_forward_and_backward(
-    groups: int, with_prefix: bool, window: int | None, cap: float | None
+    window: int | None, cap: float | None
 ) -> None:
     from nemo_aligner.batch import Group, PackedBatch
     from nemo_aligner.models.attention.packed import _attend_one_by_one
@@ -30,29 +34,25 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
     kernel = varlen_kernel(window is not None, cap is not None)
     if kernel is None:
         pytest.skip(NO_KERNEL)
-    sequences = [[1] * length for length in (3, 200, 77, 90)]
-    prefixes = [Group(2, 0), Group(2, 40)] if with_prefix else None
-    batch = PackedBatch.pack(sequences, groups=prefixes)
-    unused = torch.zeros(0, device="cuda")
-    segments = PackedSegments.of(batch, cos=unused, sin=unused, last_token=unused)
     torch.manual_seed(0)
-    results = []
-    inputs = [
-        torch.randn(batch.num_tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
-        for heads in (8, groups, groups)
-    ]
-    for attend in (kernel, _attend_one_by_one):
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = attend(*leaves, segments, Scores(window=window, soft_cap=cap))
-        out.float().square().sum().backward()
-        results.append([out, *(leaf.grad for leaf in leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=5e-2)
+    unused = torch.zeros(0, device="cuda")
+    for prefixes, groups in product((None, [Group(2, 0), Group(2, 40)]), (2, 8)):
+        sequences = [[1] * length for length in (3, 200, 77, 90)]
+        batch = PackedBatch.pack(sequences, groups=prefixes)
+        segments = PackedSegments.of(batch, cos=unused, sin=unused, last_token=unused)
+        results = []
+        inputs = [draw(batch.num_tokens, heads) for heads in (8, groups, groups)]
+        for attend in (kernel, _attend_one_by_one):
+            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+            out = attend(*leaves, segments, Scores(window=window, soft_cap=cap))
+            out.float().square().sum().backward()
+            results.append([out, *(leaf.grad for leaf in leaves)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 30])
-@pytest.mark.parametrize("groups", [2, 8])
-def test_varlen_kernel_sees_cached_beginnings(groups: int, window: int | None) -> None:
+def test_varlen_kernel_sees_cached_beginnings(window: int | None) -> None:
     from nemo_aligner.batch import Group, PackedBatch
     from nemo_aligner.cache_use import CachedPrefix, CacheUse
     from nemo_aligner.models.attention.packed import _attend_one_by_one
@@ -64,36 +64,29 @@ def test_varlen_kernel_sees_cached_beginnings(groups: int, window: int | None) -
     if kernel is None:
         pytest.skip(NO_KERNEL)
     torch.manual_seed(0)
-    pool = KeyValuePool([1], 256, groups, 64, torch.bfloat16, "cuda")
     sequences = [[1] * length for length in (130, 200, 129, 90)]
     cached = CachedPrefix(torch.randperm(256)[:128])
     packed = [Group(2, 129, cached), Group(1, 128, cached), Group(1, 0)]
     batch = PackedBatch.pack(sequences, groups=packed).to("cuda")
     unused = torch.zeros(0, device="cuda")
-    segments = PackedSegments.of(batch, unused, unused, unused, pool)
-
-    def draw(tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
-
     none, every = torch.zeros(0, dtype=torch.int64), torch.arange(256)
     stored = CacheUse((), none, every, every).to("cuda")
-    pool.exchange(1, draw(256, groups), draw(256, groups), stored)
-    tokens = batch.num_tokens
-    key, value = segments.with_cached(1, draw(tokens, groups), draw(tokens, groups))
-    assert len(key) == 128 + tokens
-    query, scores = draw(tokens, 8), Scores(window=window)
-    ours, wanted = (
-        each(query, key, value, segments, scores) for each in (kernel, _attend_one_by_one)
-    )
-    torch.testing.assert_close(ours.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+    for groups in (2, 8):
+        pool = KeyValuePool([1], 256, groups, 64, torch.bfloat16, "cuda")
+        segments = PackedSegments.of(batch, unused, unused, unused, pool)
+        pool.exchange(1, draw(256, groups), draw(256, groups), stored)
+        tokens = batch.num_tokens
+        key, value = segments.with_cached(1, draw(tokens, groups), draw(tokens, groups))
+        assert len(key) == 128 + tokens
+        query, scores = draw(tokens, 8), Scores(window=window)
+        ours, wanted = (
+            each(query, key, value, segments, scores) for each in (kernel, _attend_one_by_one)
+        )
+        torch.testing.assert_close(ours.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
-def test_a_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:
+def test_prefix_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:
     """In bf16 what is put together in another order differs by roundings, and by no more."""
-    import json
-
-    from tests import families
-
     archive = families.write_base_nemo(tmp_path / "llama3.nemo", "llama3")
     done = tiny.run_script(
         "tests/scoring/cached_layouts.py",
@@ -108,48 +101,39 @@ def test_a_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:
     assert found["counts"]["4096"]["cached"] > 0
 
 
-def test_bf16_training_learns(tmp_path: Path) -> None:
-    base = tiny.write_base_nemo(tmp_path / "base.nemo")
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 64)
+def train(base: Path, pairs: Path, run: Path, *settings: str) -> list[float]:
+    """The loss of each step that ``run`` has so far."""
     tiny.run_script(
         "examples/train_reward_model.py",
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train=[{pairs}]",
-        f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
+        f"exp_manager.explicit_log_dir={run}",
         "trainer.precision=bf16",
         "trainer.rm.max_epochs=10",
         "model.global_batch_size=16",
-        "model.optim.lr=1e-3",
+        *settings,
         env={"CUDA_VISIBLE_DEVICES": "0"},
     )
-    (path,) = (tmp_path / "run").rglob("metrics.csv")
+    (path,) = run.rglob("metrics.csv")
     with path.open() as lines:
-        losses = [float(row["train/loss"]) for row in csv.DictReader(lines) if row["train/loss"]]
-    assert losses[-1] < 0.5 * losses[0]
+        return [float(row["train/loss"]) for row in csv.DictReader(lines) if row["train/loss"]]
 
 
-def test_moments_in_host_memory_train_the_same(tmp_path: Path) -> None:
+def test_training_in_bf16_learns_and_with_moments_in_host_memory_is_the_same(
+    tmp_path: Path,
+) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 64)
-    losses = []
-    for offload in ("false", "true"):
-        run = tmp_path / offload
+    losses = train(base, pairs, tmp_path / "learns", "model.optim.lr=1e-3")
+    assert losses[-1] < 0.5 * losses[0]
+
+    def resumed(offload: str) -> list[float]:
         for steps in (4, 8):  # the second goes on from a checkpoint
-            tiny.run_script(
-                "examples/train_reward_model.py",
-                f"pretrained_checkpoint.restore_from_path={base}",
-                f"model.data.data_prefix.train=[{pairs}]",
-                f"exp_manager.explicit_log_dir={run}",
-                f"model.optim.cpu_offload={offload}",
-                "trainer.precision=bf16",
-                f"trainer.rm.max_steps={steps}",
-                "trainer.rm.max_epochs=10",
-                "model.global_batch_size=16",
-                env={"CUDA_VISIBLE_DEVICES": "0"},
-            )
-        (metrics,) = run.rglob("metrics.csv")
-        with metrics.open() as file:
-            losses.append([row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]])
-    assert len(losses[0]) == 8
+            more = (f"model.optim.cpu_offload={offload}", f"trainer.rm.max_steps={steps}")
+            losses = train(base, pairs, tmp_path / offload, *more)
+        return losses
+
+    found = [resumed(offload) for offload in ("false", "true")]
+    assert len(found[0]) == 8
     # The backward of flash attention sums in an order that changes from run to run.
-    np.testing.assert_allclose(*np.array(losses, dtype=float), rtol=2e-2)
+    np.testing.assert_allclose(*np.array(found), rtol=2e-2)

@@ -70,46 +70,32 @@ def same(ours: Function, plain: Function, *arguments: object, atol: float) -> No
         torch.testing.assert_close(our_grad, their_grad, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("channels", [8, 12], ids=["all", "some"])
-def test_rotate(channels: int) -> None:
+def test_rotation_of_all_channels_of_some_and_of_a_view() -> None:
     torch.manual_seed(0)
-    same(rotate, plain_rotate, draw(5, 1, 3, channels), *rotation(5, 4), atol=1e-12)
-
-
-def test_rotate_takes_a_view() -> None:
-    torch.manual_seed(0)
-    every = draw(5, 1, 3, 24)
+    for channels in (8, 12):
+        same(rotate, plain_rotate, draw(5, 1, 3, channels), *rotation(5, 4), atol=1e-12)
     same(
         lambda x, cos, sin: rotate(x[..., 8:16], cos, sin),
         lambda x, cos, sin: plain_rotate(x[..., 8:16], cos, sin),
-        every,
+        draw(5, 1, 3, 24),
         *rotation(5, 4),
         atol=1e-12,
     )
 
 
-def test_gated_silu() -> None:
+def test_activations_and_norm_are_their_formulas() -> None:
     torch.manual_seed(0)
-    same(gated_silu, plain_gated_silu, draw(5, 1, 14), atol=1e-12)
-
-
-def test_gated_gelu() -> None:
-    torch.manual_seed(0)
-    same(gated_gelu, plain_gated_gelu, draw(5, 1, 14), atol=1e-12)
-
-
-def test_squared_relu() -> None:
-    torch.manual_seed(0)
-    same(squared_relu, plain_squared_relu, draw(5, 1, 14), atol=1e-12)
-
-
-def test_rms_norm() -> None:
-    torch.manual_seed(0)
+    for ours, plain in (
+        (gated_silu, plain_gated_silu),
+        (gated_gelu, plain_gated_gelu),
+        (squared_relu, plain_squared_relu),
+    ):
+        same(ours, plain, draw(5, 1, 14), atol=1e-12)
     # It is computed in fp32, whatever comes in.
     same(rms_norm, plain_rms_norm, draw(5, 1, 16), draw(16), 1e-5, atol=3e-6)
 
 
-def test_bf16_stays_bf16() -> None:
+def test_norm_in_bf16_stays_bf16() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 1, 16, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
@@ -121,19 +107,20 @@ def test_bf16_stays_bf16() -> None:
 
 
 @pytest.mark.parametrize("function", [gated_silu, gated_gelu, squared_relu])
-@pytest.mark.parametrize("width", [1536, 200, 20000])
 def test_by_whole_rows_a_row_has_the_same_bits_however_many_threads_and_rows(
-    function: Callable[[Tensor], Tensor], width: int
+    function: Callable[[Tensor], Tensor],
 ) -> None:
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(96, 1, 2 * width, generator=generator) * 2
     try:
-        torch.set_num_threads(1)
-        alone = torch.cat([by_whole_rows(function, row) for row in x.split(1)])
-        for threads in (1, 3, 5, 7):
-            torch.set_num_threads(threads)
-            for rows in (slice(0, 96), slice(0, 1), slice(7, 64), slice(32, 95)):
-                assert torch.equal(by_whole_rows(function, x[rows]), alone[rows])
+        for width in (1536, 200, 20000):
+            x = torch.randn(96, 1, 2 * width, generator=generator) * 2
+            torch.set_num_threads(1)
+            alone = torch.cat([by_whole_rows(function, row) for row in x.split(1)])
+            for threads in (1, 3, 5, 7):
+                torch.set_num_threads(threads)
+                for rows in (slice(0, 96), slice(0, 1), slice(7, 64), slice(32, 95)):
+                    got = by_whole_rows(function, x[rows])
+                    assert torch.equal(got, alone[rows]), (width, threads, rows)
     finally:
         torch.set_num_threads(before)

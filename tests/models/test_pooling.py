@@ -58,7 +58,7 @@ def archive(once: Once) -> Path:
     return once("reply_mean", build) / "rm.nemo"
 
 
-def test_of_a_shared_beginning_each_sequence_has_what_is_of_its_reply() -> None:
+def test_reply_rows_of_a_shared_beginning_are_of_each_sequence() -> None:
     # Behind the marker 7 8 the replies begin alike.
     beginning = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     sequences = [[*beginning, 10], [*beginning, 11, 12], [1, 2, 3], [5, 7, 8]]
@@ -72,7 +72,7 @@ def test_of_a_shared_beginning_each_sequence_has_what_is_of_its_reply() -> None:
     assert moved.index.tolist() == rows.index.tolist()
 
 
-def test_a_mean_is_of_its_own_rows() -> None:
+def test_mean_of_replies_is_of_their_own_rows() -> None:
     hidden = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = mean_of_replies(hidden, (1, 2, 3))
     assert found.dtype == torch.float32
@@ -80,7 +80,7 @@ def test_a_mean_is_of_its_own_rows() -> None:
     torch.testing.assert_close(found, torch.stack([each.float().mean(0) for each in wanted]))
 
 
-def test_a_reward_is_the_mean_of_what_the_head_gives_for_the_replys_tokens(
+def test_mean_of_the_reply_is_what_the_head_gives_for_its_tokens(
     archive: Path, layout: Any
 ) -> None:
     scorer = load_scorer(archive, layout)
@@ -95,7 +95,7 @@ def test_a_reward_is_the_mean_of_what_the_head_gives_for_the_replys_tokens(
         np.testing.assert_allclose(rewards, wanted, atol=2e-6)
 
 
-def test_a_reward_has_the_same_bits_in_any_company_and_from_a_cache(
+def test_mean_of_the_reply_has_the_same_bits_in_any_company_and_from_a_cache(
     archive: Path, layout: Any
 ) -> None:
     scorer = load_scorer(archive, layout)
@@ -119,15 +119,17 @@ def test_a_reward_has_the_same_bits_in_any_company_and_from_a_cache(
     assert 0 < kept <= len(ids) - len(cached.encode("the cat sings").token_ids)
 
 
-def test_what_reads_the_last_token_refuses_it(archive: Path, layout: Any, tmp_path: Path) -> None:
-    message = "its head reads the mean of the reply .model.head.reads., wanted one that reads the l"
+def test_mean_of_the_reply_is_refused_by_what_reads_the_last_token(
+    archive: Path, layout: Any, tmp_path: Path
+) -> None:
+    message = r"the mean of the reply .*model\.head\.reads"
     with pytest.raises(CheckpointError, match=message):
         export(archive, tmp_path / "out", layout)
     with pytest.raises(CheckpointError, match=message):
         load_critic(archive, layout)
 
 
-def test_packs_of_any_size_give_the_same_bits(archive: Path, layout: Any) -> None:
+def test_mean_of_the_reply_is_the_same_in_packs_of_any_size(archive: Path, layout: Any) -> None:
     loaded = load_reward_model(archive, layout)
     found = [
         RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, budget).score(CHATS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,23 +15,15 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.layout import ParallelLayout
 from tests import tiny
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
 
 
-def load(  # type: ignore[no-untyped-def]
+def load(
     path: Path,
     layout: ParallelLayout,
     recompute: Recompute = Recompute.none,
     recompute_layers: int | None = None,
-):
+) -> Any:
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 
     return load_pretrained(
@@ -43,23 +36,20 @@ def load(  # type: ignore[no-untyped-def]
     )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": False, "num_key_value_heads": 4},
-        {"rope_parameters": LLAMA3_ROPE},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "head_dim": 32},
-    ],
-    ids=["tied", "untied", "llama3_rope", "theta_and_head_dim"],
-)
-def test_rewards_are_the_head_on_transformers_last_hidden_state(
-    changes: dict, layout: ParallelLayout, tmp_path: Path
+def test_reward_is_the_head_on_transformers_last_hidden_state(
+    layout: ParallelLayout, tmp_path: Path
 ) -> None:
+    """Where nothing is grouped, tied or as wide as usual: what no case of ``families`` has."""
     from transformers import LlamaForCausalLM
 
     from nemo_aligner.models.step import infer
 
+    changes = {
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "head_dim": 32,
+    }
     pretrained = load(tiny.write_base_nemo(tmp_path / "base.nemo", **changes), layout)
     assert pretrained.head_is_new
     rewards = infer(pretrained.model, [PackedBatch.pack(SEQUENCES)], layout)
@@ -68,7 +58,7 @@ def test_rewards_are_the_head_on_transformers_last_hidden_state(
     with torch.no_grad():
         states = [theirs.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in SEQUENCES]
     wanted = torch.stack(states) @ pretrained.model.rm_head.weight.T
-    assert rewards.dtype == torch.float32
+    assert rewards.dtype == pretrained.model.rm_head.weight.dtype == torch.float32
     torch.testing.assert_close(rewards, wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -77,21 +67,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
 
 
-def test_a_reward_does_not_depend_on_its_pack(base: Path, layout: ParallelLayout) -> None:
-    from nemo_aligner.models.step import infer
-
-    model = load(base, layout).model
-    together = infer(model, [PackedBatch.pack(SEQUENCES)], layout)
-    alone = infer(model, [PackedBatch.pack([ids]) for ids in SEQUENCES], layout)
-    padded = infer(model, [PackedBatch.pack(SEQUENCES).padded_to_multiple(8)], layout)
-    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(together, padded, atol=1e-6, rtol=1e-5)
+@pytest.fixture(scope="module")
+def model(base: Path, layout: ParallelLayout) -> Any:
+    """For tests that leave it as it is."""
+    return load(base, layout).model
 
 
-def test_parts_give_the_rewards_of_the_whole(base: Path, layout: ParallelLayout) -> None:
+def test_rewards_in_parts_are_those_of_the_whole(model: Any, layout: ParallelLayout) -> None:
     from nemo_aligner.models.step import infer, infer_in_parts
 
-    model = load(base, layout).model
     batches = [PackedBatch.pack([ids]) for ids in SEQUENCES]
     wanted = infer(model, batches, layout)
     for parts in (1, 2, len(batches), len(batches) + 3):
@@ -103,50 +87,44 @@ def test_parts_give_the_rewards_of_the_whole(base: Path, layout: ParallelLayout)
     assert shares[-1] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sizes", "parts"),
-    [
-        (100, {}, 1),
-        (4000, {}, 4),
-        (1_000_000, {}, 50),
-        (40_000, {"dp": 4}, 10),
-        (100_000, {"pp": 2}, 6),
-        (100_000, {"pp": 8}, 1),
-    ],
-)
-def test_parts_are_so_few_that_a_pipeline_is_seldom_empty(
-    tokens: int, sizes: dict[str, int], parts: int
-) -> None:
+def test_parts_are_so_few_that_a_pipeline_is_seldom_empty() -> None:
     from nemo_aligner.models.step import count_parts
 
-    layout = ParallelLayout(tp_rank=0, pp_rank=0, dp_rank=0, **sizes)  # type: ignore[arg-type]
-    assert count_parts(tokens, 1000, layout) == parts
-
-
-def test_no_output_layer_is_left_in_the_model(base: Path, layout: ParallelLayout) -> None:
-    model = load(base, layout).model
-    assert not [name for name, _ in model.named_parameters() if "output_layer" in name]
-    assert model.rm_head.weight.dtype == torch.float32
+    wanted = {
+        (100, ""): 1,
+        (4000, ""): 4,
+        (1_000_000, ""): 50,
+        (40_000, "dp4"): 10,
+        (100_000, "pp2"): 6,
+        (100_000, "pp8"): 1,
+    }
+    found = {}
+    for tokens, size in wanted:
+        sizes: Any = {size[:2]: int(size[2])} if size else {}
+        layout = ParallelLayout(tp_rank=0, pp_rank=0, dp_rank=0, **sizes)
+        found[tokens, size] = count_parts(tokens, 1000, layout)
+    assert found == wanted
 
 
 SHARING = [[*range(3, 43), *range(60, 60 + length)] for length in (5, 1, 12)]
 GROUPS = [Group(1, 0), Group(3, 40)]
 
 
-def test_a_prefix_computed_once_changes_no_reward(base: Path, layout: ParallelLayout) -> None:
+def test_prefix_computed_once_and_padding_change_no_reward(
+    model: Any, layout: ParallelLayout
+) -> None:
     from nemo_aligner.models.step import infer
 
-    model = load(base, layout).model
     sequences = [SEQUENCES[3], *SHARING]
-    once = PackedBatch.pack(sequences, groups=GROUPS)
+    once, apart = PackedBatch.pack(sequences, groups=GROUPS), PackedBatch.pack(sequences)
     assert once.num_tokens == 17 + 40 + 5 + 1 + 12
-    wanted = infer(model, [PackedBatch.pack(sequences)], layout)
-    for batch in (once, once.padded_to_multiple(8)):
+    wanted = infer(model, [apart], layout)
+    for batch in (once, once.padded_to_multiple(8), apart.padded_to_multiple(8)):
         torch.testing.assert_close(infer(model, [batch], layout), wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("recompute", Recompute)
-def test_a_prefix_computed_once_changes_no_gradient(
+def test_prefix_computed_once_changes_no_gradient(
     base: Path, layout: ParallelLayout, recompute: Recompute
 ) -> None:
     sequences = [SEQUENCES[3], *SHARING]
@@ -189,6 +167,8 @@ def gradients(
 def test_freezing_keeps_the_upper_gradients_at_any_recompute(
     base: Path, layout: ParallelLayout
 ) -> None:
+    from nemo_aligner.models.trainable import freeze_lower_layers
+
     whole = gradients(base, layout, 0, Recompute.none)
     assert all(gradient.abs().max() > 0 for gradient in whole.values())
     for recompute in Recompute:
@@ -197,16 +177,11 @@ def test_freezing_keeps_the_upper_gradients_at_any_recompute(
         assert not [name for name in upper if name.startswith(("embedding", "decoder.layers.2"))]
         for name, gradient in upper.items():
             torch.testing.assert_close(gradient, whole[name], atol=1e-6, rtol=1e-5)
-
-
-def test_freezing_everything_is_refused(base: Path, layout: ParallelLayout) -> None:
-    from nemo_aligner.models.trainable import freeze_lower_layers
-
     with pytest.raises(ConfigError, match=r"model\.freeze_layers: got 4, wanted less than 4"):
         freeze_lower_layers(load(base, layout).model, 4, 4)
 
 
-def test_an_embedding_smaller_than_the_vocabulary_is_refused(
+def test_embedding_smaller_than_the_vocabulary_is_refused(
     base: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
     from nemo_aligner.checkpoint.nemo.open import open_nemo
@@ -225,7 +200,7 @@ def filled_up(count: int) -> int:
     return count + -count % 32
 
 
-def test_the_last_layer_computes_only_the_heads_rows(base: Path, layout: ParallelLayout) -> None:
+def test_last_layer_computes_only_the_heads_rows(base: Path, layout: ParallelLayout) -> None:
     from nemo_aligner.models.step import infer
 
     model = load(base, layout).model

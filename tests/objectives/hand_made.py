@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,24 @@ def ranked(*ranks: Sequence[int], label_margins: Sequence[float] | None = None) 
         labels = LabelColumns.of(["label_margin"], torch.tensor(label_margins).view(-1, 1))
     flat = torch.tensor([rank for own in ranks for rank in own], dtype=torch.int64)
     return Records.of(range(len(ranks)), [len(own) for own in ranks], labels, flat)
+
+
+def rated(labels: Tensor, names: Sequence[str] = ("help", "brief")) -> Records:
+    """A record of each row of labels, of the first of ``names``."""
+    columns = LabelColumns.of(names[: labels.shape[1]], labels)
+    return Records.of(range(len(labels)), [1] * len(labels), columns)
+
+
+def accepted(kind: Callable[..., object], *cases: tuple[dict[str, object], str]) -> list[str]:
+    """Which settings, all of them wrong, are no ValueError that has the text beside them."""
+    found = []
+    for settings, wanted in cases:
+        try:
+            found.append(f"{settings}: made {kind(**settings)}")
+        except ValueError as error:
+            if wanted not in str(error):
+                found.append(f"{settings}: {error}; wanted {wanted}")
+    return found
 
 
 def loss_of(objective: Objective, rewards: Sequence[float], records: Records) -> tuple[float, int]:

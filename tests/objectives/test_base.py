@@ -15,12 +15,12 @@ from nemo_aligner.objectives.masked_mse import MaskedMse
 LENGTHS = torch.tensor([10, 20, 30, 40])
 
 
-def test_pairs_read_no_label_and_ratings_one_for_each_attribute() -> None:
+def test_columns_pairs_read_no_label_and_ratings_one_for_each_attribute() -> None:
     assert BradleyTerry().columns == ()
     assert MaskedMse(("help", "brief")).columns == ("help", "brief")
 
 
-def test_a_step_on_pairs_has_the_metrics_of_a_batch_and_a_report_has_all() -> None:
+def test_step_on_pairs_has_the_metrics_of_a_batch_and_a_report_has_all() -> None:
     records = Records.of([0, 1], [2, 2])
     # The first attribute is the one that counts.
     rewards = torch.tensor([[2.0, 0.0], [1.0, 9.0], [0.0, 9.0], [3.0, 0.0]])
@@ -33,7 +33,7 @@ def test_a_step_on_pairs_has_the_metrics_of_a_batch_and_a_report_has_all() -> No
     assert report["longer_reply_accuracy"] == 0.0
 
 
-def test_a_report_on_ratings_follows_labels_and_lengths() -> None:
+def test_report_on_ratings_follows_labels_and_lengths() -> None:
     missing = math.nan
     values = torch.tensor([[1.0, 5.0], [2.0, missing], [3.0, 4.0], [4.0, 3.0]])
     labels = LabelColumns.of(["help", "brief"], values).centred_on({"help": 2.5})

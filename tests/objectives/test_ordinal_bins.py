@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from nemo_aligner.batch import LabelColumns, Records
 from nemo_aligner.objectives.base import count_outputs, label_limits, rewards_of, spreads_of
 from nemo_aligner.objectives.ordinal_bins import OrdinalBins
 from nemo_aligner.readout import Readout
-from tests.objectives.hand_made import check_any_batch, check_gradient, learn
+from tests.objectives.hand_made import accepted, learn, rated
 
 NAMES = ("help", "brief")
 VALUES = {"help": [0, 1, 4], "brief": [-1, 0, 1]}
 
 
-def rated(labels: torch.Tensor) -> Records:
-    names = NAMES[: labels.shape[1]]
-    return Records.of(range(len(labels)), [1] * len(labels), LabelColumns.of(names, labels))
-
-
-def test_it_is_the_cross_entropy_of_a_label_or_of_the_two_values_around_it() -> None:
+def test_ordinal_bins_are_the_cross_entropy_of_a_label_or_of_the_two_values_around_it() -> None:
     outputs = torch.tensor([[0.5, -1.0, 2.0, 9.0, 9.0, 9.0], [0.0, 1.0, 0.0, 0.2, 0.4, 0.1]])
     records = rated(torch.tensor([[4.0, math.nan], [2.5, -1.0]]))
     total, count = OrdinalBins(NAMES, values=VALUES).loss(outputs, records)
@@ -38,15 +33,7 @@ def test_it_is_the_cross_entropy_of_a_label_or_of_the_two_values_around_it() -> 
     assert (total.item(), int(count)) == (pytest.approx(wanted, rel=1e-6), 3)
 
 
-def test_gradients_and_sums_do_not_depend_on_the_batch() -> None:
-    objective = OrdinalBins(NAMES, values=VALUES)
-    labels = torch.tensor([[1.0, math.nan], [0.0, 0.5], [math.nan, math.nan], [3.0, -1.0]])
-    outputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-    check_gradient(objective, outputs, rated(labels))
-    check_any_batch(objective, outputs, rated(labels))
-
-
-def test_values_are_given_for_all_by_name_or_taken_from_the_labels() -> None:
+def test_ordinal_bins_values_are_given_for_all_by_name_or_taken_from_the_labels() -> None:
     labels = rated(torch.tensor([[1.0, -2.0], [3.0, 6.0], [math.nan, 0.0]])).labels
     measured = OrdinalBins(NAMES, bins=3).fitted(labels, None)
     assert measured.readout == Readout("bins", ((1.0, 2.0, 3.0), (-2.0, 2.0, 6.0)))
@@ -59,12 +46,12 @@ def test_values_are_given_for_all_by_name_or_taken_from_the_labels() -> None:
     assert label_limits(measured, NAMES).tolist() == [[1.0, 3.0], [-2.0, 6.0]]
 
 
-def test_labels_without_a_range_give_no_values() -> None:
+def test_ordinal_bins_labels_without_a_range_give_no_values() -> None:
     with pytest.raises(ValueError, match="wanted them, as all labels of brief are one"):
         OrdinalBins(NAMES).fitted(rated(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).labels, None)
 
 
-def test_a_linear_model_learns_grades_and_where_it_cannot_know_them() -> None:
+def test_linear_model_learns_grades_and_where_it_cannot_know_them() -> None:
     generator = torch.Generator().manual_seed(2)
     side = torch.randint(2, (300, 1), generator=generator).double()
     # On one side the label is 1, on the other 0 or 4 by chance.
@@ -84,18 +71,14 @@ def test_a_linear_model_learns_grades_and_where_it_cannot_know_them() -> None:
     assert report["spread/help"] == pytest.approx(float(spreads.mean()))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_ordinal_bins_settings_that_make_no_bins_are_refused() -> None:
+    assert not accepted(
+        partial(OrdinalBins, NAMES),
         ({"bins": 1}, "bins: got 1, wanted a whole number from 2 on"),
         ({"bins": 2.5}, "bins: got 2.5, wanted a whole number"),
         ({"values": [1]}, "wanted 2 to 1000 numbers that go up"),
-        ({"values": [1, "2"]}, "values: got .*, wanted a list of numbers"),
+        ({"values": [1, "2"]}, "wanted a list of numbers"),
         ({"values": 3}, "values: got 3, wanted a list of numbers"),
-        ({"values": {"help": [0, 1]}}, r"values: got those of \['help'\], wanted \['help', 'br"),
+        ({"values": {"help": [0, 1]}}, "values: got those of ['help'], wanted ['help', 'br"),
         ({"values": {"help": [0, 1], "brief": [0, 1, 2]}}, "different numbers of outputs"),
-    ],
-)
-def test_settings_that_make_no_bins_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OrdinalBins(NAMES, **settings)  # type: ignore[arg-type]
+    )

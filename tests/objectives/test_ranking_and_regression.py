@@ -25,7 +25,7 @@ def mixed(labels: torch.Tensor = LABELS, sizes: list[int] = SIZES) -> Records:
     return Records.of(range(len(sizes)), sizes, LabelColumns.of(NAMES, labels), ranks)
 
 
-def test_every_record_counts_as_one_whichever_kind_it_is() -> None:
+def test_mixed_record_counts_as_one_whichever_kind_it_is() -> None:
     rewards = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
     total, count = WEIGHTED.loss(rewards, mixed())
     rows = rewards.tolist()
@@ -41,13 +41,13 @@ def test_every_record_counts_as_one_whichever_kind_it_is() -> None:
     assert (total.item(), int(count)) == (pytest.approx(wanted), 4)
 
 
-def test_gradients_and_sums_do_not_depend_on_the_batch() -> None:
+def test_mixed_gradients_and_sums_do_not_depend_on_the_batch() -> None:
     rewards = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
     check_gradient(WEIGHTED, rewards, mixed())
     check_any_batch(WEIGHTED, rewards, mixed())
 
 
-def test_a_linear_model_learns_the_sum_of_pairs_and_the_attributes_of_ratings() -> None:
+def test_linear_model_learns_the_sum_of_pairs_and_the_attributes_of_ratings() -> None:
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(240, 2, generator=generator)
     quality = features[:, 0] - features[:, 1]
@@ -67,7 +67,7 @@ def test_a_linear_model_learns_the_sum_of_pairs_and_the_attributes_of_ratings() 
     assert report["pearson/help"] > 0.95
 
 
-def test_a_report_has_the_metrics_of_the_kinds_that_are_there() -> None:
+def test_mixed_report_has_the_metrics_of_the_kinds_that_are_there() -> None:
     lengths = torch.ones(8, dtype=torch.int64)
     rewards = torch.randn(8, 2, generator=torch.Generator().manual_seed(3))
     both = set(WEIGHTED.report(rewards, mixed(), lengths))
@@ -84,7 +84,7 @@ def test_a_report_has_the_metrics_of_the_kinds_that_are_there() -> None:
     assert found == pytest.approx(wanted, nan_ok=True)
 
 
-def test_pairs_are_shown_with_what_labels_were_centred_on() -> None:
+def test_mixed_pairs_are_shown_with_what_labels_were_centred_on() -> None:
     records = mixed(LABELS[:1], [2])
     labels = records.labels.centred_on({"help": 2.0, "brief": 4.0})
     centred = Records(records.ids, records.bounds, labels, records.ranks)
@@ -93,6 +93,6 @@ def test_pairs_are_shown_with_what_labels_were_centred_on() -> None:
     assert (step["reward_margin"], step["reward_chosen_mean"]) == (2.0, 1.0 + 2.0 - 0.5 * 4.0)
 
 
-def test_a_weight_below_zero_is_refused() -> None:
+def test_regression_weight_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="regression_weight: got -1, wanted a number of 0 or more"):
         RankingAndRegression(NAMES, regression_weight=-1)

@@ -10,10 +10,11 @@ from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.process import served
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_server_in_a_process_of_its_own_that_does_not_start_says_why(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with pytest.raises(ServingError) as caught, served(["rm_model_file=nowhere.nemo"], log):
         pytest.fail("the server started without a model")
     said = str(caught.value)
     assert said.startswith(f"the server did not start; the end of {log}:\n")
     assert "CheckpointError: nowhere.nemo" in said
+    assert "Serving" not in said

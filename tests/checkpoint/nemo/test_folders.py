@@ -1,4 +1,4 @@
-"""Folders of NeMo and Megatron, and of our runs: where their settings, tokenizer and weights are."""
+"""Folders of NeMo, Megatron and our runs: where their settings, tokenizer and weights are."""
 
 from __future__ import annotations
 

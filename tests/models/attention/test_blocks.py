@@ -44,44 +44,47 @@ def attended(tables: list[Tensor], batch: PackedBatch, scores: Scores) -> Tensor
     return torch.cat(pieces[::-1])
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (16, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scores", ALL_SCORES, ids=str)
-def test_whatever_stands_beside_it(
-    scores: Scores, dtype: torch.dtype, heads: tuple[int, int]
-) -> None:
+def check_any_company(scores: Scores, dtype: torch.dtype, heads: tuple[int, int]) -> list[Tensor]:
+    """A sequence has the same bits alone, beside others, and where a prefix of it is shared."""
     tables = [table(heads[0], dtype), table(heads[1], dtype), table(heads[1], dtype)]
     own = [*range(TOKENS)]
     wanted = attended(tables, PackedBatch.pack([[5], own]), scores)
     assert wanted.shape == (TOKENS, heads[0], 16)
     assert torch.isfinite(wanted).all()
     many = PackedBatch.pack([OTHERS[0], own, *OTHERS] * 3)
-    assert torch.equal(attended(tables, many, scores), wanted)
+    assert torch.equal(attended(tables, many, scores), wanted), (scores, heads)
     for cut in (1, 31, 32, 33, 64, 100, TOKENS - 1):
         group = [Group(1, 0), Group(3, cut)]
         likes = [own[:cut] + [7, 8, 9] * 9, own[:cut] + OTHERS[0]]
         batch = PackedBatch.pack([OTHERS[0], own, *likes], groups=group)
-        assert torch.equal(attended(tables, batch, scores), wanted), cut
+        assert torch.equal(attended(tables, batch, scores), wanted), (scores, heads, cut)
+    return tables
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("span", [64, 96])
-def test_by_spans_whatever_stands_beside_it(
-    span: int, dtype: torch.dtype, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_blocks_give_a_token_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    for scores in ALL_SCORES:
+        for heads in ((4, 4), (6, 2), (16, 1)):
+            check_any_company(scores, dtype, heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_by_spans_give_a_token_the_same_bits_in_any_company(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = [table(count, dtype) for count in (heads[0], heads[1], heads[1])]
-    own = [*range(TOKENS)]
-    exact = attended([each.double() for each in at_once], PackedBatch.pack([[5], own]), Scores())
-    monkeypatch.setattr(block_plan, "SPAN", span)
-    test_whatever_stands_beside_it(Scores(), dtype, heads)
-    got = attended(at_once, PackedBatch.pack([[5], own]), Scores())
-    torch.testing.assert_close(
-        got.double(), exact, rtol=0, atol=2e-6 if dtype.itemsize == 4 else 2e-2
-    )
+    batch = PackedBatch.pack([[5], [*range(TOKENS)]])
+    near = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    for span in (64, 96):
+        for heads in ((4, 4), (6, 2)):
+            with monkeypatch.context() as patch:
+                patch.setattr(block_plan, "SPAN", span)
+                tables = check_any_company(Scores(), dtype, heads)
+                got = attended(tables, batch, Scores())
+            exact = attended([each.double() for each in tables], batch, Scores())
+            torch.testing.assert_close(got.double(), exact, rtol=0, atol=near)
 
 
-def test_a_nan_stays_in_its_sequence() -> None:
+def test_blocks_keep_a_nan_in_its_sequence() -> None:
     tables = [table(4, torch.float32) for _ in range(3)]
     for each in tables:
         each[TOKENS:] = float("nan")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def pool() -> KeyValuePool:
     return made
 
 
-def attended(batch: PackedBatch, attend, scores: Scores) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def attended(batch: PackedBatch, attend: Callable[..., Tensor], scores: Scores) -> list[Tensor]:
     """Of each sequence, the outputs of its last segment."""
     none = torch.zeros(0)
     segments = PackedSegments.of(batch, none, none, none, pool())
@@ -113,35 +114,29 @@ def attended(batch: PackedBatch, attend, scores: Scores) -> list[Tensor]:  # typ
     return [out[end + 1 - length : end + 1] for end, length in zip(ends, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("filler", [1, 64], ids=["no_filler", "filler"])
-@pytest.mark.parametrize(
-    ("attend", "window", "soft_cap"),
-    [
-        (_attend_on_cpu, None, None),
-        *(
-            (attend, window, cap)
-            for attend in (_attend_one_by_one, blocks.attend)
-            for window in WINDOWS
-            for cap in (None, 1.5)
-        ),
-        *((attend_as_the_kernel, window, None) for window in WINDOWS),
-    ],
-)
-def test_a_cached_beginning_is_seen_like_a_computed_one(
-    attend,  # type: ignore[no-untyped-def]
-    soft_cap: float | None,
-    window: int | None,
-    filler: int,
-) -> None:
-    scores = Scores(0.5, window, soft_cap)
-    batch = PackedBatch.pack(SEQUENCES, groups=PACKED).padded_to_multiple(filler)
-    found = attended(batch, attend, scores)
-    for tokens, ours in zip(SEQUENCES, found, strict=True):
-        wanted = plain(tokens, scores)[-len(ours) :]
-        torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=0)
+# With what windows and caps.
+WAYS: dict[str, tuple[Callable[..., Tensor], tuple[int | None, ...], tuple[float | None, ...]]] = {
+    "on_cpu": (_attend_on_cpu, (None,), (None,)),
+    "one_by_one": (_attend_one_by_one, WINDOWS, (None, 1.5)),
+    "blocks": (blocks.attend, WINDOWS, (None, 1.5)),
+    "as_the_kernel": (attend_as_the_kernel, WINDOWS, (None,)),
+}
 
 
-def test_no_cached_token_is_in_the_pack() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_cached_beginning_is_seen_like_a_computed_one(way: str) -> None:
+    attend, windows, caps = WAYS[way]
+    plain_batch = PackedBatch.pack(SEQUENCES, groups=PACKED)
+    for batch in (plain_batch, plain_batch.padded_to_multiple(64)):
+        for window, cap in product(windows, caps):
+            scores = Scores(0.5, window, cap)
+            found = attended(batch, attend, scores)
+            for tokens, ours in zip(SEQUENCES, found, strict=True):
+                wanted = plain(tokens, scores)[-len(ours) :]
+                torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=0, msg=str(scores))
+
+
+def test_cached_tokens_are_not_in_the_pack() -> None:
     batch = PackedBatch.pack(SEQUENCES, groups=PACKED)
     assert batch.num_tokens == (11 + 5 + 1) + 20 + 9 + 1 + (11 + 7 + 2)
     assert batch.cached is not None
@@ -152,7 +147,7 @@ def test_no_cached_token_is_in_the_pack() -> None:
     assert batch.cached.stored.numel() == 0
 
 
-def test_what_is_stored_can_be_in_the_prefix_and_the_rest_of_a_sequence() -> None:
+def test_stored_tokens_can_be_in_the_prefix_and_the_rest_of_a_sequence() -> None:
     stored = [None, Stored(36, torch.tensor([3, 4, 5, 6, 7, 8, 9, 10])), *[None] * 4]
     batch = PackedBatch.pack(SEQUENCES, groups=PACKED, stored=[*stored, Stored(0, torch.arange(2))])
     assert batch.cached is not None
@@ -168,15 +163,11 @@ def test_what_is_stored_can_be_in_the_prefix_and_the_rest_of_a_sequence() -> Non
     assert torch.equal(value, at(VALUES, SEQUENCES[1])[36:44])
 
 
-def test_a_pack_with_nothing_cached_has_no_use_of_a_pool() -> None:
+def test_pool_is_of_no_use_without_cached_tokens_and_asked_for_with_them() -> None:
     batch = PackedBatch.pack(SEQUENCES[5:], groups=[Group(2, 11)])
     assert batch.cached is None
     segments = PackedSegments.of(batch, *[torch.zeros(0)] * 3, pool())
     key, value = torch.zeros(4, GROUPS, CHANNELS), torch.ones(4, GROUPS, CHANNELS)
     assert segments.with_cached(3, key, value) == (key, value)
-
-
-def test_a_cached_beginning_asks_for_a_pool() -> None:
-    batch = PackedBatch.pack(SEQUENCES, groups=PACKED)
     with pytest.raises(ValueError, match="its model has no pool"):
-        PackedSegments.of(batch, *[torch.zeros(0)] * 3)
+        PackedSegments.of(PackedBatch.pack(SEQUENCES, groups=PACKED), *[torch.zeros(0)] * 3)

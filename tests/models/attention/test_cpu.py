@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -62,27 +60,28 @@ def attend_one_by_one(
     return _attend_one_by_one(query, key, value, segments, Scores(scale, window, soft_cap))
 
 
-@pytest.mark.parametrize("attend", [attend, attend_one_by_one], ids=["cpu", "one_by_one"])
-@pytest.mark.parametrize("groups", [1, 2, 6], ids=["one_group", "two_groups", "no_groups"])
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_outputs_and_gradients(
-    groups: int, scale: float | None, attend: Callable[..., Tensor]
-) -> None:
+GROUPS = (1, 2, 6)  # of 6 heads
+
+
+def test_segments_on_a_cpu_have_outputs_and_gradients_of_the_definition() -> None:
     torch.manual_seed(0)
-    query, key, value = draw(groups)
-    found = attend(query, key, value, LENGTHS, PREFIXES, scale)
-    check(found, plain(query, key, value, scale or 8**-0.5), (query, key, value))
+    for how in (attend, attend_one_by_one):
+        for groups in GROUPS:
+            for scale in (None, 0.5):
+                inputs = draw(groups)
+                found = how(*inputs, LENGTHS, PREFIXES, scale)
+                check(found, plain(*inputs, scale or 8**-0.5), inputs)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 6], ids=["one_group", "two_groups", "no_groups"])
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
 # A window that ends in a prefix, one that is longer than the longest sequence, and one key.
 @pytest.mark.parametrize("window", [None, 12, 71, 1])
-def test_windows_and_soft_caps(window: int | None, soft_cap: float | None, groups: int) -> None:
+def test_segments_one_by_one_have_windows_and_soft_caps(window: int | None) -> None:
     torch.manual_seed(0)
-    inputs = draw(groups)
-    found = attend_one_by_one(*inputs, LENGTHS, PREFIXES, 0.5, window, soft_cap)
-    check(found, plain(*inputs, 0.5, window, soft_cap), inputs)
+    for soft_cap in (None, 1.5):
+        for groups in GROUPS:
+            inputs = draw(groups)
+            found = attend_one_by_one(*inputs, LENGTHS, PREFIXES, 0.5, window, soft_cap)
+            check(found, plain(*inputs, 0.5, window, soft_cap), inputs)
 
 
 def draw(groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +105,7 @@ def check(found: Tensor, wanted: Tensor, inputs: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
 
 
-def test_a_nan_stays_in_its_sequence() -> None:
+def test_segments_on_a_cpu_keep_a_nan_in_its_sequence() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(sum(LENGTHS), 2, 8, requires_grad=True) for _ in range(3))
     with torch.no_grad():

@@ -29,6 +29,10 @@ PLAIN = ModelShape.from_config(
 )
 WINDOWED = replace(PLAIN, window_size=16)
 CAPPED = replace(PLAIN, attn_logit_softcapping=50.0)
+QUERY = torch.ones(4, 2, 8)
+SEGMENTS: Any = SimpleNamespace(
+    kv_index=None, cu_seqlens=None, kv_cu_seqlens=None, max_length=4, max_kv_length=4
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +49,7 @@ def parameters(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(varlen, "_varlen_parameters", lambda: frozenset(names))
 
 
-def test_kernels_refuse_what_flash_attention_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_refuses_what_flash_attention_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_no_kernel(BF16, 128) is None
     assert why_no_kernel(torch.float16, 256) is None
     assert "multiple of 8" in str(why_no_kernel(BF16, 100))
@@ -55,18 +59,29 @@ def test_kernels_refuse_what_flash_attention_refuses(monkeypatch: pytest.MonkeyP
     assert why_no_kernel(torch.float16, 64) == "the GPU is older than Ampere"
 
 
-def test_every_torch_has_a_kernel_for_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters(monkeypatch, "window_size", "scale", "enable_gqa")  # 2.12
-    assert varlen_kernel(True, False) is varlen._by_varlen_attn
-    varlen_kernel.cache_clear()
-    parameters(monkeypatch, "window_size", "scale")  # 2.11
-    assert varlen_kernel(True, False) is varlen._by_operator
-    varlen_kernel.cache_clear()
-    for names in (("is_causal",), ()):  # 2.10, and 2.8 without the module
-        parameters(monkeypatch, *names)
-        assert varlen_kernel(False, False) is varlen._by_operator
-        assert varlen_kernel(True, False) is None
+def test_kernel_of_every_torch_for_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without groups torch's function would copy the keys: then its operator is called."""
+    public = "torch.nn.attention.varlen.varlen_attn"
+    operator = "nemo_aligner.models.attention.varlen.gpu_flash_attention"
+    called: list[str] = []
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    for torch_version, names, with_window, wanted in (
+        ("2.12", ("window_size", "scale", "enable_gqa"), True, public),
+        ("2.11", ("window_size", "scale"), True, operator),
+        ("2.10", ("is_causal",), False, operator),
+        ("2.10", ("is_causal",), True, None),
+        ("2.8, without the module", (), False, operator),
+        ("2.8, without the module", (), True, None),
+    ):
         varlen_kernel.cache_clear()
+        parameters(monkeypatch, *names)
+        kernel = varlen_kernel(with_window, False)
+        called.clear()
+        if kernel is not None:
+            for name in (public, operator):
+                monkeypatch.setattr(name, lambda *_, to=name, **more: called.append(to) or [QUERY])
+            kernel(QUERY, QUERY, QUERY, SEGMENTS, Scores(0.5, 3 if with_window else None))
+        assert called == [wanted] * (wanted is not None), torch_version
 
 
 def test_flash_attn_takes_what_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,18 +99,12 @@ def test_flash_attn_takes_what_torch_does_not(monkeypatch: pytest.MonkeyPatch) -
     parameters(monkeypatch)
     attend = varlen_kernel(True, True)
     assert attend is not None
-    query = torch.ones(4, 2, 8)
-    segments: Any = SimpleNamespace(
-        kv_index=None, cu_seqlens=None, kv_cu_seqlens=None, max_length=4, max_kv_length=4
-    )
-    attend(query, query, query, segments, Scores(0.5, 3, 30.0))
+    attend(QUERY, QUERY, QUERY, SEGMENTS, Scores(0.5, 3, 30.0))
     assert seen == {"scale": 0.5, "causal": True, "window": (2, 0), "cap": 30.0}
 
-
-def test_an_old_flash_attn_has_no_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("flash_attn")
+    # Before 2.6 it has no cap.
     module.flash_attn_varlen_func = lambda *tensors, causal: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    varlen_kernel.cache_clear()
     assert varlen_kernel(False, True) is None
 
 
