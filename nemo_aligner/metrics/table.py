@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Flag, auto
+from enum import Enum, Flag, auto
 from typing import Any
 
 from nemo_aligner.metrics import calibration, length, ranking, regression
@@ -27,6 +27,14 @@ class Shown(Flag):
     source = auto()  # of every source apart
 
 
+class Better(Enum):
+    """Which of two values of a metric is the better one, where one is."""
+
+    lower = auto()
+    higher = auto()
+    neither = auto()
+
+
 @dataclass(frozen=True)
 class Metric:
     """A number that is logged as ``name``, or of every attribute as ``name/<attribute>``.
@@ -35,35 +43,44 @@ class Metric:
         meaning: a line for people.
         function: of ``PairRewards`` or ``RatedRewards``, a number or one by attribute; None where
             it is not of rewards alone.
-        lower_is_better: else a larger value is, or neither.
+        better: which values are.
         in_step: makes sense of one batch.
     """
 
     name: str
     meaning: str
     function: Callable[[Any], float | Mapping[str, float]] | None = None
-    lower_is_better: bool = False
+    better: Better = Better.neither
     shown: Shown = Shown.nowhere
     in_step: bool = False
 
 
 _EVERYWHERE = Shown.step | Shown.validation
 
-LOSS = Metric("loss", "what is trained", None, True, _EVERYWHERE, True)
+LOSS = Metric("loss", "what is trained", None, Better.lower, _EVERYWHERE, True)
 
 PAIRS: list[Metric] = [
     Metric(
         "accuracy",
         "chosen above rejected; a tie counts one half",
         ranking.accuracy,
+        Better.higher,
         shown=_EVERYWHERE | Shown.source,
         in_step=True,
     ),
-    Metric("ties", "share of pairs with equal rewards", ranking.ties, True, Shown.validation, True),
+    Metric(
+        "ties",
+        "share of pairs with equal rewards",
+        ranking.ties,
+        Better.lower,
+        Shown.validation,
+        in_step=True,
+    ),
     Metric(
         "reward_margin",
         "mean of chosen minus rejected",
         ranking.mean_margin,
+        Better.higher,
         shown=Shown.validation,
         in_step=True,
     ),
@@ -83,10 +100,10 @@ PAIRS: list[Metric] = [
         "ece",
         "mean gap of sigmoid(|margin|) and the share of right verdicts",
         calibration.expected_calibration_error,
-        True,
+        Better.lower,
         Shown.validation,
     ),
-    Metric("brier", "mean squared error of sigmoid(margin)", calibration.brier, True),
+    Metric("brier", "mean squared error of sigmoid(margin)", calibration.brier, Better.lower),
     Metric(
         "temperature", "T for which sigmoid(margin / T) is most likely", calibration.temperature
     ),
@@ -99,12 +116,14 @@ PAIRS: list[Metric] = [
         "accuracy_longer_chosen",
         "where people chose the longer reply",
         length.accuracy_longer_chosen,
+        Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "accuracy_shorter_chosen",
         "where people chose the shorter reply",
         length.accuracy_shorter_chosen,
+        Better.higher,
         shown=Shown.validation,
     ),
     Metric(
@@ -126,19 +145,25 @@ SPREADS: list[Metric] = [
 
 RATINGS: list[Metric] = [
     Metric(
-        "pearson", "correlation of reward and label", regression.pearson, shown=Shown.validation
+        "pearson",
+        "correlation of reward and label",
+        regression.pearson,
+        Better.higher,
+        Shown.validation,
     ),
-    Metric("spearman", "correlation of their ranks", regression.spearman),
+    Metric("spearman", "correlation of their ranks", regression.spearman, Better.higher),
     Metric(
         "pearson_mean",
         "mean over the attributes",
         regression.pearson_mean,
+        Better.higher,
         shown=Shown.validation | Shown.source,
     ),
     Metric(
         "spearman_mean",
         "mean over the attributes",
         regression.spearman_mean,
+        Better.higher,
         shown=Shown.validation,
     ),
     Metric(
@@ -160,9 +185,9 @@ RUN: list[Metric] = [
     Metric("grad_norm", "before clipping", None, shown=Shown.step),
     Metric("lr", "learning rate", None, shown=Shown.step),
     Metric("loss_scale", "of fp16", None, shown=Shown.step),
-    Metric("skipped_steps", "steps that overflowed fp16", None, True, Shown.step),
+    Metric("skipped_steps", "steps that overflowed fp16", None, Better.lower, Shown.step),
     Metric("tie_parameter", "where it is learned", None, shown=_EVERYWHERE),
-    Metric("gpu_memory_gb", "in use on the first rank's GPU", None, True, Shown.step),
+    Metric("gpu_memory_gb", "in use on the first rank's GPU", None, Better.lower, Shown.step),
     Metric("gpu_power_watts", "of the first rank's GPU", None, shown=Shown.step),
 ]
 
@@ -211,10 +236,10 @@ def find_metric(name: str) -> Metric | None:
     return min(named, key=lambda pair: pair[0])[1] if named else None
 
 
-def lower_is_better(name: str) -> bool:
-    """Whether a smaller value of a logged metric is a better one."""
+def better_values(name: str) -> Better:
+    """Which values of a logged metric are better; neither of one that is not known."""
     row = find_metric(name)
-    return row is not None and row.lower_is_better
+    return Better.neither if row is None else row.better
 
 
 def is_shown(name: str, where: Shown) -> bool:

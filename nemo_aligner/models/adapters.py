@@ -112,8 +112,9 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
     """A from a normal distribution of variance ``1 / in``, B zero: nothing is added yet.
 
     The same at any layout: each A is drawn whole, on the CPU, by a generator of its own. Inputs
-    that the weight has only zeros for get zeros: what was added for tensor parallelism stays
-    without effect.
+    that a row-parallel weight has only zeros for get zeros: query groups that were added for tensor
+    parallelism stay without effect. A column-parallel layer's A is the same on every rank, also
+    where a rank's own outputs are such groups alone.
     """
     for number, linear in _adapted(model):
         weight = linear.adapter.linear_in.weight
@@ -123,8 +124,8 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
         if isinstance(linear, RowLinear):
             begin = linear.tp_group.rank() * weight.size(1)
             whole = whole[:, begin : begin + weight.size(1)]
+            whole[:, (linear.weight == 0).all(0).cpu()] = 0.0
         weight.copy_(whole)
-        weight[:, (linear.weight == 0).all(0)] = 0.0
         linear.adapter.linear_out.weight.zero_()
 
 

@@ -24,21 +24,23 @@ class ClippedValueLoss:
 
     Attributes:
         weights: A numbers that make one value of the head's A attributes.
+        means: A numbers that are added to its outputs first, as they are for rewards; empty: none.
     """
 
     clip: float
     weights: tuple[float, ...] = (1.0,)
+    means: tuple[float, ...] = ()
     columns: ClassVar[tuple[str, ...]] = (RETURNS, PREV_VALUES, MASK)
 
     def loss(self, values: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over tokens, and how many (int), of the head's ``values [T, A]``.
+        """The sum over tokens, and how many (int), of the head's outputs ``values [T, A]``.
 
         Each token is a record with the columns ``returns``, ``prev_values`` and ``mask``, of which
         the first two may be anything where the mask is 0.
         """
         returns, before, mask = records.labels.targets(self.columns).unbind(dim=1)
         counts = mask != 0
-        now = merge_attributes(records.as_single(values), self.weights)
+        now = self.merged(records.as_single(values))
         # Not taken out by the mask, as a device would first have to say how many there are.
         returns, before, now = (torch.where(counts, each, 0.0) for each in (returns, before, now))
         losses = (now - returns).square()
@@ -46,6 +48,13 @@ class ClippedValueLoss:
             clipped = before + (now - before).clamp(-self.clip, self.clip)
             losses = torch.maximum(losses, (clipped - returns).square())
         return 0.5 * losses.sum(), counts.sum()
+
+    def merged(self, outputs: Tensor) -> Tensor:
+        """``[T]`` values of the head's ``outputs [T, A]``."""
+        if self.means:
+            columns = zip(outputs.unbind(dim=1), self.means, strict=True)
+            outputs = torch.stack([column + mean for column, mean in columns], dim=1)
+        return merge_attributes(outputs, self.weights)
 
 
 def merge_attributes(values: Tensor, weights: tuple[float, ...]) -> Tensor:

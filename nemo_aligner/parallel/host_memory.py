@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import weakref
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,9 +46,22 @@ def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+class _Pages(mmap.mmap):
+    """Memory that is let go by ``unlock`` before it is unmapped.
+
+    A ``weakref.finalize`` would come too late: mmap unmaps before it tells its weak references.
+    """
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None and not sys.is_finalizing():
+            self.unlock()
+
+
 def _page_locked(num_bytes: int) -> Tensor:
     """``[num_bytes]`` uint8 zeros."""
-    pages = mmap.mmap(-1, num_bytes)
+    pages = _Pages(-1, num_bytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     code = int(runtime.cudaHostRegister(address, num_bytes, 0))
@@ -56,6 +70,6 @@ def _page_locked(num_bytes: int) -> Tensor:
             f"CUDA error {code}: {num_bytes / 2**30:.1f} GiB of host memory could not be "
             "page-locked; look at ulimit -l, and at how much memory is free"
         )
-    # The tensor holds the pages: they are unmapped when it is gone, after this.
-    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
+    # The tensor holds the pages.
+    pages.unlock = partial(runtime.cudaHostUnregister, address)
     return memory

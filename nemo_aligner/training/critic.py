@@ -18,7 +18,7 @@ from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.data.token_packing import TokenPacking
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer_values
-from nemo_aligner.objectives.clipped_value import ClippedValueLoss, merge_attributes
+from nemo_aligner.objectives.clipped_value import ClippedValueLoss
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.optimizer.optimizer import Optimizer
@@ -80,14 +80,13 @@ class CriticLearner:
         mine = self._packing.share(lengths, self._layout.dp)[self._layout.dp_rank]
         packs = self._packing.pack(sequences, mine)
         found = infer_values(self._ddp, packs, self._layout)
-        weights = self._objective.weights
         gathered = gather_rewards(
             torch.cat(found) if found else None,
             packs,
-            (sum(lengths), len(weights)),
+            (sum(lengths), len(self._objective.weights)),
             self._layout,
         )
-        merged = merge_attributes(gathered, weights).numpy()
+        merged = self._objective.merged(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
     def train(self, rollout: Rollout) -> list[ValueStep]:

@@ -140,7 +140,7 @@ def _build_learner(
         build_optimizer(model, options.optim, ppo.gradient_clip_val, ppo.max_steps),
         layout,
         TokenPacking(options.micro_batch_tokens, shape.query_key_cost()),
-        ClippedValueLoss(options.loss_clip_val, contract.attribute_weights),
+        ClippedValueLoss(options.loss_clip_val, contract.attribute_weights, contract.label_means),
         options.global_batch_size,
     )
 

@@ -117,7 +117,7 @@ def _average(
 
 
 def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) -> None:
-    """Put the mean of their weights in, summed in float64 and rounded once.
+    """Put the mean of their weights in, summed in float64 in host memory and rounded once.
 
     With LoRA it is that of its matrices, which is not the mean of what they add.
     """
@@ -126,7 +126,7 @@ def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) 
     for each in saved:
         checkpoints.load_model(each, model)
         for name, parameter in trained.items():
-            value = parameter.detach().double()
+            value = parameter.detach().cpu().double()
             sums[name] = sums[name] + value if name in sums else value
     for name, parameter in trained.items():
         parameter.data.copy_(sums[name] / len(saved))

@@ -19,7 +19,7 @@ from nemo_aligner.console import say, unfold, waiting_for
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.training_data import TrainingData, how_to_read
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.metrics.table import lower_is_better
+from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.parallel.launch import launch
@@ -125,7 +125,7 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
     ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
 
     Raises:
-        ConfigError: validation gives no metric of that name.
+        ConfigError: validation gives no metric of that name, or ``mode`` is against its own.
     """
     monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
     folder = Path(config.explicit_log_dir) / CHECKPOINTS_NAME
@@ -167,7 +167,16 @@ def _find_monitor(
                 f"exp_manager.checkpoint_callback_params.monitor: got {given!r}, wanted one of "
                 f"{', '.join(available) or 'none, as there is no validation data'}"
             )
-    mode = settings.mode or (
-        MonitorMode.min if monitor is not None and lower_is_better(monitor) else MonitorMode.max
-    )
-    return monitor, mode
+    return monitor, _find_mode(settings.mode, monitor)
+
+
+def _find_mode(given: MonitorMode | None, monitor: str | None) -> MonitorMode:
+    """The given one, or the metric's own; where it has one, they are the same."""
+    better = Better.neither if monitor is None else better_values(monitor)
+    own = MonitorMode.min if better is Better.lower else MonitorMode.max
+    if given not in (None, own) and better is not Better.neither:
+        raise ConfigError(
+            f"exp_manager.checkpoint_callback_params.mode: got {given.value}, but of {monitor} "
+            f"{better.name} values are better; wanted {own.value}, or null"
+        )
+    return given or own

@@ -9,23 +9,29 @@ from nemo_aligner.metrics import table
 from nemo_aligner.metrics.by_source import by_source
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.table import (
+    Better,
     Shown,
+    better_values,
     find_metric,
     is_shown,
-    lower_is_better,
     measure_pairs,
 )
 from tests.tiny import ROOT
 
 
-def test_lower_is_better_for_losses_and_errors_by_the_last_part_of_a_name() -> None:
-    assert [lower_is_better(f"v/{name}") for name in ("loss", "ece", "accuracy")] == [1, 1, 0]
-    # An attribute or a source may have the name of a metric.
-    assert not lower_is_better("v/pearson/ties")
-    assert lower_is_better("v/by_source/x/ties")
-    assert not lower_is_better("v/by_source/ties/accuracy")
-    assert not lower_is_better("v/what_is_this")
-    assert find_metric("v/what_is_this") is None
+def test_better_values_are_known_by_the_last_part_of_a_name() -> None:
+    wanted = {
+        "v/loss": Better.lower,
+        "v/ece": Better.lower,
+        "v/accuracy": Better.higher,
+        "v/reward_chosen_mean": Better.neither,
+        # An attribute, or a source, may have a metric's name.
+        "v/pearson/ties": Better.higher,
+        "v/by_source/x/ties": Better.lower,
+        "v/by_source/ties/accuracy": Better.higher,
+        "v/what_is_this": Better.neither,
+    }
+    assert {name: better_values(name) for name in wanted} == wanted
 
 
 def test_table_says_where_a_metric_is_shown() -> None:

@@ -90,6 +90,26 @@ def test_a_is_drawn_wide_and_by_the_seed(layout: Any) -> None:
     assert torch.cat(scaled).std().item() == pytest.approx(1.0, abs=0.05)
 
 
+def test_adapters_beside_added_query_groups_are_those_of_one_process(layout: Any) -> None:
+    """Zeros stand for them; a rank with no others has the A of a column-parallel layer, too."""
+    plain, padded = build(layout, LORA), build(layout, LORA)
+    with torch.no_grad():
+        for layer in padded.decoder.layers:
+            layer.self_attention.linear_qkv.weight.zero_()
+            layer.self_attention.linear_proj.weight[:, 16:] = 0.0
+    for model in (plain, padded):
+        draw_adapters(model, 1)
+    for one, other in zip(plain.decoder.layers, padded.decoder.layers, strict=True):
+        drawn = [
+            (a.self_attention.linear_qkv.adapter.linear_in.weight.detach(),
+             a.self_attention.linear_proj.adapter.linear_in.weight.detach())
+            for a in (one, other)
+        ]  # fmt: skip
+        assert torch.equal(drawn[0][0], drawn[1][0])
+        assert torch.equal(drawn[0][1][:, :16], drawn[1][1][:, :16])
+        assert not drawn[1][1][:, 16:].any()
+
+
 @pytest.mark.parametrize("rows", [None, 64])
 def test_folded_into_the_weights_it_gives_the_same_rewards(layout: Any, rows: int | None) -> None:
     model = build(layout, LORA)

@@ -40,7 +40,9 @@ def test_clipped_value_that_is_masked_may_be_anything_and_changes_nothing() -> N
     assert values.grad[:, 0].tolist() == [pytest.approx(-0.5), 0.0]
 
 
-def test_clipped_value_attributes_are_merged_by_their_weights() -> None:
-    loss = ClippedValueLoss(0.0, weights=(1.0, -0.5))
-    total, _ = loss.loss(torch.tensor([[3.0, 2.0]]), records((0.0, 0.0, 1.0)))
-    assert total.item() == pytest.approx(0.5 * 2.0**2)
+def test_clipped_value_merges_attributes_by_weights_and_label_means_as_rewards_do() -> None:
+    outputs, token = torch.tensor([[3.0, 2.0]]), records((0.0, 0.0, 1.0))
+    for means, value in (((), 2.0), ((1.5, 2.5), 2.25)):
+        loss = ClippedValueLoss(0.0, weights=(1.0, -0.5), means=means)
+        assert loss.merged(outputs).tolist() == [pytest.approx(value)]
+        assert loss.loss(outputs, token)[0].item() == pytest.approx(0.5 * value**2)

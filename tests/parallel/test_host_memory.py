@@ -21,7 +21,14 @@ class Runtime:
         return self.code
 
     def cudaHostUnregister(self, address: int) -> None:
+        assert is_mapped(address), "it was unmapped before"
         del self.locked[address]
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        ranges = [line.split()[0].split("-") for line in lines]
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
 LIKE = [

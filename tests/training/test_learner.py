@@ -68,10 +68,15 @@ def test_the_mode_suits_the_metric_unless_it_is_set() -> None:
         checkpoints = open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
         keys = [checkpoints._sort_key({f"validation-c/{name}": number}) for number in (value, 0.5)]
         assert keys[0] < keys[1], name  # type: ignore[operator]
-    config.checkpoint_callback_params.mode = MonitorMode.max
-    config.checkpoint_callback_params.monitor = "validation-c/loss"
+    # Where neither is better it may be said; against a metric's own it is an error.
+    settings = config.checkpoint_callback_params
+    settings.monitor, settings.mode = "validation-c/reward_margin_p05", MonitorMode.min
     checkpoints = open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
-    assert checkpoints._sort_key({"validation-c/loss": 0.9}) == (-0.9, 0.9)
+    assert checkpoints._sort_key({settings.monitor: 0.9})[0] == 0.9  # type: ignore[index]
+    for monitor, mode, other in (("loss", "max", "min"), ("accuracy", "min", "max")):
+        settings.monitor, settings.mode = monitor, MonitorMode[mode]
+        with pytest.raises(ConfigError, match=f"mode: got {mode}, .*{monitor}.* wanted {other}"):
+            open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
 
 
 def test_changed_settings_name_the_key_and_both_values() -> None:

@@ -13,7 +13,7 @@ from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.html.sections import Heldout, PageSection, PageTable, of_pairs
 from nemo_aligner.metrics import length
 from nemo_aligner.metrics.by_source import BY_SOURCE
-from nemo_aligner.metrics.table import find_metric, lower_is_better
+from nemo_aligner.metrics.table import Better, better_values, find_metric
 
 _MAIN = ("accuracy", "pearson_mean", "loss")
 
@@ -55,7 +55,7 @@ def _best(run: Reported) -> str:
         if main is not None:
             steps, values = run.curves[f"{name}/{main}"]
             losses = dict(zip(*run.curves.get(f"{name}/loss", ((), ())), strict=True))
-            sign = 1 if lower_is_better(main) else -1
+            sign = 1 if better_values(main) is Better.lower else -1
             _, _, at, best = min(
                 (sign * value, losses.get(step, 0.0), step, value)
                 for step, value in zip(steps, values, strict=True)

@@ -40,11 +40,13 @@ def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
     """The mean score of the best by reward of n, over all choices of n of ``[K]``."""
     order = np.argsort(-rewards, kind="stable")
     count = len(rewards)
-    chances = np.array([math.comb(count - 1 - place, n - 1) for place in range(count)], dtype=float)
+    # Shares of all choices: these numbers themselves leave a double's range from 1,030 replies on.
+    choices = math.comb(count, n)
+    chances = np.array([math.comb(count - 1 - place, n - 1) / choices for place in range(count)])
     # Of equal rewards none comes before another.
     _, groups = np.unique(-rewards[order], return_inverse=True)
     even = np.bincount(groups, weights=chances) / np.bincount(groups)
-    return float(even[groups] @ scores[order] / math.comb(count, n))
+    return float(even[groups] @ scores[order])
 
 
 def _judge(item: TaskItem, rewards: np.ndarray) -> float:

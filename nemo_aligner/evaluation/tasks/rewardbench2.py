@@ -2,8 +2,9 @@
 
 Where several texts share the highest reward, and the right one is among them, it counts as its
 share of them. In the subset ``Ties`` some prompts have many right replies (``tied:N``) and go with
-one that has a single right one (``ref:N``); its score is that of ``rewardbench/utils.py``,
-``process_single_model`` (allenai/reward-bench 0.1.4). Overall is the mean of the six subsets.
+one that has a single right one (``ref:N``); its score is that of ``process_single_model`` in
+``rewardbench/utils.py`` (allenai/reward-bench, commit 05a9005; release 0.1.4 leaves prompts whose
+right replies are all equal out of the last term). Overall is the mean of the six subsets.
 """
 
 from __future__ import annotations
@@ -69,13 +70,17 @@ def ties_score(judged: Sequence[Judged]) -> float:
     spread = [(ref, many, many.among_right) for ref, many in both if many.among_right is not None]
     preferred = [many.to_wrong > among for _, many, among in spread]
     clearly = [min(ref.to_wrong, many.to_wrong) > among for ref, many, among in spread]
-    ratios = [min(ref.to_wrong, many.to_wrong) / among for ref, many, among in spread if among > 0]
+    # Where all right ones are equal the ratio is infinite, as in theirs; 0/0 counts 0.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = [
+            np.float64(min(ref.to_wrong, many.to_wrong)) / among for ref, many, among in spread
+        ]
     return (
         0.3 * _mean([each.is_right for each in tied.values()])
         + 0.3 * _mean([each.is_right for each in refs.values()])
         + 0.2 * _mean(preferred)
         + 0.2 * _mean(clearly)
-        + 0.01 * _mean([math.tanh(ratio - 1) for ratio in ratios])
+        + 0.01 * _mean([0.0 if math.isnan(each) else math.tanh(each - 1) for each in ratios])
     )
 
 

@@ -1,9 +1,9 @@
 """RM-Bench (Liu et al. 2024, arXiv 2410.16184): each right reply against each wrong one, by style.
 
 Both come concise, detailed, and detailed with markdown. Normal is style against the same style;
-hard is a plainer right reply against a fancier wrong one, easy the other way round
-(THU-KEG/RM-Bench, README). Safety is the mean of its two parts, overall that of chat, math, code
-and safety.
+hard is a plainer right reply against a fancier wrong one, easy the other way round. As in its own
+``compute_accuracy`` (THU-KEG/RM-Bench, scripts/utils.py), all items of ``safety-...`` are one
+domain, and easy, normal, hard and the total are means over the four domains.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from nemo_aligner.evaluation.tasks.base import (
 )
 
 _STYLES = 3
-_SAFETY = ("safety-refuse", "safety-response")
-_DOMAINS = ("chat", "math", "code", "safety")
+_DIFFICULTIES = ("easy", "normal", "hard")
+_SAFETY = "safety"
+_DOMAINS = ("chat", "math", "code", _SAFETY)
 
 
 def _read(value: dict[str, Any]) -> TaskItem:
@@ -45,33 +46,33 @@ def _judge(item: TaskItem, rewards: np.ndarray) -> float:
 
 
 def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
-    rows = []
+    rows, domains = [], dict[str, list[TaskRow]]()
     for name, some in by_subset(judged).items():
-        rows.append(share_row(Level.subset, name, some))
-        rows += _by_difficulty(Level.subset, f"{name}, ", some)
-    means = {row.name: row for row in rows}
-    safety = [means[name] for name in _SAFETY if name in means]
-    if len(safety) == len(_SAFETY):
-        means["safety"] = TaskRow(Level.section, "safety", mean_of(safety))
-        rows.append(means["safety"])
-    rows += _by_difficulty(Level.section, "all, ", judged)
-    if all(name in means for name in _DOMAINS):
-        value = mean_of(means[name] for name in _DOMAINS)
-        rows.append(TaskRow(Level.overall, "RM-Bench", value))
+        domains[name] = [share_row(Level.subset, name, some), *_by_difficulty(name, some)]
+        rows += domains[name]
+    safety = [each for each in judged if each.item.subset.startswith(_SAFETY)]
+    if safety and _SAFETY not in domains:
+        whole = share_row(Level.section, _SAFETY, safety)
+        domains[_SAFETY] = [whole, *_by_difficulty(_SAFETY, safety)]
+        rows += domains[_SAFETY]
+    if all(name in domains for name in _DOMAINS):
+        of_domains = zip(*(domains[name] for name in _DOMAINS), strict=True)
+        total, *difficulties = map(mean_of, of_domains)
+        rows += [
+            TaskRow(Level.section, f"all, {name}", value)
+            for name, value in zip(_DIFFICULTIES, difficulties, strict=True)
+        ]
+        rows.append(TaskRow(Level.overall, "RM-Bench", total))
     return rows
 
 
-def _by_difficulty(level: Level, prefix: str, judged: Sequence[Judged]) -> list[TaskRow]:
+def _by_difficulty(domain: str, judged: Sequence[Judged]) -> list[TaskRow]:
     wins = np.mean([_wins(each.rewards) for each in judged], axis=0)
     plainer, fancier = np.triu_indices(_STYLES, 1)
-    shares = {
-        "easy": wins[fancier, plainer].mean(),
-        "normal": np.diag(wins).mean(),
-        "hard": wins[plainer, fancier].mean(),
-    }
+    shares = (wins[fancier, plainer].mean(), np.diag(wins).mean(), wins[plainer, fancier].mean())
     return [
-        TaskRow(level, f"{prefix}{name}", float(share), len(judged))
-        for name, share in shares.items()
+        TaskRow(Level.subset, f"{domain}, {name}", float(share), len(judged))
+        for name, share in zip(_DIFFICULTIES, shares, strict=True)
     ]
 
 

@@ -66,6 +66,8 @@ class Optimizer:
         self.skipped_steps = 0
         groups = optimizer.param_groups
         self._settings = [{key: group[key] for key in _SETTINGS} for group in groups]
+        # Of its kind of AdamW: one that was saved by another kind has other keys.
+        self._own = [{key: group[key] for key in group if key != "params"} for group in groups]
 
     @property
     def lr(self) -> float:
@@ -172,10 +174,14 @@ class Optimizer:
     def _restore_settings(self) -> None:
         """Every group's own, of which megatron-core makes those of another that decays alike.
 
-        It does so whenever it loads, and also before, to know what there is to be loaded.
+        It does so whenever it loads, and also before, to know what there is to be loaded. What
+        torch's, Apex's and TransformerEngine's AdamW each have alone is not in another's state.
         """
-        for group, values in zip(self._optimizer.param_groups, self._settings, strict=True):
+        groups = self._optimizer.param_groups
+        for group, values, own in zip(groups, self._settings, self._own, strict=True):
             group.update(values)
+            for key, value in own.items():
+                group.setdefault(key, value)
 
     def _count_steps_without_parameters(self) -> None:
         """Give torch's AdamW a count on a rank where all is frozen; megatron-core asks for one."""

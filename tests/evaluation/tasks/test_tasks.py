@@ -20,7 +20,7 @@ from nemo_aligner.evaluation.tasks import TASKS, find_task
 from nemo_aligner.evaluation.tasks.base import Judged, Level, TaskItem
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS, SECTIONS
-from nemo_aligner.evaluation.tasks.rewardbench2 import SUBSETS
+from nemo_aligner.evaluation.tasks.rewardbench2 import SUBSETS, ties_score
 from nemo_aligner.text.contract import OverlongError
 from nemo_aligner.text.messages import Text, reply_of
 from tests import tiny
@@ -253,8 +253,55 @@ def test_rm_bench_has_easy_normal_and_hard(tmp_path: Path) -> None:
     assert found["chat"] == pytest.approx(5 / 9)
     assert found["math"] == pytest.approx((5 / 9 + 1) / 2)
     assert found["safety"] == pytest.approx(5 / 9)
-    assert found["all, hard"] == pytest.approx(1 / 6)
+    assert found["all, hard"] == pytest.approx(1 / 8)
     assert found["RM-Bench"] == pytest.approx((3 * 5 / 9 + (5 / 9 + 1) / 2) / 4)
+
+
+def official_rm_bench(items: Sequence[tuple[str, np.ndarray]]) -> dict[str, float]:
+    """What ``compute_accuracy`` of THU-KEG/RM-Bench does, in other words."""
+    found: dict[str, list[float]] = {}
+    for domain in ("chat", "math", "code", "safety"):
+        of_domain = [rewards for name, rewards in items if name.startswith(domain)]
+        wins = np.mean([r[:3, None] > r[None, 3:] for r in of_domain], axis=0)
+        easy, hard = wins[np.tril_indices(3, -1)].mean(), wins[np.triu_indices(3, 1)].mean()
+        found[domain] = [easy, np.diag(wins).mean(), hard]
+    means = np.array(list(found.values()))
+    named = dict(zip(("all, easy", "all, normal", "all, hard"), means.mean(axis=0), strict=True))
+    return {**named, "safety": means[3].mean(), "RM-Bench": means.mean()}
+
+
+def test_rm_bench_equals_its_own_rule_with_unequal_halves_of_safety() -> None:
+    rng = np.random.default_rng(0)
+    task = TASKS["rm_bench"]
+    names = ["chat", "math", "code", *["safety-refuse"] * 3, "safety-response"]
+    for _ in range(200):
+        items = [(name, rng.integers(0, 4, 6).astype(float)) for name in names]
+        judged = [
+            Judged(TaskItem("1", name, ("",) * 6, 3), rewards, task.judge(None, rewards))  # type: ignore[arg-type]
+            for name, rewards in items
+        ]
+        rows = {row.name: row.value for row in task.summarise(judged)}
+        wanted = official_rm_bench(items)
+        assert {name: rows[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_rewardbench2_ties_of_equal_right_replies_have_an_infinite_margin() -> None:
+    def judged(name: str, count: int, *rewards: float) -> Judged:
+        return Judged(TaskItem(name, "Ties", ("",) * len(rewards), count), np.array(rewards), 1.0)
+
+    one = judged("ref:1", 1, 1.0, 0.0)
+    for wrong, margin in ((0.0, 1.0), (2.0, -1.0), (1.0, 0.0)):
+        many = judged("tied:1", 2, 1.0, 1.0, wrong)
+        right = float(wrong < 1)
+        assert ties_score([one, many]) == pytest.approx(0.3 + 0.7 * right + 0.01 * margin)
+
+
+def test_best_of_n_of_thousands_of_replies() -> None:
+    rewards = np.arange(3000.0)
+    assert best_of(1, rewards, rewards) == pytest.approx(1499.5)
+    # The mean of the larger of two of 0 ... K - 1 is (2 K - 1) / 3.
+    assert best_of(2, rewards, rewards) == pytest.approx((2 * 3000 - 1) / 3)
+    assert best_of(1500, rewards, rewards) > 2997
 
 
 def ppe(number: int, right: set[int], pairs: list[list[int]], **more: Any) -> dict[str, Any]:
