@@ -23,7 +23,7 @@ from nemo_aligner.console import (
 )
 
 
-def test_width_of_a_log_file_is_80_columns_and_a_terminal_has_its_own(
+def test_a_log_file_has_80_columns_and_a_terminal_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -45,7 +45,7 @@ def test_lines_break_between_words_and_keep_their_indent() -> None:
     ]
 
 
-def test_rows_of_a_table_that_are_long_go_on_below_their_text() -> None:
+def test_a_long_row_of_a_table_goes_on_below_its_text() -> None:
     sources = ", ".join(f"source_{number} {number}" for number in range(12))
     lines = fit_row("  many sources", sources, 28).splitlines()
     assert lines[0].startswith("  many sources".ljust(28) + "source_0 0, ")
@@ -69,18 +69,24 @@ def test_fields_are_never_broken() -> None:
     assert unfold(f"before\n{join_fields(fields)}\nafter") == ["before", "  ".join(fields), "after"]
 
 
-def test_durations_numbers_and_sizes() -> None:
-    durations = {
-        0.2: "0 s",
-        89.4: "89 s",
-        90: "2 min",
-        3540: "59 min",
-        3590: "1 h 0 min",
-        7260: "2 h 1 min",
-        172000: "47 h 47 min",
-        180000: "2 d 2 h",
-    }
-    assert {seconds: show_duration(seconds) for seconds in durations} == durations
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.2, "0 s"),
+        (89.4, "89 s"),
+        (90, "2 min"),
+        (3540, "59 min"),
+        (3590, "1 h 0 min"),
+        (7260, "2 h 1 min"),
+        (172000, "47 h 47 min"),
+        (180000, "2 d 2 h"),
+    ],
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert show_duration(seconds) == shown
+
+
+def test_numbers_and_sizes() -> None:
     values = (0.6931472, 1.97e-05, 65536.0, 123456.7, 3e12, 1.0, float("nan"))
     assert [show_number(value) for value in values] == [
         *("0.6931", "1.97e-05", "65536", "123457", "3e+12", "1", "nan"),
@@ -88,7 +94,7 @@ def test_durations_numbers_and_sizes() -> None:
     assert [show_bytes(count) for count in (95.2e6, 1.6e10)] == ["95.2 MB", "16.0 GB"]
 
 
-def test_progress_of_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     now = 50.0
     counter = Counter("validation", "pairs", now=lambda: now)
     counter.show(0, 423)
@@ -103,7 +109,7 @@ def test_progress_of_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[
     assert console.LINE_SECONDS == 10
 
 
-def test_progress_of_quick_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     counter = Counter("validation", "pairs")
     for done in range(100):
         counter.show(done, 99)
@@ -111,7 +117,7 @@ def test_progress_of_quick_work_is_silent(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == ""
 
 
-def test_waiting_for_work_without_a_measure_says_how_long_it_takes() -> None:
+def test_work_without_a_measure_says_how_long_it_takes() -> None:
     said: list[str] = []
     enough = threading.Event()
 
@@ -128,7 +134,7 @@ def test_waiting_for_work_without_a_measure_says_how_long_it_takes() -> None:
     assert len(said) == count
 
 
-def test_waiting_for_what_is_soon_over_is_silent() -> None:
+def test_what_is_soon_over_says_nothing() -> None:
     said: list[str] = []
     with pytest.raises(KeyError), waiting_for("loading", said.append):
         raise KeyError

@@ -50,7 +50,11 @@ def import_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         sys.modules.pop(name, None)
 
 
-def test_extending_by_a_loss_that_names_its_columns(
+def test_the_page_has_an_example_of_each_kind() -> None:
+    assert {"my_objectives", "my_formats", "my_metrics", "my_protocol"} <= set(FILES)
+
+
+def test_a_loss_learns_from_the_columns_that_it_names(
     import_example: Import, contracts: Contracts, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     import_example("my_objectives")
@@ -70,16 +74,19 @@ def test_extending_by_a_loss_that_names_its_columns(
     rewards = torch.tensor([[1.0], [0.0]] * 3)
     total, count = data.objective.loss(rewards, data.train.records)
     assert (float(total), int(count)) == (0.5, 3)
-    labels = LabelColumns.of(["label_margin"], torch.tensor([[2.0], [0.0]]))
-    objective = sys.modules["my_objectives"].MarginHinge()  # labels may be missing
-    total, _ = objective.loss(torch.zeros(4, 1), Records.of([0, 1], [2, 2], labels))
-    assert float(total) == 2.0
     path.write_text(json.dumps({key: rows[0][key] for key in ("prompt", "chosen", "rejected")}))
     with pytest.raises(DataError, match=r"pairs.jsonl:1: missing key 'label_margin', a label col"):
         build_training_data(config, contracts(), tokenizer)
 
 
-def test_extending_by_a_format_that_is_found_by_its_keys(
+def test_a_loss_may_have_labels_that_are_missing(import_example: Import) -> None:
+    objective = import_example("my_objectives").MarginHinge()
+    labels = LabelColumns.of(["label_margin"], torch.tensor([[2.0], [0.0]]))
+    total, _ = objective.loss(torch.zeros(4, 1), Records.of([0, 1], [2, 2], labels))
+    assert float(total) == 2.0
+
+
+def test_a_format_is_found_by_its_keys(
     import_example: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = import_example("my_formats").FORMAT
@@ -93,14 +100,16 @@ def test_extending_by_a_format_that_is_found_by_its_keys(
         read_records(path, Reading(RecordKind.comparison))
 
 
-def test_extending_by_a_metric(import_example: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_is_measured_with_the_others(
+    import_example: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(table, "PAIRS", list(table.PAIRS))
     import_example("my_metrics")
     pairs = PairRewards.of(torch.tensor([[3.0, 0.0], [1.0, 0.5]]))
     assert table.measure_pairs(pairs, in_step=True)["clear_accuracy"] == 0.5
 
 
-def test_extending_by_a_protocol(import_example: Import) -> None:
+def test_a_protocol_is_served_with_the_others(import_example: Import) -> None:
     pytest.importorskip("fastapi")
     from nemo_aligner.config.gateway import GatewayConfig
     from nemo_aligner.serving.transports.http import build_app
@@ -116,13 +125,13 @@ def test_extending_by_a_protocol(import_example: Import) -> None:
     assert "ScoreOneRequest" in call(app, "/openapi.json").json["components"]["schemas"]
 
 
-def test_format_samples_fit_one_format_each() -> None:
-    for known in FORMATS.values():
-        for value in known.sample:
-            assert [each for each in FORMATS.values() if each.matches(value)] == [known]
+@pytest.mark.parametrize("known", FORMATS.values(), ids=lambda known: known.name)
+def test_every_sample_fits_exactly_one_format(known: object) -> None:
+    for value in known.sample:  # type: ignore[attr-defined]
+        assert [each for each in FORMATS.values() if each.matches(value)] == [known]
 
 
-def test_extending_page_has_the_model_family_that_is_tested() -> None:
+def test_the_model_family_of_the_page_is_the_one_that_is_tested() -> None:
     """``tests/checkpoint/hf/families/test_outside.py`` converts it both ways."""
     tested = (tiny.ROOT / "tests/checkpoint/hf/families/toy_llama.py").read_text()
     assert tested.strip() in PAGE

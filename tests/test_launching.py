@@ -1,16 +1,17 @@
-"""What tests have in common: scripts on ranks of prepared processes, and what is built once."""
+"""Scripts forked from prepared processes end, fail and are stopped as those that start fresh."""
 
 from __future__ import annotations
 
-import json
+import os
+import signal
 import subprocess
-import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from tests import tiny
-from tests.once import once_per_run
+from tests import launching, tiny
 
 SCRIPT = """
 import atexit, json, os, signal, subprocess, sys, time
@@ -20,9 +21,9 @@ rank = int(os.environ.get("RANK", 0))
 sys.stderr.write(f"rank {rank} of {os.environ.get('WORLD_SIZE', 1)}\\n")
 what = sys.argv[1]
 if what == "tell":
-    ours = [name for name in sys.modules if name.startswith(("nemo_aligner", "megatron"))]
-    told = os.environ.get("TOLD")
-    print(json.dumps([sys.argv, sys.path[0], os.getcwd(), told, __name__, ours]))
+    print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ.get("TOLD"), __name__]))
+if what == "ours":
+    print([name for name in sys.modules if name.startswith(("nemo_aligner", "megatron"))])
 if what == "hash":
     here = hash("a")
     below = subprocess.run([sys.executable, "-c", "print(hash('a'))"], stdout=subprocess.PIPE)
@@ -32,33 +33,21 @@ if what == "exit":
 if what == "raise":
     raise KeyError("lost")
 there = os.path.join(sys.path[0], "there")
-if what == "kill" and rank == 0:
-    open(there, "w").close()
-elif what == "kill":
-    while not os.path.exists(there):
-        time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60 if what in ("kill", "sleep") else 0)
-"""
-WORKER = """
-import sys, time
-from pathlib import Path
-from tests.once import Turns, once_per_run
-
-def build(folder):
-    time.sleep(0.5)
-    (folder / "made").write_text("")
-    print("built")
-
-run = Path(sys.argv[1])
-assert (once_per_run(run, "thing", build) / "made").exists()
-turns = Turns()
-turns.begin(run)
-turns.count = 1
-with turns.one(), turns.one():
-    (run / "inside").mkdir()  # no other worker is
-    time.sleep(0.2)
-    (run / "inside").rmdir()
+if what == "refuse":
+    signal.signal(signal.SIGTERM, lambda *_: print("not now", flush=True))
+if what in ("kill", "fail", "refuse"):
+    if rank == 0:
+        open(there, "w").close()
+    else:
+        while not os.path.exists(there):
+            time.sleep(0.1)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(3)
+if what == "pid":
+    with open(there, "w") as file:
+        file.write(str(os.getpid()))
+time.sleep(60 if what in ("kill", "fail", "refuse", "sleep", "pid") else 0)
 """
 
 
@@ -70,34 +59,51 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_script_of_a_prepared_process_is_as_one_that_starts_fresh(script: str) -> None:
-    done = tiny.run_script(script, "tell", "a b")
-    (told, end), folder = done.stdout.splitlines(), str(Path(script).parent)
-    here = [[script, "tell", "a b"], folder, str(tiny.ROOT), None, "__main__", []]
-    assert json.loads(told) == here
-    assert (end, done.stderr) == ("the end", "rank 0 of 1\n")
-    # What the libraries may read is set before they are imported: by a fresh start.
-    done = tiny.run_script(script, "tell", "a b", env={"TOLD": "so"})
-    assert json.loads(done.stdout.splitlines()[0]) == [*here[:3], "so", *here[4:]]
+@pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
+class TestBoth:
+    def test_output_and_end(self, script: str, fresh: bool) -> None:
+        done = tiny.run_script(script, "tell", "a b", fresh=fresh)
+        line, end = done.stdout.splitlines()
+        folder = str(Path(script).parent)
+        root = str(tiny.ROOT)
+        assert line == f'[["{script}", "tell", "a b"], "{folder}", "{root}", null, "__main__"]'
+        assert end == "the end"
+        assert done.stderr == "rank 0 of 1\n"
+
+    def test_failures(self, script: str, fresh: bool) -> None:
+        done = tiny.run_script(script, "exit", check=False, fresh=fresh)
+        assert (done.returncode, done.stderr) == (1, "rank 0 of 1\nno more\n")
+        done = tiny.run_script(script, "raise", check=False, fresh=fresh)
+        assert done.returncode == 1
+        assert done.stderr.endswith("KeyError: 'lost'\n")
+        with pytest.raises(AssertionError, match="ended with 1"):
+            tiny.run_script(script, "raise", fresh=fresh)
+
+    def test_too_long(self, script: str, fresh: bool) -> None:
+        with pytest.raises(subprocess.TimeoutExpired):
+            tiny.run_script(script, "sleep", timeout=1, fresh=fresh)
 
 
-def test_script_that_fails_is_an_error(script: str) -> None:
-    done = tiny.run_script(script, "exit", check=False)
-    assert (done.returncode, done.stderr) == (1, "rank 0 of 1\nno more\n")
-    with pytest.raises(AssertionError, match=r"ended with 1(.|\n)*KeyError: 'lost'"):
-        tiny.run_script(script, "raise")
-    with pytest.raises(subprocess.TimeoutExpired):
-        tiny.run_script(script, "sleep", timeout=1)
-
-
-def test_ranks_end_with_one_that_fails(script: str) -> None:
-    done = tiny.run_script(script, "kill", processes=2, check=False, timeout=50)
+@pytest.mark.parametrize(
+    "fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["prepared", "fresh"]
+)
+@pytest.mark.parametrize("how", ["kill", "fail"])
+def test_the_others_end_with_a_rank_that_fails(script: str, how: str, fresh: bool) -> None:
+    done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
     assert done.returncode == 1
     assert "rank 0 of 2" in done.stderr
     assert "rank 1 of 2" in done.stderr
 
 
-def test_ranks_hash_strings_each_in_its_own_way(
+@pytest.mark.slow(seconds=16)
+def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "GRACE_SECS", 1)
+    done = tiny.run_script(script, "refuse", processes=2, check=False, timeout=50)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["the end", "not now"]
+
+
+def test_each_rank_hashes_strings_in_its_own_way(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so do the processes that it starts: no seed is passed on."""
@@ -108,7 +114,36 @@ def test_ranks_hash_strings_each_in_its_own_way(
     assert len({number for line in lines for number in line[1:3]}) == 4
 
 
-def test_script_gets_nothing_that_a_launch_put_into_this_process(
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_leaves_nothing_behind(script: str) -> None:
+    there = Path(script).parent / "there"
+
+    def interrupt() -> None:
+        while not (there.exists() and there.read_text()):
+            time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run_script(script, "pid", timeout=50)
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(there.read_text()), 0)
+    assert "the end" in tiny.run_script(script, "tell").stdout
+
+
+def test_nothing_of_ours_is_imported_before_a_script_is(script: str) -> None:
+    assert tiny.run_script(script, "ours").stdout.splitlines()[0] == "[]"
+
+
+def test_what_the_libraries_may_read_is_set_before_they_are_imported(script: str) -> None:
+    """By a fresh start, where a test wants another environment than others had."""
+    done = tiny.run_script(script, "tell", env={"TOLD": "so"})
+    assert '"so"' in done.stdout
+
+
+def test_what_a_launch_puts_into_this_process_reaches_no_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -124,26 +159,3 @@ def test_script_gets_nothing_that_a_launch_put_into_this_process(
     tiny.run_verb("plan")
     added = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
     assert seen[0].keys() <= tiny.GIVEN.keys() | added
-
-
-def test_once_builds_for_all_workers_who_take_turns(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER, str(tmp_path)]
-    workers = [
-        subprocess.Popen(command, cwd=tiny.ROOT, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
-    said = [worker.communicate()[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * 4
-    assert sorted(said) == ["", "", "", "built\n"]
-
-
-def test_once_builds_again_in_an_empty_folder_what_failed(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
-        (folder / "half").write_text("")
-        raise ValueError
-
-    with pytest.raises(ValueError):  # noqa: PT011
-        once_per_run(tmp_path, "thing", fail)
-    folder = once_per_run(tmp_path, "thing", lambda folder: (folder / "whole").write_text(""))
-    assert [path.name for path in folder.iterdir()] == ["whole"]
-    assert once_per_run(tmp_path, "thing", fail) == folder

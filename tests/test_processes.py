@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,36 +23,53 @@ SLURM = {
 }
 
 
-def place(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Rank, world size, and both within the machine."""
-    process = find_process(environment)
-    return process.rank, process.world_size, process.local_rank, process.local_world_size
+def test_torchrun_environment() -> None:
+    process = find_process(TORCHRUN)
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
+        5,
+        8,
+        1,
+        4,
+    )
+    assert process.master == ("node1", 1234)
 
 
-def test_process_by_the_environment_of_torchrun() -> None:
-    assert place(TORCHRUN) == (5, 8, 1, 4)
-    assert find_process(TORCHRUN).master == ("node1", 1234)
+def test_slurm_environment() -> None:
+    process = find_process(SLURM)
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
+        9,
+        16,
+        1,
+        8,
+    )
+    assert process.master == ("gpu003", 29402)
+    assert find_process({**SLURM, "MASTER_ADDR": "head"}).master == ("head", 29402)
+
+
+def test_a_slurm_batch_shell_without_srun_is_one_process() -> None:
+    shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
+    assert find_process(shell).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[003-005,9],cpu1", "gpu003"),
+        ("a1,b2", "a1"),
+        ("rack[2,4]-n", "rack2-n"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_missing_and_malformed_variables_are_named() -> None:
     without = {key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"}
     with pytest.raises(ConfigError, match="MASTER_PORT: it is missing"):
         find_process(without)
     with pytest.raises(ConfigError, match="LOCAL_RANK: got 'x', wanted a number"):
         find_process({**TORCHRUN, "LOCAL_RANK": "x"})
-
-
-def test_process_by_the_environment_of_slurm() -> None:
-    assert place(SLURM) == (9, 16, 1, 8)
-    assert find_process(SLURM).master == ("gpu003", 29402)
-    assert find_process({**SLURM, "MASTER_ADDR": "head"}).master == ("head", 29402)
-    # A batch shell without srun is one process.
-    shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
-    assert find_process(shell).world_size == 1
-    hosts = {
-        "gpu7": "gpu7",
-        "gpu[003-005,9],cpu1": "gpu003",
-        "a1,b2": "a1",
-        "rack[2,4]-n": "rack2-n",
-    }
-    assert {nodelist: first_host(nodelist) for nodelist in hosts} == hosts
 
 
 @pytest.fixture
@@ -71,7 +87,7 @@ def start_as(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(key, value)
 
 
-def test_error_of_the_only_process_is_said_at_once(
+def test_the_only_process_says_its_error_at_once(
     waits: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report(ConfigError("x: got 3")) == 1
@@ -80,7 +96,7 @@ def test_error_of_the_only_process_is_said_at_once(
     assert waits == []
 
 
-def test_error_before_the_ranks_know_each_other_is_said_by_the_first_one(
+def test_before_the_ranks_know_each_other_the_first_one_speaks(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_as(0, monkeypatch)
@@ -92,7 +108,7 @@ def test_error_before_the_ranks_know_each_other_is_said_by_the_first_one(
     assert waits == [processes.HOLD_BACK_S]
 
 
-def test_error_of_a_rank_that_speaks_for_others_does_not_wait(
+def test_a_rank_that_speaks_for_others_does_not_wait(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_as(5, monkeypatch)
@@ -102,7 +118,7 @@ def test_error_of_a_rank_that_speaks_for_others_does_not_wait(
     assert (capsys.readouterr().err, waits) == ("ConfigError: x: got 3\n", [])
 
 
-def test_error_of_a_peer_is_silent_and_ends_the_rank_later(
+def test_a_rank_whose_peer_failed_is_silent_and_ends_later(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_as(0, monkeypatch)
@@ -110,7 +126,7 @@ def test_error_of_a_peer_is_silent_and_ends_the_rank_later(
     assert (capsys.readouterr().err, waits) == ("", [processes.HOLD_BACK_S])
 
 
-def test_exit_code_is_of_the_first_rank_alone_which_leaves_last(
+def test_the_first_rank_alone_has_an_exit_code_and_leaves_last(
     waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert leave_together(138) == 138  # without a launcher there is nobody to wait for
@@ -123,7 +139,7 @@ def test_exit_code_is_of_the_first_rank_alone_which_leaves_last(
     assert waits == [processes.HOLD_BACK_S]
 
 
-def test_error_is_told_to_torchrun(
+def test_torchrun_is_told(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for file in (tmp_path / "error.json", tmp_path / "nowhere" / "error.json"):
@@ -133,7 +149,7 @@ def test_error_is_told_to_torchrun(
     assert told["message"]["message"] == "ConfigError: x: got 3"
 
 
-def test_error_in_an_environment_of_nonsense_is_said_by_every_rank(
+def test_an_environment_of_nonsense_is_said_by_every_rank(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_as(5, monkeypatch)

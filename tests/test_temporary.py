@@ -33,35 +33,36 @@ def is_empty_soon(folder: Path, seconds: float = 20.0) -> bool:
     return not list(folder.iterdir())
 
 
-def test_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
-    """By an error (0), or a signal to the whole group, as a terminal sends it."""
-    started = {}
-    for order in (0, signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        folder = tmp_path / str(int(order))
-        folder.mkdir()
-        command = [sys.executable, "-c", SCRIPT, str(folder), folder.name]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True)
-        started[order] = (process, folder)
-    for order, (process, folder) in started.items():
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"\n"
-        assert order == 0 or [file.read_text() for file in folder.glob("*/weights")] == ["many"]
-        if order:
-            os.killpg(process.pid, order)
-        process.communicate()
-        assert process.returncode != 0, order
-        assert is_empty_soon(folder), order
+@pytest.mark.parametrize("order", [0, signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_folder_goes_with_its_process(order: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(int(order))]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    assert [file.read_text() for file in tmp_path.glob("*/weights")] == ["many"]
+    if order:  # to the whole group, as a terminal does
+        os.killpg(process.pid, order)
+    process.communicate()
+    assert process.returncode != 0
+    assert is_empty_soon(tmp_path)
 
 
-def test_temporary_folder_is_removed_and_one_of_others_stays(scratch: Path, tmp_path: Path) -> None:
+def test_a_folder_is_gone_once_it_is_removed(scratch: Path) -> None:
     folder = make_temporary("x")
     (folder / "inside").mkdir()
     assert folder.parent == scratch
     remove_temporary(folder)
     remove_temporary(folder)
     assert not list(scratch.iterdir())
+
+
+def test_a_folder_of_others_stays(tmp_path: Path) -> None:
     remove_temporary(tmp_path)
     assert tmp_path.is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         make_temporary("x", tmp_path / "nowhere")

@@ -11,23 +11,27 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
 from tests.docs.pages import PAGES, blocks, every_block, name_of, shell_commands, split_verb
-from tests.docs.workplace import RUN, first_run
-from tests.launching import ROOT
-from tests.serving.servers import running
+from tests.docs.workplace import RUN, build_workplace, first_run
+from tests.launching import ROOT, free_port
+from tests.once import Once
+from tests.serving.servers import Server, running
 
 TRACKING = "tests/training/test_tracking.py"  # wandb and mlflow have an environment of their own
 ELSEWHERE = {
     "bash scripts/quickstart.sh": "tests/end_to_end/test_quickstart.py",
     "bash scripts/gpu_first_hour.sh": "tests/benchmarks/test_gpu_first_hour.py",
-    "curl http://127.0.0.1:": "tests/docs/test_serving_pages.py",
+    "curl http://127.0.0.1:5555": "tests/serving/test_page.py",
+    "curl http://127.0.0.1:8000": "tests/serving/test_gateway_page.py",
     "nemo-aligner train --config conf/train_reward_model.yaml pretrained": TRACKING,
     "nemo-aligner import": "tests/checkpoint/test_importing.py",
+    "python -m nemo_aligner.integrations.nemo_gym": "tests/integrations/test_page.py",
     "python benchmarks/": "tests/benchmarks/test_benchmarks.py",
     "python examples/rl/": "tests/examples/test_rl.py",
     "sbatch": "tests/slurm/test_scripts.py",
@@ -43,11 +47,18 @@ NEEDS = {
     "source .venv/bin/activate": "an environment, which the tests run in",
     "vllm/bin/pip": "packages of the network, by the hundreds of megabytes",
 }
+# What a page begins with, beside the workplace's own files.
+BEFORE = {
+    "docs/evaluation.md": [
+        "cp -r results/second results/first",
+        "nemo-aligner serve rm_model_file=megatron_gpt.nemo",
+        "nemo-aligner gateway 'backends=[http://127.0.0.1:5555]'",
+    ],
+}
 # Files of NeMo-Aligner's own are for long runs of long texts, which those here are not.
 SHORT = ["model.optim.sched.constant_steps=0", "model.encoder_seq_length=512"]
-SERVERS = ("serve", "gateway", "serve-critic")
-# Of these a command that differs from one before in its names alone is not run again.
-REPEATED = ("convert", "data split", "export", "plan", "report", *SERVERS)
+SERVERS = {"serve": "5555", "gateway": "8000", "serve-critic": "5556"}
+PORTS = {**{port: port for port in SERVERS.values()}, "5000": "8000"}  # OpenRLHF's is the gateway
 # The others' are run by tests of their own.
 WITH_PYTHON = ("README.md", "docs/getting_started.md", "docs/tasks.md")
 SEVERAL = re.compile(r"--processes (\d+)")
@@ -56,7 +67,6 @@ COLUMNS = 100  # that a training's log has
 # Of the base model's four layers; pages speak of SmolLM2, which has thirty.
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
-SUFFIX = re.compile(r"\.[a-z]{2,}$")
 MODULE = re.compile(r"# (\w+\.py)\n")
 
 
@@ -69,26 +79,16 @@ def is_server(step: str) -> bool:
     return words[0] == "nemo-aligner" and words[1] in SERVERS
 
 
-def shape(step: str) -> str:
-    """What tells a command from another one: its options and settings, and the kinds of files."""
-    if not step.startswith("nemo-aligner "):
-        return step
-    verb, arguments = split_verb(shlex.split(step, comments=True)[1:])
-    if verb not in REPEATED:
-        return step
-    found = [verb]
-    for argument in arguments:
-        key, equals, value = argument.rpartition("=")
-        if key in ("server.port", "gateway.port"):
-            continue
-        is_name = not argument.startswith("--") and (not equals or "." in value)
-        found.append(key + equals + ("".join(SUFFIX.findall(value)) if is_name else value))
-    return " ".join(found)
+def asks_a_server(step: str) -> bool:
+    is_python = step.startswith("PYTHON") and "127.0.0.1" in step
+    return is_python or step.startswith(
+        ("curl ", "nemo-aligner score ", "nemo-aligner evaluate server=")
+    )
 
 
 def steps(page: Path) -> list[str]:
-    """The page's commands and its Python, in order."""
-    found = []
+    """The page's commands and its Python, in order, behind what it begins with."""
+    found = list(BEFORE.get(name_of(page), []))
     for language, text in every_block(page):
         if language in ("", "bash"):
             found += [command for command in shell_commands(text) if is_run_here(command)]
@@ -98,16 +98,14 @@ def steps(page: Path) -> list[str]:
 
 
 def steps_of_all() -> dict[Path, list[str]]:
-    """Of every page that has any."""
-    # The server and the gateway that all pages ask.
-    seen = {
-        shape("nemo-aligner serve rm_model_file=first.nemo"),
-        shape("nemo-aligner gateway 'backends=[http://127.0.0.1:5555]'"),
-    }
-    every = {}
+    """Of every page that has any; a server that nothing asks is started on one page only."""
+    every = {page: steps(page) for page in PAGES}
+    asking = [page for page in PAGES if any(map(asks_a_server, every[page]))]
+    started = {step for page in asking for step in every[page] if is_server(step)}
     for page in PAGES:
-        every[page] = [step for step in steps(page) if shape(step) not in seen]
-        seen.update(shape(step) for step in every[page] if shape(step) != step)
+        if page not in asking:
+            every[page] = [step for step in every[page] if step not in started]
+            started.update(filter(is_server, every[page]))
     return {page: of_page for page, of_page in every.items() if of_page}
 
 
@@ -117,17 +115,18 @@ STEPS = steps_of_all()
 class Page:
     """A page that is followed, in a folder of its own."""
 
-    def __init__(self, page: Path, folder: Path, logs: Path, served: dict[str, str]) -> None:
-        self._folder, self._logs, self._served = folder, logs, served
+    def __init__(self, page: Path, folder: Path, logs: Path, stack: ExitStack) -> None:
+        self._folder, self._logs, self._stack = folder, logs, stack
         modules = [text for text in blocks(page, "python") if MODULE.match(text)]
         for text in modules:
             (folder / MODULE.findall(text)[0]).write_text(text)
         self._env = {"PYTHONPATH": f"{ROOT}:{folder}"} if modules else {}
-        self._trainings, self._trained = 0, list[str]()
+        self._ports = {port: str(free_port()) for port in SERVERS.values()}
+        self._trainings = 0
 
     def follow(self, step: str) -> None:
-        for address, url in self._served.items():
-            step = step.replace(address, url)
+        for port, stands_for in PORTS.items():
+            step = step.replace(f"127.0.0.1:{port}", f"127.0.0.1:{self._ports[stands_for]}")
         if step.startswith("PYTHON\n"):
             exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
         elif is_server(step):
@@ -148,7 +147,7 @@ class Page:
         if verb == "train":
             arguments = self._small(arguments)
         elif verb == "score":
-            arguments += ["--url", self._served["http://127.0.0.1:5555"]]
+            arguments += ["--url", f"http://127.0.0.1:{self._ports['5555']}"]
         elif verb == "probe":
             arguments += ["--steps", "10", "model.optim.lr=3e-3", *RUN]
         done = tiny.run_verb(verb, *arguments, folder=self._folder, env=self._env)
@@ -158,11 +157,6 @@ class Page:
     def _small(self, arguments: list[str]) -> list[str]:
         """The same training on little data, and of a base model where the page leaves that out."""
         self._trainings += 1
-        for argument in arguments:
-            key, _, value = argument.partition("=")
-            if key == "exp_manager.explicit_log_dir" and value not in self._trained:
-                self._remove(self._folder / value)  # else it would go on with what is there
-                self._trained.append(value)
         named = " ".join(arguments)
         added = [
             setting
@@ -178,16 +172,17 @@ class Page:
         return [*dry, *arguments, *added, *short, *frozen, *RUN]
 
     def _serve(self, verb: str, arguments: list[str]) -> None:
-        """Until it is ready."""
         prefix = "gateway" if verb == "gateway" else "server"
-        here = [f"{prefix}.host=127.0.0.1", f"{prefix}.port=0"]
+        here = [f"{prefix}.host=127.0.0.1", f"{prefix}.port={self._ports[SERVERS[verb]]}"]
         if any(FREEZE in argument for argument in arguments):
             here.append(FROZEN)
         logs = self._logs / verb
-        logs.mkdir(exist_ok=True)
-        program = "nemo_aligner/__main__.py"
-        with running(logs, program, verb, *arguments, *here, current=self._folder):
-            pass
+        logs.mkdir()
+        server = running(
+            logs, "nemo_aligner/__main__.py", verb, *arguments, *here, current=self._folder
+        )
+        started: Server = self._stack.enter_context(server)
+        assert started.url.endswith(f":{self._ports[SERVERS[verb]]}")
 
     def _remove(self, path: Path) -> None:
         if path.is_dir():
@@ -196,19 +191,23 @@ class Page:
             path.unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="module")
+def workplace(once: Once) -> Path:
+    return once("workplace", build_workplace)
+
+
 @pytest.mark.slow(seconds=40)
 @pytest.mark.parametrize("page", STEPS, ids=name_of)
-def test_page_can_be_followed(
-    page: Path, workplace: Path, served: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_page_can_be_followed(page: Path, workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(workplace, folder, symlinks=True)
-    followed = Page(page, folder, tmp_path, served)
-    for step in STEPS[page]:
-        followed.follow(step)
+    with ExitStack() as stack:
+        followed = Page(page, folder, tmp_path, stack)
+        for step in STEPS[page]:
+            followed.follow(step)
 
 
-def test_commands_of_pages_are_run_or_have_their_reason() -> None:
+def test_every_command_is_run_or_has_its_reason() -> None:
     every = [
         command
         for page in PAGES
@@ -221,10 +220,13 @@ def test_commands_of_pages_are_run_or_have_their_reason() -> None:
     runners = (
         "nemo-aligner ",
         "python examples/data/",
-        "python -m nemo_aligner.integrations.nemo_gym ",
         "for part in ",
         "OMP_NUM_THREADS=2 nemo-aligner ",
     )
     left = [command for command in every if is_run_here(command)]
     assert [command for command in left if not command.startswith(runners)] == []
-    assert [test for test in ELSEWHERE.values() if not (ROOT / test).is_file()] == []
+
+
+@pytest.mark.parametrize("start", ELSEWHERE)
+def test_the_test_that_runs_a_command_is_there(start: str) -> None:
+    assert (ROOT / ELSEWHERE[start]).is_file()

@@ -59,8 +59,6 @@ def build_workplace(folder: Path) -> None:
     tiny.run_verb("train", *first_run("results/second"), *RUN, folder=folder)
     for name in REWARD_MODELS:
         _copy(folder / "results/second/checkpoints/megatron_gpt.nemo", folder / name)
-    shutil.copytree(folder / "results/second", folder / "results/first")
-    (folder / "path/to/Gym/resources_servers").mkdir(parents=True)
     for name in ("training_rm.yaml", "inference_rm.yaml", "gpt_ppo_critic.yaml"):
         write_file(folder, name)
 
@@ -84,9 +82,6 @@ def _write_data(folder: Path) -> None:
     for seed, name in enumerate(OF_PAIRS):
         path = tiny.write_pairs(folder / f"{name}.jsonl", PAIRS, seed)
         _write(path, [{**pair, "label_margin": 1.0} for pair in _read(path)])
-    (folder / "data").mkdir()
-    for name in ("train", "heldout"):
-        shutil.copy(folder / f"{name}.jsonl", folder / "data")
     tiny.write_ratings(folder / "ratings.jsonl", PAIRS, ("helpfulness", "verbosity"))
     _write(folder / "rewardbench.jsonl", [find_task("rewardbench").sample] * 2)
     pairs, others = _read(folder / "pairs.jsonl"), _read(folder / "heldout.jsonl")

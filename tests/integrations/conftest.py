@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,10 @@ import pytest
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from tests import tiny
 from tests.once import Once
-from tests.serving import servers
+from tests.serving.servers import FAKE, QUICK, running
 
 SERVE = "examples/serve_reward_model.py"
+START_SECS = 120
 
 
 def write_models(folder: Path) -> None:
@@ -42,12 +47,43 @@ def scorer(reward_model: Path, layout: Any) -> RewardScorer:
 def server(reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("pytriton")
     settings = [f"rm_model_file={reward_model}", "server.port=0"]
-    with servers.running(tmp_path_factory.mktemp("server"), SERVE, *settings) as started:
+    with running(tmp_path_factory.mktemp("server"), SERVE, *settings) as started:
         yield started.url
 
 
 @pytest.fixture(scope="session")
 def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("uvicorn")
-    with servers.gateway(tmp_path_factory.mktemp("gateway"), f"backends=[{server}]") as started:
+    with gateway_of(server, tmp_path_factory.mktemp("gateway")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of one whose rewards are sums of characters."""
+    pytest.importorskip("pytriton")
+    with running(tmp_path_factory.mktemp("fake"), FAKE, *QUICK) as started:
         yield started.url
+
+
+@contextlib.contextmanager
+def gateway_of(backend: str, folder: Path) -> Iterator[str]:
+    ready, log = folder / "ready", folder / "log"
+    settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nemo_aligner", "gateway", *settings],
+            env=tiny.environment(),
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        end = time.monotonic() + START_SECS
+        while not ready.exists():
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.1)
+        yield ready.read_text().strip()
+    finally:
+        process.kill()
+        process.wait()

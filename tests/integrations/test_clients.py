@@ -15,16 +15,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.scoring.scorer import RewardScorer
 from tests import tiny
-from tests.environments import kept_environment, make_environment, package
+from tests.environments import package
 from tests.integrations.clients import openrlhf_client, verl_client
 from tests.integrations.clients.stand_ins import StandIns
 
 pytestmark = pytest.mark.slow(seconds=20)
 
-RAY = "ray==2.58.0"
 CLIENTS = Path(__file__).parent / "clients"
 RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
 # A Python that has vLLM: its package is too large to install for a test.
@@ -48,7 +46,7 @@ def printed(python: str | Path, script: str, *arguments: Any) -> Any:
         capture_output=True,
         text=True,
         timeout=300,
-        env=tiny.environment(TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0"),
+        env=tiny.environment(TOKENIZERS_PARALLELISM="false"),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -59,7 +57,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     return StandIns(monkeypatch)
 
 
-def test_openrlhf_executor(
+def test_openrlhf_s_executor(
     gateway: str, policy: Path, scorer: RewardScorer, modules: StandIns
 ) -> None:
     folder = package("openrlhf==0.11.2")
@@ -75,7 +73,7 @@ def test_openrlhf_executor(
     np.testing.assert_allclose(logged, rewards[:, 1:], **CLOSE)
 
 
-def test_verl_reward_loop(
+def test_verl_s_reward_loop(
     gateway: str, policy: Path, scorer: RewardScorer, modules: StandIns
 ) -> None:
     folder = package("verl==0.9.1")
@@ -86,7 +84,7 @@ def test_verl_reward_loop(
     np.testing.assert_allclose([each["reward_score"] for each in found], last, **CLOSE)
 
 
-def test_trl_step_of_grpo_trainer(
+def test_a_step_of_trl_s_grpo_trainer(
     server: str, policy: Path, scorer: RewardScorer, trl_python: Path, tmp_path: Path
 ) -> None:
     step = printed(trl_python, "trl_step.py", policy, server, tmp_path)
@@ -98,28 +96,6 @@ def test_trl_step_of_grpo_trainer(
     assert step["log"]["rewards/helpful/mean"] == pytest.approx(np.mean(rewards), abs=1e-5)
     assert step["log"]["rewards/helpful/refused"] == 0
     assert step["moved"] > 1e-5
-
-
-def test_ray_actor_of_nemo_rl_gives_rewards(
-    server: str, scorer: RewardScorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in os.environ if name.startswith("RAY_")]:
-        monkeypatch.delenv(name)
-
-    def make(folder: Path) -> None:
-        make_environment(folder, RAY)
-
-    python = kept_environment("ray", (RAY,), make) / "bin" / "python"
-    actor = f"{nemo_rl.__name__}.RewardModelActor"
-    found = printed(python, "ray_actor.py", actor, server, json.dumps(CHATS))
-    rewards = scorer.score(CHATS)[:, 0]
-    np.testing.assert_allclose(found["rewards"], rewards, **CLOSE)
-    assert found["terminateds"] == [True] * len(CHATS)
-    assert found["answers"] == [chat[1]["content"] for chat in CHATS]
-    assert found["observations"][0]["role"] == "environment"
-    metrics = found["metrics"]
-    assert metrics["reward_model_env/num_samples"] == len(CHATS)
-    assert metrics["reward_model_env/mean_reward"] == pytest.approx(rewards.mean(), abs=1e-5)
 
 
 CASES: list[dict[str, Any]] = [
@@ -150,14 +126,14 @@ def vllm_python() -> str:
     return os.environ[VLLM_VARIABLE]
 
 
-def test_vllm_objects_of_classify(gateway: str, scorer: RewardScorer) -> None:
+def test_vllm_s_objects_of_classify(gateway: str, scorer: RewardScorer) -> None:
     said = printed(vllm_python(), "vllm_classify.py", f"{gateway}/classify", json.dumps(CASES))
     for case, rewards in zip(CASES, said["rewards"], strict=True):
         np.testing.assert_allclose(rewards, rewards_of(case, scorer), **CLOSE)
     assert said["recorded"] == json.loads(RECORDED.read_text())
 
 
-def test_vllm_objects_as_recorded(gateway: str, scorer: RewardScorer) -> None:
+def test_what_vllm_s_objects_have_written(gateway: str, scorer: RewardScorer) -> None:
     """The same where vLLM is not there, by bodies and answers of its 0.32."""
     recorded = json.loads(RECORDED.read_text())
     wanted = {name: set(fields) for name, fields in recorded["answer"].items()}

@@ -56,20 +56,26 @@ def body(reply: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=10)
-def test_gym_passes_the_tests_of_the_resources_server(python: Path, folder: Path) -> None:
+def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
     done = gym.run(python, folder, "-m", "pytest", "-q", "resources_servers/reward_model")
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout.splitlines()[-1]
 
 
-def test_gym_asks_again_only_servers_that_are_gone_or_busy() -> None:
-    async def score(status: int) -> tuple[str, int]:
-        asked = []
+@pytest.mark.parametrize(
+    ("status", "kind", "times"),
+    [(500, "verifier_error", 1), (404, "verifier_error", 1), (503, "provider_unavailable", 2)],
+)
+def test_only_servers_that_are_gone_or_busy_are_asked_again(
+    status: int, kind: str, times: int
+) -> None:
+    asked = []
 
-        async def infer(request: web.Request) -> web.Response:
-            asked.append(request.path)
-            return web.json_response({"error": "row 0: no"}, status=status)
+    async def infer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({"error": "row 0: no"}, status=status)
 
+    async def score() -> str:
         app = web.Application()
         app.router.add_post("/v2/models/reward_model/infer", infer)
         async with TestServer(app) as server:
@@ -77,14 +83,10 @@ def test_gym_asks_again_only_servers_that_are_gone_or_busy() -> None:
             with pytest.raises(RewardServerError) as caught:
                 await servers.score([{"role": "assistant", "content": "a"}])
             await servers.close()
-        return caught.value.kind, len(asked)
+        return caught.value.kind
 
-    wanted = {
-        500: ("verifier_error", 1),
-        404: ("verifier_error", 1),
-        503: ("provider_unavailable", 2),
-    }
-    assert {status: asyncio.run(score(status)) for status in wanted} == wanted
+    assert asyncio.run(score()) == kind
+    assert len(asked) == times
 
 
 CLIP = "shaping.clip=[1.4, 1.6]"
@@ -131,7 +133,7 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     assert servers_that_clip() == []
 
 
-def test_gym_checkout_gets_the_resources_server_once(tmp_path: Path) -> None:
+def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="wanted NeMo Gym's checkout"):
         drop_in(tmp_path)
     (tmp_path / "resources_servers").mkdir()

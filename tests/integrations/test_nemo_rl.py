@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvironment
 from nemo_aligner.scoring.scorer import load_scorer
-from tests.integrations.sums import Sums
-from tests.serving.fake_server import CONTRACT
+from nemo_aligner.serving.client import ScoredRows
+from nemo_aligner.text.contract import ScoringContract
+from tests.serving.fake_server import CONTRACT, total
 
 PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
 
@@ -30,15 +32,32 @@ def said(question: str, answer: str) -> list[dict[str, Any]]:
     ]
 
 
+class Sums:
+    """Scores as the fake server does, in this process."""
+
+    closed = 0
+
+    def contract(self) -> ScoringContract:
+        return CONTRACT
+
+    def score_rows(self, texts: Any) -> ScoredRows:
+        self.asked = texts
+        wholes = ["".join(turn["content"] for turn in text) for text in texts]
+        errors = {row: "the text is empty" for row, text in enumerate(wholes) if not text}
+        sums = np.outer([total(text) for text in wholes], [1, -1]).astype(np.float32)
+        sums[list(errors)] = np.nan
+        return ScoredRows(sums, errors, np.zeros(len(texts), dtype=bool), CONTRACT.hash)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 def environment(**config: Any) -> RewardModelEnvironment:
     return RewardModelEnvironment({"attribute": "sum", **config}, Sums())
 
 
-def test_nemo_rl_step_gives_what_a_rollout_reads() -> None:
-    """As of nemo_rl/environments/interfaces.py: a rollout unpacks all six in their order."""
+def test_a_step_gives_what_nemo_rl_reads() -> None:
     step = environment().step([said("a", "b"), said("", "c")], [None, {"ground_truth": "x"}])
-    names = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
-    assert EnvironmentReturn._fields == names
     observations, metadata, stop_strings, rewards, terminateds, answers = step
     assert torch.equal(rewards, torch.tensor([195.0, 99.0]))
     assert rewards.dtype == torch.float32
@@ -46,19 +65,26 @@ def test_nemo_rl_step_gives_what_a_rollout_reads() -> None:
     assert terminateds.dtype == torch.bool
     assert observations[0] == {"role": "environment", "content": "Environment: 195"}
     assert (metadata, stop_strings, answers) == ([None] * 2, [None] * 2, ["b", "c"])
-    none = environment().step([], [])
-    assert (none.rewards.shape, none.observations) == ((0,), [])
 
 
-def test_nemo_rl_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
-    found = [
-        environment(attribute=name).step([said("a", "b")], [None]).rewards.tolist()
-        for name in (None, "minus")
-    ]
-    assert found == [[97.5], [-195.0]]  # the sum, and half of what is minus that
+def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
+    """As of nemo_rl/environments/interfaces.py: a rollout unpacks all six."""
+    assert EnvironmentReturn._fields == (
+        "observations",
+        "metadata",
+        "next_stop_strings",
+        "rewards",
+        "terminateds",
+        "answers",
+    )
 
 
-def test_nemo_rl_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
+def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
+    step = environment(attribute=None).step([said("a", "b")], [None])
+    assert step.rewards.tolist() == [97.5]  # the sum, and half of what is minus that
+
+
+def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
     sums = Sums()
     bare = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     log = said("<|im_start|>user\na<|im_end|>", "b")
@@ -66,19 +92,22 @@ def test_nemo_rl_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
     assert sums.asked == [[*bare, {"role": "assistant", "content": "b"}]]
 
 
-def test_nemo_rl_reply_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """An error that names the setting, or the reward that this one gives, and it is counted."""
-    logs = [said("a", "b"), said("", "")]
+def test_a_reply_that_is_refused_is_an_error_that_names_the_setting() -> None:
     with pytest.raises(DataError, match=r"1 of 2 .* sample 1: the text is empty; refused_reward"):
-        environment().step(logs, [None, None])
+        environment().step([said("a", "b"), said("", "")], [None, None])
+
+
+def test_a_reply_that_is_refused_gets_the_reward_of_the_settings_and_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     refusing = environment(refused_reward=-5)
-    assert refusing.step(logs, [None] * 2).rewards.tolist() == [195, -5]
+    assert refusing.step([said("a", "b"), said("", "")], [None] * 2).rewards.tolist() == [195, -5]
     assert "sample 1: the text is empty; they get -5" in caplog.text
     _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
     assert metrics["reward_model_env/num_refused"] == 1
 
 
-def test_nemo_rl_metrics() -> None:
+def test_the_metrics_are_those_of_nemo_rl() -> None:
     rewards = torch.tensor([1.0, 2.0, 6.0])
     batch = {"message_log": [[], [], []], "total_reward": rewards}
     same, metrics = environment().global_post_process_and_metrics(batch)
@@ -91,6 +120,9 @@ def test_nemo_rl_metrics() -> None:
         "reward_model_env/min_reward": 1.0,
         "reward_model_env/max_reward": 6.0,
     }
+
+
+def test_a_single_reward_has_no_deviation_and_none_has_no_metrics() -> None:
     one = {"message_log": [[]], "rewards": torch.tensor([1.0])}
     _, metrics = environment().global_post_process_and_metrics(one)
     assert metrics["reward_model_env/std_reward"] == 0.0
@@ -98,7 +130,13 @@ def test_nemo_rl_metrics() -> None:
     assert "reward_model_env/mean_reward" not in metrics
 
 
-def test_nemo_rl_environment_is_shut_down_once() -> None:
+def test_no_samples_are_no_rewards() -> None:
+    step = environment().step([], [])
+    assert step.rewards.shape == (0,)
+    assert step.observations == []
+
+
+def test_an_environment_is_shut_down_once() -> None:
     sums = Sums()
     ended = RewardModelEnvironment({}, sums)
     ended.shutdown()
@@ -108,71 +146,89 @@ def test_nemo_rl_environment_is_shut_down_once() -> None:
         ended.step([said("a", "b")], [None])
 
 
-def test_nemo_rl_settings_that_do_not_fit_are_errors() -> None:
-    model = {"rm_model_file": "a"}
-    refused: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
         ({}, "got neither of url and rm_model_file"),
-        ({**model, "url": "http://x:1"}, "got both of url and rm_model_file"),
-        ({**model, "dtensor_cfg": {"enabled": True}}, "env: unknown key dtensor_cfg"),
-        ({**model, "cpu_offload": True, "prefix_cache_tokens": 9}, "cpu_offload: got"),
-        ({**model, "model": {"tensor_model_parallel_size": 2}}, "by torchrun"),
-    ]
-    for config, wanted in refused:
-        with pytest.raises(ConfigError, match=wanted):
-            RewardModelEnvironment(config)
-    with pytest.raises(SettingsError) as caught:
-        environment(retry_s=-1, precision="fp8")
-    assert len(caught.value.problems) == 2
-    with pytest.raises(ConfigError, match="expect_contract: got a reward model with"):
-        environment(expect_contract="0" * 64)
-    environment(expect_contract=CONTRACT.hash)
+        ({"url": "http://x:1", "rm_model_file": "a"}, "got both of url and rm_model_file"),
+        ({"rm_model_file": "a", "dtensor_cfg": {"enabled": True}}, "env: unknown key dtensor_cfg"),
+        ({"rm_model_file": "a", "cpu_offload": True, "prefix_cache_tokens": 9}, "cpu_offload: got"),
+        ({"rm_model_file": "a", "model": {"tensor_model_parallel_size": 2}}, "by torchrun"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors(config: Mapping[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        RewardModelEnvironment(config)
 
 
-def test_nemo_rl_logs_without_messages_or_with_a_prompt_that_is_none_are_errors() -> None:
+def test_a_log_without_messages_and_a_prompt_that_is_none_are_errors() -> None:
     with pytest.raises(DataError, match="without messages"):
         environment().step([[]], [None])
     with pytest.raises(DataError, match=r"extra_env_info\.messages: got text, wanted messages"):
         environment().step([said("a", "b")], [{"messages": "text"}])
 
 
-LOGS = (said("what is the river", "thank you"), said("who sings", "the bird in the tree"))
+def test_another_contract_than_the_expected_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="expect_contract: got a reward model with"):
+        environment(expect_contract="0" * 64)
+    environment(expect_contract=CONTRACT.hash)
 
 
-@pytest.mark.parametrize("cpu_offload", [False, True])
-def test_nemo_rl_in_process_rewards_are_those_of_the_scorer(
-    reward_model: Path, cpu_offload: bool
-) -> None:
-    config = {"rm_model_file": str(reward_model), "cpu_offload": cpu_offload}
-    local = RewardModelEnvironment({**config, "attribute": "verbosity", "refused_reward": 0.0})
-    step = local.step([*LOGS, said("", "<|im_end|>")], [None] * 3)
-    assert isinstance(local._rewarder, InProcessScorer)
-    bare = [[{key: turn[key] for key in ("role", "content")} for turn in log] for log in LOGS]
-    weights = local._rewarder._weights
-    assert (weights is not None and not weights.is_here) == cpu_offload
-    with local._rewarder._weights_here():
-        wanted = local._rewarder._scorer.score(bare)[:, 1]
-    assert step.rewards[:2].tolist() == wanted.tolist()
-    assert step.rewards[2] == 0.0
-    local.shutdown()
+def test_settings_are_errors_all_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        environment(retry_s=-1, precision="fp8")
+    assert len(caught.value.problems) == 2
 
 
-def test_nemo_rl_scorer_that_is_given(
-    reward_model: Path, layout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one of several ranks can be; a reward of it that is not finite is an error."""
-    scorer = load_scorer(reward_model, layout)
-    config = {"attribute": "helpfulness", "refused_reward": 0.0}
-    given = RewardModelEnvironment(config, InProcessScorer(scorer))
-    rewards = given.step(list(LOGS), [None, None]).rewards
-    assert rewards[0] != rewards[1]
-    made = np.array([[1.0, 2.0], [np.nan, 2.0]], dtype=np.float32)
-    monkeypatch.setattr(scorer, "score_token_lists", lambda token_lists: made)
-    with pytest.raises(ServingError, match="row 2: the model's reward is not a finite number"):
-        given.step([LOGS[0], said("", "<|im_end|>"), LOGS[1]], [None] * 3)
-    given.shutdown()
+def test_servers_are_asked(fake_server: str) -> None:
+    asking = RewardModelEnvironment({"url": fake_server, "attribute": "minus"})
+    step = asking.step([said("a", "b"), said("c", "d")], [None, None])
+    assert step.rewards.tolist() == [-195.0, -199.0]
+    with pytest.raises(DataError, match="sample 0: the text is empty"):
+        asking.step([said("", "")], [None])
+    asking.shutdown()
 
 
-def test_nemo_rl_processor_gives_the_policy_its_template_and_the_environment_messages(
+class TestInProcess:
+    LOGS = (said("what is the river", "thank you"), said("who sings", "the bird in the tree"))
+
+    @pytest.mark.parametrize("cpu_offload", [False, True])
+    def test_rewards_are_those_of_the_scorer(self, reward_model: Path, cpu_offload: bool) -> None:
+        config = {"rm_model_file": str(reward_model), "cpu_offload": cpu_offload}
+        local = RewardModelEnvironment({**config, "attribute": "verbosity", "refused_reward": 0.0})
+        step = local.step([*self.LOGS, said("", "<|im_end|>")], [None] * 3)
+        assert isinstance(local._rewarder, InProcessScorer)
+        bare = [
+            [{key: turn[key] for key in ("role", "content")} for turn in log] for log in self.LOGS
+        ]
+        weights = local._rewarder._weights
+        assert (weights is not None and not weights.is_here) == cpu_offload
+        with local._rewarder._weights_here():
+            wanted = local._rewarder._scorer.score(bare)[:, 1]
+        assert step.rewards[:2].tolist() == wanted.tolist()
+        assert step.rewards[2] == 0.0
+        local.shutdown()
+
+    def test_a_scorer_of_several_ranks_can_be_given(self, reward_model: Path, layout: Any) -> None:
+        scorer = load_scorer(reward_model, layout)
+        given = RewardModelEnvironment({"attribute": "helpfulness"}, InProcessScorer(scorer))
+        rewards = given.step(self.LOGS, [None, None]).rewards
+        given.shutdown()
+        assert rewards[0] != rewards[1]
+
+    def test_a_reward_that_is_not_finite_is_an_error(
+        self, reward_model: Path, layout: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scorer = load_scorer(reward_model, layout)
+        made = np.array([[1.0, 2.0], [np.nan, 2.0]], dtype=np.float32)
+        monkeypatch.setattr(scorer, "score_token_lists", lambda token_lists: made)
+        config = {"attribute": "helpfulness", "refused_reward": 0.0}
+        given = RewardModelEnvironment(config, InProcessScorer(scorer))
+        with pytest.raises(ServingError, match="row 2: the model's reward is not a finite number"):
+            given.step([self.LOGS[0], said("", "<|im_end|>"), self.LOGS[1]], [None] * 3)
+
+
+def test_the_processor_gives_the_policy_its_template_and_the_environment_the_messages(
     tokenizer_folder: Path,
 ) -> None:
     from transformers import AutoTokenizer
@@ -197,7 +253,7 @@ def test_nemo_rl_processor_gives_the_policy_its_template_and_the_environment_mes
     assert datum["messages"][0]["content"] == "why"
 
 
-def test_nemo_rl_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Path) -> None:
+def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -210,7 +266,7 @@ def test_nemo_rl_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folde
         nemo_rl.messages_processor({"messages": []}, PLAIN, tokenizer, 16, 5)
 
 
-def test_nemo_rl_registers_where_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_registered_where_nemo_rl_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The four names of NeMo RL that are used, as its sources have them."""
     environments: dict[str, str] = {}
     processors: dict[str, Any] = {}

@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.integrations.trl import RewardFunction, reward_function
-from tests.integrations.sums import Sums
+from nemo_aligner.serving.client import ScoredRows
+from nemo_aligner.text.contract import ScoringContract
+from tests.serving.fake_server import CONTRACT, total
 
 
-def reward_of(client: Sums, attribute: str | None = "sum") -> RewardFunction:
+class Client:
+    """Scores as the fake server does; an empty text is refused."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.contracts = 0
+
+    def contract(self) -> ScoringContract:
+        self.contracts += 1
+        return CONTRACT
+
+    def score_rows(self, texts: Any) -> ScoredRows:
+        self.asked += texts
+        totals = [total(text) if isinstance(text, str) else 1.0 for text in texts]
+        rewards = np.outer(totals, [1, -1]).astype(np.float32)
+        errors = {row: "the text is empty" for row, text in enumerate(texts) if not text}
+        rewards[list(errors)] = np.nan
+        return ScoredRows(rewards, errors, np.zeros(len(texts), dtype=bool), CONTRACT.hash)
+
+
+def reward_of(client: Client, attribute: str | None = "sum") -> RewardFunction:
     return RewardFunction(client, attribute, "good")  # type: ignore[arg-type]
 
 
-def test_trl_texts_are_joined_and_messages_are_one_conversation() -> None:
-    client = Sums()
+def test_texts_are_joined_and_messages_are_one_conversation() -> None:
+    client = Client()
     reward = reward_of(client)
     assert reward(["a", "b"], ["c", "d"], completion_ids=[[1], [2]]) == [196.0, 198.0]
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
-    assert reward(prompts=[[asked]], completions=[[said]]) == [196.0]
+    assert reward(prompts=[[asked]], completions=[[said]]) == [1.0]
     assert client.asked == ["ac", "bd", [asked, said]]
     assert client.contracts == 1
 
 
-def test_trl_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
-    assert reward_of(Sums(), None)(["a"], ["c"]) == [196.0 - 0.5 * 196.0]
-    assert reward_of(Sums(), "minus")(["a"], ["c"]) == [-196.0]
+def test_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
+    assert reward_of(Client(), None)(["a"], ["c"]) == [196.0 - 0.5 * 196.0]
+    assert reward_of(Client(), "minus")(["a"], ["c"]) == [-196.0]
     with pytest.raises(ConfigError, match="got 'other', wanted one of sum, minus"):
-        reward_of(Sums(), "other")(["a"], ["c"])
+        reward_of(Client(), "other")(["a"], ["c"])
 
 
-def test_trl_completion_that_is_refused_has_nan_and_is_logged() -> None:
+def test_a_refused_completion_has_nan_and_is_logged() -> None:
     logged: dict[str, float] = {}
-    reward = reward_of(Sums())
+    reward = reward_of(Client())
     found = reward(["a", "", "", "b"], ["c", "", "", "d"], log_metric=logged.__setitem__)
     assert found[0] == 196.0
     assert np.isnan(found[1:3]).all()
@@ -41,14 +65,14 @@ def test_trl_completion_that_is_refused_has_nan_and_is_logged() -> None:
     assert reward([], [], log_metric=logged.__setitem__) == []
 
 
-def test_trl_prompts_and_completions_that_do_not_belong_together() -> None:
+def test_what_does_not_belong_together_is_an_error() -> None:
     with pytest.raises(TypeError, match="got str and list, wanted texts, or lists of messages"):
-        reward_of(Sums())(["a"], [[{"role": "assistant", "content": "c"}]])
+        reward_of(Client())(["a"], [[{"role": "assistant", "content": "c"}]])
     with pytest.raises(ValueError, match=r"shorter|longer"):
-        reward_of(Sums())(["a"], ["b", "c"])
+        reward_of(Client())(["a"], ["b", "c"])
 
 
-def test_trl_server_that_is_gone_ends_training_with_its_url() -> None:
+def test_a_server_that_is_gone_ends_training_with_its_url() -> None:
     reward = reward_function("http://127.0.0.1:9", retry_s=0, name="good")
     assert reward.__name__ == "good"
     with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9"):

@@ -1,7 +1,7 @@
 """The environment as a ray actor, as NeMo RL makes and asks it; run in a Python with ray.
 
-``python ray_actor.py ACTOR URL CHATS`` with the actor's name, a server's URL and conversations as
-JSON prints what a step of these and the metrics give.
+``python ray_actor.py ACTOR URL`` with the actor's name and a server's URL prints what a step of two
+samples and the metrics give.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import sys
 import ray
 
 
-def main(actor: str, url: str, given: str) -> None:
-    chats = json.loads(given)
+def main(actor: str, url: str) -> None:
     module, _, name = actor.rpartition(".")
     actor_class = getattr(importlib.import_module(module), name)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     options = {"py_executable": sys.executable, "env_vars": dict(os.environ)}
-    config = {"url": url, "attribute": "helpfulness"}
-    environment = actor_class.options(runtime_env=options).remote(config)
-    # One log holds what its prompt was made of, the others have that beside them.
-    logs = [[{"role": "user", "content": "templated"}, chat[1]] for chat in chats]
-    logs[0] = chats[0]
-    beside = [None, *({"messages": chat[:1]} for chat in chats[1:])]
+    environment = actor_class.options(runtime_env=options).remote({"url": url, "attribute": "sum"})
+    logs = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        for text in ("b", "c")
+    ]
     observations, _, _, rewards, terminateds, answers = ray.get(
-        environment.step.remote(logs, beside)
+        environment.step.remote(logs, [None, {"messages": [{"role": "user", "content": "d"}]}])
     )
     batch = {"message_log": logs, "total_reward": rewards}
     _, metrics = ray.get(environment.global_post_process_and_metrics.remote(batch))
