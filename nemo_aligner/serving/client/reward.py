@@ -32,7 +32,7 @@ class RewardClient(ServerClient[ServerPool]):
     tried again. Safe to use from several threads.
 
     All rewards of a client are by one scoring contract: ``expect`` (a contract, or its hash), else
-    the first that it meets. A server that scores by another one is refused.
+    the first that it meets. A server that scores by another one is left out until it is right.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(ServerPool.ask_contract)
 
     async def probe_async(self) -> dict[str, str | None]:
-        """Of each server by its URL: why it does not answer now, None where it does."""
+        """Of each server by its URL: why it gives no rewards now, None where it does."""
         return await self._run(ServerPool.probe)
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:
