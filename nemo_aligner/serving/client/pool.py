@@ -60,8 +60,9 @@ class ServerPool:
         wait_s: float,
         retry_s: float,
         max_connections: int,
+        token: str | None = None,
     ) -> None:
-        self._session = new_session()
+        self._session = new_session(token)
         reads_contract = agreement.is_bound or len(urls) > 1
         self._servers = [
             RemoteServer(self._session, url, model_name, agreement, reads_contract) for url in urls

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.calls import ServerClient, checked_urls
+from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.rows import (
     OnError,
@@ -45,6 +45,7 @@ class RewardClient(ServerClient[ServerPool]):
         wait_s: float = 0.0,
         retry_s: float = 5.0,
         max_connections: int = 16,
+        token: str | None = None,
         in_callers_loop: bool = False,
     ) -> None:
         """One ``url``, or those of several servers of the same model.
@@ -57,17 +58,21 @@ class RewardClient(ServerClient[ServerPool]):
             wait_s: for a server that is not up yet
             retry_s: for a server that has answered before and is gone, or has no room
             max_connections: requests at once, for each server
+            token: the servers' bearer token, where they ask for one
             in_callers_loop: the asyncio methods work in the event loop that calls them, always the
                 same one, and not in a thread, which costs each request two hand-overs; ``aclose``
                 then closes the client, and the other methods are not for it
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, or a URL is none.
+            ConfigError: ``expect`` is neither a contract nor a hash, a URL is none, or the token
+                is not one word.
         """
+        check_token(token)
         urls = checked_urls([url] if isinstance(url, str) else url)
         self._agreement = Agreement(expect)
         connect = partial(
-            ServerPool, urls, model_name, self._agreement, wait_s, retry_s, max_connections
+            ServerPool,
+            *(urls, model_name, self._agreement, wait_s, retry_s, max_connections, token),
         )
         name = f"{', '.join(urls)}, {model_name}"
         super().__init__(name, timeout_s, connect, in_callers_loop)

@@ -31,6 +31,7 @@ _MEET_S = 10.0  # for a question that costs a server nothing
 _PROBE_S = 2.0  # for one that somebody waits for who wants to know whether it is there
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _UNAVAILABLE = (429, 502, 503, 504)
+_UNAUTHORIZED = 401  # Triton says it with a 400
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
@@ -45,7 +46,8 @@ _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
 class RefusedError(ServingError):
     """A server's answer to a request that it does not score, with its HTTP status.
 
-    ``status`` is 400 where the request is at fault, 500 where the model failed.
+    ``status`` is 400 where the request is at fault, 401 where it has not the server's bearer token,
+    500 where the model failed.
     """
 
     def __init__(self, server: str, status: int, text: str) -> None:
@@ -90,10 +92,11 @@ class BadAddressError(UnavailableError):
     """The URL, or the certificate of who answers there: no waiting mends it."""
 
 
-def new_session() -> aiohttp.ClientSession:
+def new_session(token: str | None) -> aiohttp.ClientSession:
     """For all servers of a client; how many requests there are at once, others decide."""
     connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
-    return aiohttp.ClientSession(connector=connector)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return aiohttp.ClientSession(connector=connector, headers=headers)
 
 
 class RemoteServer:
@@ -239,7 +242,11 @@ class RemoteServer:
         except ForeignError as error:
             self.is_foreign = True
             self._leave_out(UnavailableError(f"HTTP {error.status}: {error.text}; {_FOREIGN}"))
-        except RefusedError as error:  # a model that is still being loaded
+        except RefusedError as error:
+            if error.status == _UNAUTHORIZED:
+                self._refuse(error)
+                return
+            # A model that is still being loaded.
             self._leave_out(UnavailableError(f"it has no such model ready: {error.text}"))
         except BadAddressError as error:
             self._refuse(ServingError(f"{self.name}: {error}"))
@@ -269,6 +276,8 @@ class RemoteServer:
         try:
             return await self._contract(timeout_s)
         except RefusedError as error:  # a server of NeMo-Aligner has none
+            if error.status == _UNAUTHORIZED:
+                raise
             if self._agreement.wants_contract:  # it may still be loaded
                 text = f"got the scoring contract (none), wanted one: {error.text}"
                 raise UnavailableError(text) from error
@@ -337,6 +346,8 @@ class RemoteServer:
             wish = asked[1] if asked else headers.get("Retry-After", "")
             again_in_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
             return UnavailableError(f"HTTP {status}: {text}", status in (502, 504), again_in_s)
+        if said == kserve.NO_TOKEN:
+            return RefusedError(self.name, _UNAUTHORIZED, text)
         if said is None and answer and status in _FOREIGN_STATUSES:
             return ForeignError(self.name, status, text)
         return RefusedError(self.name, status, text or f"HTTP {status}")

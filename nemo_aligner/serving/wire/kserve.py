@@ -32,7 +32,7 @@ contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must s
 says, for the other forms it must be false, and a request that disagrees is refused.
 
 A bad request is answered with HTTP 400 and one line of its own; the others in its batch are not
-touched.
+touched. So is one without the server's bearer token.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ from nemo_aligner.text.messages import Conversation
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
+# Triton has no 401: it is a 400 with these words.
+NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 
 INPUTS = (
     TensorSpec("sentences", bytes, (1,), optional=True),

@@ -58,9 +58,15 @@ class RewardServers:
     """Servers of one model; each request goes to the next, and on to another where one is gone."""
 
     def __init__(
-        self, urls: Sequence[str], attribute: str | None, timeout_s: float, retry_s: float
+        self,
+        urls: Sequence[str],
+        attribute: str | None,
+        timeout_s: float,
+        retry_s: float,
+        token: str | None = None,
     ) -> None:
         """``retry_s``: for how long a request looks for a server that answers."""
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._urls = itertools.cycle([url.rstrip("/") for url in urls])
         self._attribute = attribute
         self._timeout_s, self._retry_s = timeout_s, retry_s
@@ -130,7 +136,9 @@ class RewardServers:
     async def _post(self, url: str, tensor: dict[str, Any]) -> dict[str, list[Any]]:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers=self._headers
+            )
         try:
             async with self._session.post(
                 url, json={"inputs": [tensor]}, timeout=timeout
