@@ -9,7 +9,7 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.tokens import find_token, say_who_may_ask
 from nemo_aligner.serving.transports.http import build_app
 from nemo_aligner.serving.transports.http_server import open_socket, run_app
-from nemo_aligner.serving.wire.protocols import ROUTES
+from nemo_aligner.serving.wire.protocols import PLAIN_ROUTES, ROUTES
 
 
 def run_gateway(config: GatewayRunConfig) -> int:
@@ -40,7 +40,8 @@ def run_gateway(config: GatewayRunConfig) -> int:
     with open_socket(own) as listening:
         print(f"Backends: {', '.join(config.backends)}", flush=True)
         say_who_may_ask(own.host, token, "gateway.token")
-        return run_app(build_app(ROUTES, client, own, token, client.aclose), listening, own)
+        app = build_app(ROUTES, client, own, token, client.aclose, PLAIN_ROUTES)
+        return run_app(app, listening, own)
 
 
 def read_token(config: GatewayConfig) -> str | None:

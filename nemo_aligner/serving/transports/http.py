@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic_core import to_json
@@ -20,8 +21,8 @@ from nemo_aligner.serving.services.relay import RelayService
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.transports.http_metrics import GatewayMetrics
 from nemo_aligner.serving.wire.kserve import MODEL_NAME
-from nemo_aligner.serving.wire.route import HttpAnswer, Route, ScoredRequest, Served
-from nemo_aligner.serving.wire.types import Failure, FailureKind
+from nemo_aligner.serving.wire.route import HttpAnswer, PlainRoute, Route, ScoredRequest, Served
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
 
 # Who looks whether it lives has no token.
 _OPEN_PATHS = ("/health", "/ready")
@@ -42,6 +43,7 @@ def build_app(
     config: GatewayConfig,
     token: str | None,
     at_end: Callable[[], Awaitable[None]] | None = None,
+    plain_routes: Sequence[PlainRoute] = (),
 ) -> ASGIApp:
     """What answers HTTP; with a ``token``, all but health and readiness asks for it.
 
@@ -72,6 +74,8 @@ def build_app(
             operation_id=route.path.strip("/").replace("/", "_"),
             openapi_extra=_described(route),
         )
+    for plain in plain_routes:
+        _add_plain_route(app, plain, config.max_request_bytes)
     _add_own_routes(app, relay, client, metrics)
     app.openapi = lambda: _openapi(app, routes)  # type: ignore[method-assign]
     refusals = {route.path: route for route in routes}
@@ -102,6 +106,8 @@ class _Endpoint:
             body = route.parse(content)
             asked = route.read(body)
             found = await self._relay.answer(asked, route.sets_rows_aside)
+            if isinstance(found, Failure) and found.row is not None and route.with_other_reply:
+                found = await self._whose_fault(found, route.with_other_reply(body))
             if not isinstance(found, Failure):
                 scored = ScoredRequest(*found)
                 self._metrics.scored(route.path, scored)
@@ -112,6 +118,17 @@ class _Endpoint:
         except ServingError as error:
             failure = Failure(one_line(error), FailureKind.bad_request)
         return route.refuse(failure, body), failure.retry_after_s
+
+    async def _whose_fault(
+        self, refusal: Failure, other: ScoreRequest
+    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+        """Of a refused text: the reply's as a row's error, the prompt's as a failure."""
+        found = await self._relay.answer(other, False, is_probe=True)
+        if isinstance(found, Failure):
+            return found
+        reply, _ = found
+        nothing = ScoreReply(np.full_like(reply.rewards, np.nan), np.zeros(1, dtype=bool))
+        return nothing, {0: refusal.message.removeprefix(f"row {refusal.row}: ")}
 
     def _served(self, scored: ScoredRequest) -> Served:
         contract, threshold = self._relay.contract, self._config.reward_threshold
@@ -183,6 +200,19 @@ class _Guarded:
     def _has_token(self, scope: Scope) -> bool:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         return has_token(sent, self._token)
+
+
+def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
+    async def handle(request: Request) -> Response:
+        try:
+            return respond(route.answer(await _read(request, max_request_bytes)))
+        except _TooLargeBodyError as error:
+            return respond(HttpAnswer(413, {"detail": str(error)}))
+        except ServingError as error:
+            return respond(HttpAnswer(400, {"detail": one_line(error)}))
+
+    about, method = route.about, route.method
+    app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
 
 
 def _add_own_routes(

@@ -27,6 +27,7 @@ from resources_servers.reward_model.conversation import (
     conversation_of,
 )
 from resources_servers.reward_model.reward_server import (
+    OTHER_REPLY,
     RefusedReplyError,
     RewardServerError,
     RewardServers,
@@ -170,7 +171,8 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         asked = body.responses_create_params.model_dump(exclude_none=True)
         try:
             conversation = conversation_of(asked, body.response.model_dump(exclude_none=True))
-            scored = await (await self._reached()).score(conversation)
+            other = conversation_of(asked, {"output": [OTHER_REPLY]})
+            scored = await (await self._reached()).score(conversation, other)
             if not math.isfinite(scored.reward):
                 raise RewardServerError("verifier_error", "the reward is not a finite number")
         except (NoReplyError, RefusedReplyError) as error:
