@@ -49,6 +49,8 @@ _ERROR_TYPES = {
 _FIXED: dict[str, tuple[Any, ...]] = {
     "use_activation": (None, False),
     "activation": (None, False),
+    "normalize": (None, False),
+    "softmax": (None, False),
     "truncate_prompt_tokens": (None,),
     "truncation_side": (None,),
     "padding": (None, "do_not_pad"),
@@ -73,6 +75,8 @@ _ONE_FORM = "there is no other here"
 _REASONS = {
     "use_activation": _NO_ACTIVATION,
     "activation": _NO_ACTIVATION,
+    "normalize": _NO_ACTIVATION,
+    "softmax": _NO_ACTIVATION,
     "cache_salt": _ONE_FORM,
     "priority": _ONE_FORM,
     "task": _ONE_FORM,
