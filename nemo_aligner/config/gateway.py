@@ -17,6 +17,9 @@ class GatewayConfig:
     token_variable: str | None = setting(None, "environment variable with the bearer token")
     certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
     key_file: str | None = setting(None, "private key of the certificate (PEM)")
+    complete_turns: bool = setting(
+        True, "raw texts and ids that end at an end of turn get what the template has behind it"
+    )
     reward_threshold: float | None = setting(
         None, "/verify: reward 1 from here on, else 0; null: the reward as it is"
     )

@@ -40,7 +40,8 @@ def run_gateway(config: GatewayRunConfig) -> int:
     with open_socket(own) as listening:
         print(f"Backends: {', '.join(config.backends)}", flush=True)
         say_who_may_ask(own.host, token, "gateway.token")
-        app = build_app(ROUTES, client, own, token, client.aclose, PLAIN_ROUTES)
+        ends = client.turn_end_async if own.complete_turns else None
+        app = build_app(ROUTES, client, own, token, client.aclose, PLAIN_ROUTES, ends)
         return run_app(app, listening, own)
 
 

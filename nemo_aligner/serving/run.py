@@ -41,7 +41,10 @@ def run_server(config: ServeConfig) -> int:
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        return serve([RewardModelServable(scorer, config.server, shaper)], config.server)
+        servable = RewardModelServable(
+            scorer, config.server, shaper, turn_end=models[0].turn_end()
+        )
+        return serve([servable], config.server)
 
 
 def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScorer:

@@ -55,7 +55,12 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
     )
     _check_reads_alike(path, scorer.contract, run.contract)
     critic = CriticServable(run, config, scorer)
-    rewards = RewardModelServable(scorer, config.server, prepare=critic.make_room_for_rewards)
+    rewards = RewardModelServable(
+        scorer,
+        config.server,
+        prepare=critic.make_room_for_rewards,
+        turn_end=scorer.turn_end(),
+    )
     return [critic, rewards]
 
 

@@ -16,6 +16,7 @@ from nemo_aligner.serving.client.tensors import Tensors
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import ScoreReply
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.turn_end import TurnEnd
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,14 @@ class ServerPool:
             return contract
 
         return await self._ask(ask, 1)
+
+    async def ask_turn_end(self) -> TurnEnd | None:
+        """What the servers' chat template writes behind a reply; None where none is known.
+
+        Raises:
+            ServingError: no server answers.
+        """
+        return await self._ask(RemoteServer.turn_end, 1)
 
     async def probe(self) -> dict[str, str | None]:
         """Of each server by its URL: why it gives no rewards now, None where it does."""

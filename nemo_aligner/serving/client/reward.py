@@ -22,6 +22,7 @@ from nemo_aligner.serving.client.split import split_texts, split_tokens, token_r
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text
+from nemo_aligner.text.turn_end import TurnEnd
 
 
 class RewardClient(ServerClient[ServerPool]):
@@ -151,6 +152,10 @@ class RewardClient(ServerClient[ServerPool]):
     async def contract_async(self) -> ScoringContract:
         """Like ``contract``, for asyncio."""
         return await self._run(ServerPool.ask_contract)
+
+    async def turn_end_async(self) -> TurnEnd | None:
+        """What the servers' chat template writes behind a reply; None where none is known."""
+        return await self._run(ServerPool.ask_turn_end)
 
     async def probe_async(self) -> dict[str, str | None]:
         """Of each server by its URL: why it gives no rewards now, None where it does."""

@@ -23,6 +23,7 @@ from nemo_aligner.serving.client.agreement import Agreement, OtherContractError
 from nemo_aligner.serving.client.tensors import Tensors, decode_body, encode_body
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.turn_end import TurnEnd
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,27 @@ class RemoteServer:
         """
         with self._asked():
             return await self._contract()
+
+    async def turn_end(self) -> TurnEnd | None:
+        """What its chat template writes behind a reply; None where it has nothing to say.
+
+        Raises:
+            UnavailableError: it gave no answer, and is left out for a while.
+        """
+        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        with self._asked():
+            try:
+                outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _MEET_S)
+                return kserve.decode_turn_end(outputs)
+            except ServingError as error:  # another's server, or an older one
+                if isinstance(error, RefusedError) and error.status == _UNAUTHORIZED:
+                    raise
+                logger.warning(
+                    "%s: it does not say how its chat template ends (%s); a text that ends before "
+                    "that is scored as it stands",
+                    *(self.name, short(error)),
+                )
+                return None
 
     async def probe(self) -> str | None:
         """Why it gives no rewards now, None where it does; one that does not is left out."""

@@ -17,12 +17,14 @@ import nemo_aligner
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.errors import ServingError, one_line
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.services.completion import TurnCompletion
 from nemo_aligner.serving.services.relay import RelayService
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.transports.http_metrics import GatewayMetrics
 from nemo_aligner.serving.wire.kserve import MODEL_NAME
 from nemo_aligner.serving.wire.route import HttpAnswer, PlainRoute, Route, ScoredRequest, Served
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.text.turn_end import TurnEnd
 
 # Who looks whether it lives has no token.
 _OPEN_PATHS = ("/health", "/ready")
@@ -44,10 +46,12 @@ def build_app(
     token: str | None,
     at_end: Callable[[], Awaitable[None]] | None = None,
     plain_routes: Sequence[PlainRoute] = (),
+    turn_end: Callable[[], Awaitable[TurnEnd | None]] | None = None,
 ) -> ASGIApp:
     """What answers HTTP; with a ``token``, all but health and readiness asks for it.
 
-    ``at_end`` is called in its event loop once all is answered.
+    ``at_end`` is called in its event loop once all is answered. ``turn_end`` says what the chat
+    template of the backends writes behind a reply; None: nothing is completed.
     """
 
     @asynccontextmanager
@@ -64,10 +68,11 @@ def build_app(
     )
     relay = RelayService(client, config.max_queue_rows, config.drift_rows)
     metrics = GatewayMetrics()
+    completion = None if turn_end is None else TurnCompletion(turn_end)
     for route in routes:
         app.add_api_route(
             route.path,
-            _Endpoint(route, relay, config, metrics).handle,
+            _Endpoint(route, relay, config, metrics, completion).handle,
             methods=["POST"],
             summary=route.about,
             description=route.about,  # else the handler's docstring is on the page
@@ -86,10 +91,16 @@ class _Endpoint:
     """One route: its requests, one by one."""
 
     def __init__(
-        self, route: Route[Any], relay: RelayService, config: GatewayConfig, metrics: GatewayMetrics
+        self,
+        route: Route[Any],
+        relay: RelayService,
+        config: GatewayConfig,
+        metrics: GatewayMetrics,
+        completion: TurnCompletion | None,
     ) -> None:
         self._route, self._relay = route, relay
         self._config, self._metrics = config, metrics
+        self._completion = completion if route.completes_turns else None
 
     async def handle(self, request: Request) -> Response:
         """The answer by the route's protocol, whatever happens."""
@@ -105,7 +116,7 @@ class _Endpoint:
             content = await _read(request, self._config.max_request_bytes)
             body = route.parse(content)
             asked = route.read(body)
-            found = await self._relay.answer(asked, route.sets_rows_aside)
+            found = await self._scored(asked)
             if isinstance(found, Failure) and found.row is not None and route.with_other_reply:
                 found = await self._whose_fault(found, route.with_other_reply(body))
             if not isinstance(found, Failure):
@@ -118,6 +129,17 @@ class _Endpoint:
         except ServingError as error:
             failure = Failure(one_line(error), FailureKind.bad_request)
         return route.refuse(failure, body), failure.retry_after_s
+
+    async def _scored(
+        self, asked: ScoreRequest
+    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+        if self._completion is not None:
+            try:
+                asked, completed = await self._completion.complete(asked)
+            except ServingError as error:
+                return Failure(one_line(error), FailureKind.unreachable, 1)
+            self._metrics.completed(self._route.path, completed)
+        return await self._relay.answer(asked, self._route.sets_rows_aside)
 
     async def _whose_fault(
         self, refusal: Failure, other: ScoreRequest

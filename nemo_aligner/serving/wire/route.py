@@ -114,6 +114,8 @@ class Route(Generic[T]):
         answer: to a request that was scored.
         refuse: to one that was not; the body is None where it could not be read.
         sets_rows_aside: a row that is refused has an error of its own; else the request has.
+        completes_turns: a raw text or token row that ends at an end of turn gets what the model's
+            template writes behind it (``gateway.complete_turns``).
         with_other_reply: the request of one text with a reply that nobody refuses. Where the text
             is refused, this says whose fault it is: the reply's, if this is scored; ``answer`` then
             gets it as a row with an error. Else the prompt's, which is for ``refuse``.
@@ -127,6 +129,7 @@ class Route(Generic[T]):
     answer: Callable[[T, ScoredRequest, Served], Any]
     refuse: Callable[[Failure, T | None], HttpAnswer]
     sets_rows_aside: bool = False
+    completes_turns: bool = False
     with_other_reply: Callable[[T], ScoreRequest] | None = None
 
     def parse(self, body: bytes) -> T:

@@ -1,9 +1,10 @@
 """vLLM's ``POST /classify``, ``/pooling`` and ``/score``, as its server 0.32 has them.
 
 The shapes are those of ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, token ids,
-or a list of either, all scored as they stand; ``messages`` is one conversation, which gets the
-model's chat template. ``/score`` takes pairs, 1 with 1, 1 with N or N with N: the first is what the
-user says, the second the reply, and both are scored as a conversation.
+or a list of either, all scored as they stand, but for what a chat template has behind an end of
+turn; ``messages`` is one conversation, which gets the model's chat template. ``/score`` takes
+pairs, 1 with 1, 1 with N or N with N: the first is what the user says, the second the reply, and
+both are scored as a conversation.
 
 A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
 each attribute, and ``score`` one of them all. What would have a text scored by other rules than the
@@ -290,6 +291,7 @@ ROUTES: list[Route[Any]] = [
         read_input,
         answer_classify,
         refuse,
+        completes_turns=True,
     ),
     Route(
         "/pooling",
@@ -299,6 +301,7 @@ ROUTES: list[Route[Any]] = [
         read_input,
         answer_pooling,
         refuse,
+        completes_turns=True,
     ),
     Route(
         "/score",

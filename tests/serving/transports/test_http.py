@@ -17,6 +17,7 @@ from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.transports.http import build_app
 from nemo_aligner.serving.wire.protocols import PLAIN_ROUTES, ROUTES
+from nemo_aligner.text.turn_end import TurnEnd
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, call_async
 
@@ -334,3 +335,48 @@ def test_the_scheme_of_a_token_is_read_in_any_case() -> None:
     for sent in ("bearer S3cret", "bearers3cret", "bearer", "basic s3cret"):
         answer = call(app, "/v1/rewards", GOOD["/v1/rewards"], {"Authorization": sent})
         assert answer.status == 401, sent
+
+
+def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> None:
+    """By the doors of OpenRLHF and vLLM, and counted; not by our own, nor where it is off."""
+    turn = TurnEnd("<|im_end|>", "\n", (7,), (8,))
+    ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
+    asked: list[int] = []
+    answers: list[Any] = [ServingError("nobody"), turn]
+
+    async def turn_end() -> Any:
+        asked.append(1)
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    client = FakeClient()
+    app = build_app(ROUTES, client, GatewayConfig(), None, turn_end=turn_end)
+
+    async def ask() -> tuple[int, str]:
+        gone = await call_async(app, "/get_reward", {"query": [ended]})
+        await call_async(app, "/get_reward", {"query": [ended, whole, cut]})
+        await call_async(app, "/classify", {"input": ended})
+        await call_async(app, "/pooling", {"input": [[5, 7], [5, 7, 8], [5]]})
+        await call_async(app, "/v1/rewards", {"texts": [ended]})
+        await call_async(app, "/v1/rewards", {"tokens": [[5, 7]]})
+        return gone.status, (await call_async(app, "/metrics")).body.decode()
+
+    status, metrics = asyncio.run(ask())
+    assert status == 503
+    assert len(asked) == 2
+    assert client.asked == [
+        [whole, whole, cut], [whole], [[5, 7, 8], [5, 7, 8], [5]], [ended], [[5, 7]],
+    ]  # fmt: skip
+    for path in ("/get_reward", "/classify", "/pooling"):
+        assert f'rows_total{{outcome="completed",route="{path}"}} 1.0' in metrics
+
+    async def unknown() -> None:
+        return None
+
+    for ends in (None, unknown):
+        client = FakeClient()
+        off = build_app(ROUTES, client, GatewayConfig(), None, turn_end=ends)
+        assert call(off, "/classify", {"input": ended}).status == 200
+        assert client.asked == [[ended]]
