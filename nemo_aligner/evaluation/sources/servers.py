@@ -27,6 +27,7 @@ from nemo_aligner.errors import ConfigError, ServingError, short
 from nemo_aligner.evaluation.sources.base import RewardSource, Score
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
+from nemo_aligner.serving.client.server import NoKServeError
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.templates import render
@@ -72,7 +73,13 @@ def _bearer_token(config: SourceConfig) -> str | None:
 
 
 def _ours(url: str, client: RewardClient) -> RewardSource:
-    contract = client.contract()
+    try:
+        contract = client.contract()
+    except NoKServeError as error:
+        raise ServingError(
+            f"server: {error}; wanted {url}/classify for vLLM or the gateway, {url}/get_reward for "
+            "OpenRLHF's remote reward model"
+        ) from error
     return RewardSource(
         name=url,
         attributes=tuple(contract.attributes),

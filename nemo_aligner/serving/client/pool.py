@@ -11,7 +11,12 @@ from typing import TypeVar
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client.agreement import Agreement, OtherContractError
-from nemo_aligner.serving.client.server import RemoteServer, UnavailableError, new_session
+from nemo_aligner.serving.client.server import (
+    NoKServeError,
+    RemoteServer,
+    UnavailableError,
+    new_session,
+)
 from nemo_aligner.serving.client.tensors import Tensors
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import ScoreReply
@@ -295,8 +300,9 @@ class ServerPool:
         else:
             advice = "wait_s=60 waits for one to come up"
         trouble = self.trouble() or search.last_trouble
-        is_hopeless = all(server.is_foreign for server in self._servers)
-        raise ServingError(trouble if is_hopeless else f"{trouble}; {advice}")
+        if all(server.is_foreign for server in self._servers):
+            raise NoKServeError(trouble)
+        raise ServingError(f"{trouble}; {advice}")
 
     async def _change(self, now: float, search: _Search) -> None:
         """Wait until something may be otherwise."""

@@ -36,7 +36,7 @@ _UNAUTHORIZED = 401  # Triton says it with a 400
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
-    "(a gateway has clients of its own: docs/gateway.md)"
+    "(vLLM and a gateway have clients of their own: docs/gateway.md)"
 )
 _AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
 # Triton has no 413.
@@ -75,6 +75,10 @@ class RefusedError(ServingError):
         """The same, with the number that the row has for the caller."""
         text = self.text.replace(f"row {self.row}: ", f"row {row}: ", 1)
         return RefusedError(self.server, self.status, text)
+
+
+class NoKServeError(ServingError):
+    """What answers at each URL speaks another protocol."""
 
 
 class ForeignError(RefusedError):
@@ -378,9 +382,10 @@ class RemoteServer:
 def _error_of(answer: bytes) -> str | None:
     """What KServe's server says of a request; None where the answer is none of KServe."""
     try:
-        return str(json.loads(answer.decode("utf-8", errors="replace"))["error"])
+        said = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return said if isinstance(said, str) else None  # an object is vLLM's
 
 
 def _cause(error: BaseException) -> str:
