@@ -2,6 +2,8 @@
 # from pyproject.toml.
 #   docker build -t nemo_aligner .
 #   docker run --gpus all --shm-size=1g -it nemo_aligner
+# It runs as the user 10001, not as root: what it shall write into a folder of the host, that user
+# has to be let (or --user "$(id -u):$(id -g)" --env HOME=/tmp, to write as who starts it).
 #
 # 26.01 is the newest whose TransformerEngine (2.11) is one that megatron-core 0.16.1 asks for, and
 # its torch (2.10) has varlen attention: one kernel for all texts of a pack, where torch before 2.10
@@ -42,6 +44,12 @@ RUN python -c "from importlib.metadata import version; print('torch==' + version
     echo "megatron-core==${MEGATRON_CORE}" >> /tmp/constraints.txt && \
     PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gateway,gguf]" && \
     rm /tmp/constraints.txt
+
+# Nothing here needs root. By its number, which is all that Kubernetes compares.
+RUN groupadd --gid 10001 aligner && \
+    useradd --uid 10001 --gid aligner --create-home aligner && \
+    chown aligner:aligner /workspace/nemo_aligner
+USER 10001:10001
 
 # The reward server, and the gateway
 EXPOSE 5555 8000

@@ -35,6 +35,10 @@ def new_parser() -> Parser:
     parser.add_argument("--file", type=Path, metavar="JSONL", help="texts of a file")
     parser.add_argument("--expect", metavar="HASH", help="refuse rewards by another contract")
     parser.add_argument(
+        "--token-variable", metavar="NAME",
+        help="environment variable with the server's bearer token",
+    )  # fmt: skip
+    parser.add_argument(
         "--wait", type=float, default=0, metavar="SECONDS",
         help="for a server that is not up yet (default: 0)",
     )  # fmt: skip
@@ -47,8 +51,12 @@ def run(options: argparse.Namespace) -> int:
     if not texts:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
     from nemo_aligner.serving.client.reward import RewardClient
+    from nemo_aligner.serving.tokens import find_token
 
-    with RewardClient(options.url, expect=options.expect, wait_s=options.wait) as client:
+    token = find_token(None, options.token_variable, "--token")
+    with RewardClient(
+        options.url, expect=options.expect, wait_s=options.wait, token=token
+    ) as client:
         patience = f"waiting for an answer of {options.url} ..."
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
         waiting.start()

@@ -114,6 +114,12 @@ class Checks:
         fits = 0 <= getattr(self._section, name) <= MAX_SEED
         self.require(fits, name, f"a whole number from 0 to {MAX_SEED}")
 
+    def one_token(self, name: str) -> None:
+        """``NAME_file`` and ``NAME_variable`` are not both set."""
+        file, variable = f"{name}_file", f"{name}_variable"
+        one = getattr(self._section, file) is None or getattr(self._section, variable) is None
+        self.require(one, variable, f"a {file} or a {variable}, not both")
+
     def fraction(self, *names: str) -> None:
         """Each of these is a part of a whole."""
         for name in names:

@@ -13,6 +13,9 @@ class RewardEnvironmentConfig:
     """Either ``url``, or ``rm_model_file`` with what it needs."""
 
     url: list[str] = setting([], "running servers of one model; none: rm_model_file, in process")
+    token_variable: str | None = setting(
+        None, "with url: environment variable with the servers' bearer token"
+    )
     rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
     precision: Precision | None = setting(None, "null: the one that the scoring contract names")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)

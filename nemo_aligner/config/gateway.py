@@ -17,6 +17,9 @@ class GatewayConfig:
     token_variable: str | None = setting(None, "environment variable with the bearer token")
     certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
     key_file: str | None = setting(None, "private key of the certificate (PEM)")
+    complete_turns: bool = setting(
+        True, "raw texts and ids that end at an end of turn get what the template has behind it"
+    )
     reward_threshold: float | None = setting(
         None, "/verify: reward 1 from here on, else 0; null: the reward as it is"
     )
@@ -43,8 +46,7 @@ class GatewayConfig:
             checks.not_negative("retry_s")
             both = (self.certificate_file is None) == (self.key_file is None)
             checks.require(both, "key_file", "a key_file with a certificate_file, or neither")
-            one = self.token_file is None or self.token_variable is None
-            checks.require(one, "token_variable", "a token_file or a token_variable, not both")
+            checks.one_token("token")
 
 
 @dataclass
@@ -53,8 +55,13 @@ class GatewayRunConfig:
 
     backends: list[str] = setting(["http://127.0.0.1:5555"], "URLs of servers of one model")
     expect_contract: str | None = setting(None, "refuse backends whose contract has another hash")
+    backend_token_file: str | None = setting(None, "file with the bearer token of the backends")
+    backend_token_variable: str | None = setting(
+        None, "environment variable with the bearer token of the backends"
+    )
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
             checks.require(bool(self.backends), "backends", "the URL of a server, or several")
+            checks.one_token("backend_token")

@@ -15,6 +15,8 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
     port: int = setting(5555, "0: any free port")
+    token_file: str | None = setting(None, "file with the bearer token that requests must have")
+    token_variable: str | None = setting(None, "environment variable with the bearer token")
     max_batch_size: int = setting(1024, "rows of a request")
     max_request_bytes: int = setting(16 * 2**20, "bytes of a request")
     max_queue_rows: int = setting(8192, "rows that may wait; more are refused, to be sent later")
@@ -37,6 +39,7 @@ class ServerConfig:
                 "worker_timeout_secs",
             )
             checks.not_negative("prefix_cache_tokens", "report_every_secs")
+            checks.one_token("token")
 
 
 @dataclass

@@ -17,6 +17,7 @@ from nemo_aligner.config.environment import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
 from nemo_aligner.errors import ConfigError, DataError, short
 from nemo_aligner.serving.client import RewardClient, ScoredRows
+from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_changes import check_expected
 from nemo_aligner.text.messages import Text
@@ -241,7 +242,10 @@ def _new_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
         got = "both" if config.url else "neither"
         raise ConfigError(f"env: got {got} of url and rm_model_file, wanted one of them")
     if config.url:
-        return RewardClient(config.url, wait_s=config.wait_s, retry_s=config.retry_s)
+        token = find_token(None, config.token_variable, "env.token")
+        return RewardClient(
+            config.url, wait_s=config.wait_s, retry_s=config.retry_s, token=token
+        )
     from nemo_aligner.integrations.in_process import InProcessScorer
 
     return InProcessScorer.load(config)

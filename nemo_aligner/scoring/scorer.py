@@ -27,6 +27,7 @@ from nemo_aligner.text.contract import EncodedText, ScoringContract
 from nemo_aligner.text.encoder import TextEncoder
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.text.turn_end import TurnEnd
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ class RewardScorer:
     def prefix_cache_bytes(self) -> int:
         """What the prefix cache takes on this rank."""
         return 0 if self._pool is None else self._pool.num_bytes
+
+    def turn_end(self) -> TurnEnd | None:
+        """What the contract's chat template writes behind a reply."""
+        return TurnEnd.of(self.contract.template, self._tokenizer)
 
     def forget(self) -> None:
         """Forget what is cached, as keys and values of a call that failed may not be there."""

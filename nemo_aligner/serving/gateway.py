@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 
 from nemo_aligner.config.gateway import GatewayConfig, GatewayRunConfig
-from nemo_aligner.errors import ConfigError
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.tokens import find_token, say_who_may_ask
 from nemo_aligner.serving.transports.http import build_app
 from nemo_aligner.serving.transports.http_server import open_socket, run_app
-from nemo_aligner.serving.wire.protocols import ROUTES
-
-_TOKEN = "one word of ASCII letters, digits and signs"
+from nemo_aligner.serving.wire.protocols import PLAIN_ROUTES, ROUTES
 
 
 def run_gateway(config: GatewayRunConfig) -> int:
@@ -28,6 +24,9 @@ def run_gateway(config: GatewayRunConfig) -> int:
     logging.getLogger("nemo_aligner.serving.client.rows").setLevel(logging.ERROR)
     own = config.gateway
     token = read_token(own)
+    backend_token = find_token(
+        config.backend_token_file, config.backend_token_variable, "backend_token"
+    )
     client = RewardClient(
         config.backends,
         expect=config.expect_contract,
@@ -35,13 +34,15 @@ def run_gateway(config: GatewayRunConfig) -> int:
         wait_s=own.retry_s,
         retry_s=own.retry_s,
         max_connections=own.max_connections,
+        token=backend_token,
         in_callers_loop=True,
     )
     with open_socket(own) as listening:
         print(f"Backends: {', '.join(config.backends)}", flush=True)
-        if token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
-            print("No bearer token is set: whoever reaches the port is answered", flush=True)
-        return run_app(build_app(ROUTES, client, own, token, client.aclose), listening, own)
+        say_who_may_ask(own.host, token, "gateway.token")
+        ends = client.turn_end_async if own.complete_turns else None
+        app = build_app(ROUTES, client, own, token, client.aclose, PLAIN_ROUTES, ends)
+        return run_app(app, listening, own)
 
 
 def read_token(config: GatewayConfig) -> str | None:
@@ -50,21 +51,4 @@ def read_token(config: GatewayConfig) -> str | None:
     Raises:
         ConfigError: it cannot be read, is empty, or is none that a header can have.
     """
-    if config.token_file is not None:
-        where = f"gateway.token_file: {config.token_file}"
-        try:
-            token = Path(config.token_file).read_text(encoding="utf-8").strip()
-        except OSError as error:  # in words alone: the path is there already
-            raise ConfigError(f"{where}: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    elif config.token_variable is not None:
-        where = f"gateway.token_variable: {config.token_variable}"
-        if config.token_variable not in os.environ:
-            raise ConfigError(f"{where}: it is not set, wanted {_TOKEN}")
-        token = os.environ[config.token_variable].strip()
-    else:
-        return None
-    if not token.isascii() or not token.isprintable() or not token or " " in token:
-        raise ConfigError(f"{where}: it holds no token, wanted {_TOKEN}")
-    return token
+    return find_token(config.token_file, config.token_variable, "gateway.token")

@@ -13,7 +13,7 @@ from nemo_aligner.scoring.ensemble import RewardEnsemble
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.scoring.shaping import build_shaper
 from nemo_aligner.serving.services.reward_model import RewardModelServable
-from nemo_aligner.serving.transports.triton.server import check_port, serve
+from nemo_aligner.serving.transports.triton.server import check_front, serve
 from nemo_aligner.text.contract_changes import check_expected
 
 
@@ -30,7 +30,7 @@ def run_server(config: ServeConfig) -> int:
         if not Path(file).exists():
             raise CheckpointError(f"{file}: there is no such file; wanted a reward model's .nemo")
     with launch():
-        check_port(config.server)  # now, and not when a large model is loaded
+        check_front(config.server)  # now, and not when a large model is loaded
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -41,7 +41,10 @@ def run_server(config: ServeConfig) -> int:
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        return serve([RewardModelServable(scorer, config.server, shaper)], config.server)
+        servable = RewardModelServable(
+            scorer, config.server, shaper, turn_end=models[0].turn_end()
+        )
+        return serve([servable], config.server)
 
 
 def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScorer:

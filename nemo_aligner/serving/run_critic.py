@@ -11,7 +11,7 @@ from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.serving.service import Servable
 from nemo_aligner.serving.services.critic_ranks import CriticServable
 from nemo_aligner.serving.services.reward_model import RewardModelServable
-from nemo_aligner.serving.transports.triton.server import check_port, serve
+from nemo_aligner.serving.transports.triton.server import check_front, serve
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.training.critic_run import CriticRun, open_critic
 
@@ -27,7 +27,7 @@ def run_critic_server(config: ServeCriticConfig) -> int:
             "pretrained_checkpoint.restore_from_path: it is not set, wanted a reward model's .nemo"
         )
     with launch():
-        check_port(config.server)  # now, and not when a large model is loaded
+        check_front(config.server)  # now, and not when a large model is loaded
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -55,7 +55,12 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
     )
     _check_reads_alike(path, scorer.contract, run.contract)
     critic = CriticServable(run, config, scorer)
-    rewards = RewardModelServable(scorer, config.server, prepare=critic.make_room_for_rewards)
+    rewards = RewardModelServable(
+        scorer,
+        config.server,
+        prepare=critic.make_room_for_rewards,
+        turn_end=scorer.turn_end(),
+    )
     return [critic, rewards]
 
 

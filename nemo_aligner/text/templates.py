@@ -133,7 +133,12 @@ def is_dated(template: str, bos_token: str, eos_token: str) -> bool:
 @lru_cache(maxsize=8)
 def end_of_turn(template: str, bos_token: str, eos_token: str) -> str:
     """What a template writes after the last reply, without white space around it."""
-    return render(template, _PROBE, bos_token, eos_token).rpartition(_REPLY)[2].strip()
+    return after_reply(template, bos_token, eos_token).strip()
+
+
+def after_reply(template: str, bos_token: str, eos_token: str) -> str:
+    """What a template writes after the last reply."""
+    return render(template, _PROBE, bos_token, eos_token).rpartition(_REPLY)[2]
 
 
 def render(

@@ -248,3 +248,27 @@ def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path
     installs = re.findall(r"^Would install (.*)", done.stdout, re.MULTILINE)
     assert "nemo_aligner" in " ".join(installs).replace("-", "_")
     assert not re.search(r"\btorch-\d", " ".join(installs))
+
+
+def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> None:
+    """By a token, from pods that are labelled; as the image's user, who is not root."""
+    (user,) = re.findall(r"^USER (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert int(user.partition(":")[0]) > 0
+    for pod in pods():
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"]
+        assert f"{security['runAsUser']}:{security['runAsGroup']}" == user
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    (deployment,) = manifests("Deployment")
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    secrets = [each["name"] for each in container["env"] if "secretKeyRef" in each["valueFrom"]]
+    assert [f"server.token_variable={name}" for name in secrets] == [
+        word for word in container["args"] if word.startswith("server.token")
+    ]
+    (policy,) = manifests("NetworkPolicy")
+    assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"]
+    assert [each["port"] for each in rule["ports"]] == [each["name"] for each in container["ports"]]

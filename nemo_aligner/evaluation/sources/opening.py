@@ -24,7 +24,7 @@ _OF_POSTS = ("attribute_weights", "token_variable", "timeout_s")
 # Settings of ``source``, by the setting that names it, or the path of a server's URL.
 _USED = {
     "hf_model": ("attribute_weights",),
-    "": ("timeout_s",),
+    "": ("token_variable", "timeout_s"),
     "/classify": _OF_POSTS,
     "/get_reward": (*_OF_POSTS, "tokenizer"),
 }

@@ -13,7 +13,6 @@ serve the same.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,8 @@ from nemo_aligner.errors import ConfigError, ServingError, short
 from nemo_aligner.evaluation.sources.base import RewardSource, Score
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
+from nemo_aligner.serving.client.server import NoKServeError
+from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.templates import render
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
@@ -48,7 +49,8 @@ def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
     """
     path = urlsplit(url).path.rstrip("/")
     if path == "":
-        with RewardClient(url, timeout_s=config.timeout_s) as client:
+        token = _bearer_token(config)
+        with RewardClient(url, timeout_s=config.timeout_s, token=token) as client:
             yield _ours(url, client)
         return
     if path not in ("/classify", "/get_reward"):
@@ -67,14 +69,17 @@ def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
 
 
 def _bearer_token(config: SourceConfig) -> str | None:
-    name = config.token_variable
-    if name is not None and name not in os.environ:
-        raise ConfigError(f"source.token_variable: {name}: it is not set in the environment")
-    return None if name is None else os.environ[name].strip()
+    return find_token(None, config.token_variable, "source.token")
 
 
 def _ours(url: str, client: RewardClient) -> RewardSource:
-    contract = client.contract()
+    try:
+        contract = client.contract()
+    except NoKServeError as error:
+        raise ServingError(
+            f"server: {error}; wanted {url}/classify for vLLM or the gateway, {url}/get_reward for "
+            "OpenRLHF's remote reward model"
+        ) from error
     return RewardSource(
         name=url,
         attributes=tuple(contract.attributes),

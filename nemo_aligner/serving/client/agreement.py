@@ -12,6 +12,14 @@ from nemo_aligner.text.contract_changes import describe_differences
 _HASH = re.compile("[0-9a-f]{64}")
 
 
+class OtherContractError(ServingError):
+    """A server scores by another contract than the wanted one; ``text`` leaves out its name."""
+
+    def __init__(self, server: str, text: str) -> None:
+        super().__init__(f"{server}: {text}")
+        self.text = text
+
+
 @dataclass(frozen=True)
 class _Known:
     """The hash of a contract, None for a server that has none; and whose it is."""
@@ -30,7 +38,6 @@ class Agreement:
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash"
             )
-        self.is_expected = expect is not None
         self.columns: int | None = None
         self._wanted: _Known | None = None
         self._published: dict[str, _Known] = {}
@@ -40,16 +47,27 @@ class Agreement:
         elif expect is not None:
             self._wanted = _Known(expect, None)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is known what contract is wanted, or that it is none."""
+        return self._wanted is not None
+
+    @property
+    def wants_contract(self) -> bool:
+        """Whether a server without a contract is known to be a wrong one."""
+        return self._wanted is not None and self._wanted.hash is not None
+
     def check_published(self, server: str, contract: ScoringContract | None) -> None:
         """What a server says that it scores by; None where it does not say.
 
         Raises:
-            ServingError: it is another contract than the wanted one, or that of another server.
+            OtherContractError: it is not the wanted one, or not that of another server.
         """
         mine = _Known(contract.hash if contract is not None else None, contract, server)
-        self._published[server] = mine
+        self.withdraw(server)
         for other in [self._wanted] if self._wanted is not None else self._published.values():
             _compare(server, mine, other)
+        self._published[server] = mine
         if contract is not None:
             self.columns = len(contract.attributes)
 
@@ -57,7 +75,7 @@ class Agreement:
         """What a reward was made by; the first one binds those that follow.
 
         Raises:
-            ServingError: it is another contract.
+            OtherContractError: it is another contract.
         """
         known = self._published.get(server)
         is_published = known is not None and known.hash == contract_hash
@@ -66,18 +84,18 @@ class Agreement:
             self._wanted = mine
         _compare(server, mine, self._wanted)
 
-    def forget_published(self) -> None:
-        """What servers have said, as others may have taken their places."""
-        self._published.clear()
+    def withdraw(self, server: str) -> None:
+        """What this server has said, as another may have taken its place."""
+        self._published.pop(server, None)
 
 
 def _compare(server: str, got: _Known, wanted: _Known) -> None:
     if got.hash == wanted.hash:
         return
-    text = f"{server}: got the scoring contract {got.hash or '(none)'}, "
+    text = f"got the scoring contract {got.hash or '(none)'}, "
     text += f"wanted {wanted.hash or '(none)'}"
     if wanted.whose:
         text += f", that of {wanted.whose}: the rewards of one client are by one contract"
     if got.contract is not None and wanted.contract is not None:
         text += f": {describe_differences(wanted.contract.differences(got.contract))}"
-    raise ServingError(text)
+    raise OtherContractError(server, text)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.serving.client.background import Background, Connections
+from nemo_aligner.serving.tokens import is_token
 
 C = TypeVar("C", bound=Connections)
 T = TypeVar("T")
@@ -128,6 +129,12 @@ async def _in_time(
             f"{name}: timed out: no answer within {timeout_s:g} s (timeout_s)"
             + (f"; {trouble}" if trouble else "")
         ) from None
+
+
+def check_token(token: str | None) -> None:
+    """Raises ConfigError: it is none that a header can have; it is not shown."""
+    if token is not None and not is_token(token):
+        raise ConfigError("token: it is no token, wanted one word of ASCII letters, digits, signs")
 
 
 def checked_urls(urls: Sequence[str]) -> list[str]:

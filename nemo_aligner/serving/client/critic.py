@@ -13,7 +13,7 @@ import numpy as np
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.errors import ServingError, shown
 from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.calls import ServerClient, checked_urls
+from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.rows import RowCollector, encoded
 from nemo_aligner.serving.client.server import RefusedError
@@ -48,9 +48,10 @@ class _Connections:
         expect: ScoringContract | str | None,
         patience: tuple[float, float],
         max_connections: int,
+        token: str | None,
     ) -> None:
         def connect(urls: Sequence[str], name: str) -> ServerPool:
-            return ServerPool(urls, name, Agreement(expect), *patience, max_connections)
+            return ServerPool(urls, name, Agreement(expect), *patience, max_connections, token)
 
         self.infer = connect([url], wire.INFER_NAME)
         self.train = connect([url], wire.TRAIN_NAME)
@@ -86,20 +87,23 @@ class RewardCriticClient(ServerClient[_Connections]):
         wait_s: float = 0.0,
         retry_s: float = 5.0,
         max_connections: int = 16,
+        token: str | None = None,
     ) -> None:
-        """As ``RewardClient``; ``expect`` is the contract of critic and reward model.
+        """As ``RewardClient``; ``expect`` and ``token`` are those of critic and reward model.
 
         What trains or saves is sent once: where its answer is lost, it may have been done.
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, or a URL is none.
+            ConfigError: ``expect`` is neither a contract nor a hash, a URL is none, or the token
+                is not one word.
         """
+        check_token(token)
         (critic,) = checked_urls([url])
         rewards = [reward_url] if isinstance(reward_url, str) else list(reward_url or ())
         reward_urls = checked_urls(rewards) if rewards else []
         Agreement(expect)  # here, and not in the thread, it is refused if it is none
         connect = partial(
-            _Connections, critic, reward_urls, expect, (wait_s, retry_s), max_connections
+            _Connections, critic, reward_urls, expect, (wait_s, retry_s), max_connections, token
         )
         super().__init__(f"{critic}, critic", timeout_s, connect)
 

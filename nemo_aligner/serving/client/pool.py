@@ -10,12 +10,18 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.server import RemoteServer, UnavailableError, new_session
+from nemo_aligner.serving.client.agreement import Agreement, OtherContractError
+from nemo_aligner.serving.client.server import (
+    NoKServeError,
+    RemoteServer,
+    UnavailableError,
+    new_session,
+)
 from nemo_aligner.serving.client.tensors import Tensors
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import ScoreReply
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.turn_end import TurnEnd
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +53,10 @@ class _Search:
 
 
 class ServerPool:
-    """A server that fails by its connection is left out, and tried again in the background."""
+    """A server that is gone, or scores by another contract, is left out, and tried again.
+
+    Where servers disagree before there is any reward, nobody knows which is right: all are refused.
+    """
 
     def __init__(
         self,
@@ -57,9 +66,10 @@ class ServerPool:
         wait_s: float,
         retry_s: float,
         max_connections: int,
+        token: str | None = None,
     ) -> None:
-        self._session = new_session()
-        reads_contract = agreement.is_expected or len(urls) > 1
+        self._session = new_session(token)
+        reads_contract = agreement.is_bound or len(urls) > 1
         self._servers = [
             RemoteServer(self._session, url, model_name, agreement, reads_contract) for url in urls
         ]
@@ -68,7 +78,8 @@ class ServerPool:
         self._gate = asyncio.Semaphore(max_connections * len(urls))
         self._has_met = False
         self._said_trouble = False
-        self._introduction: asyncio.Future[None] | None = None
+        self._is_introduced = False
+        self._introduction: asyncio.Task[None] | None = None
 
     async def limit(self) -> tuple[int, int]:
         """How many rows a request may have, and how many servers are there.
@@ -85,7 +96,7 @@ class ServerPool:
 
         Raises:
             RefusedError: it was refused, in the server's words.
-            ServingError: no server answers, or it scores by another contract.
+            ServingError: no server answers, or all that do score by another contract.
             TooManyRowsError: see there.
         """
 
@@ -118,14 +129,36 @@ class ServerPool:
         """The contract that a server publishes, which is that of all.
 
         Raises:
-            ServingError: no server answers, or it publishes none.
+            ServingError: no server answers, it publishes none, or another than rewards are by.
         """
-        return await self._ask(RemoteServer.contract, 1)
+
+        async def ask(server: RemoteServer) -> ScoringContract:
+            contract = await server.contract()
+            if self._agreement.is_bound:
+                self._agreement.check_published(server.name, contract)
+            return contract
+
+        return await self._ask(ask, 1)
+
+    async def ask_turn_end(self) -> TurnEnd | None:
+        """What the servers' chat template writes behind a reply; None where none is known.
+
+        Raises:
+            ServingError: no server answers.
+        """
+        return await self._ask(RemoteServer.turn_end, 1)
 
     async def probe(self) -> dict[str, str | None]:
-        """Of each server by its URL: why it does not answer now, None where it does."""
+        """Of each server by its URL: why it gives no rewards now, None where it does."""
+        if not self._agreement.is_bound:  # what they say now counts
+            for server in self._servers:
+                self._agreement.withdraw(server.name)
         found = await asyncio.gather(*(server.probe() for server in self._servers))
-        return {server.url: why for server, why in zip(self._servers, found, strict=True)}
+        clash = self._clash()
+        all_wrong = None if clash is None else str(clash)
+        return {
+            server.url: why or all_wrong for server, why in zip(self._servers, found, strict=True)
+        }
 
     async def ask_statistics(self) -> dict[str, dict[str, float] | None]:
         """Of each server by its URL: what it has counted, None where it does not answer."""
@@ -163,61 +196,84 @@ class ServerPool:
                     search.trouble_since = None
                 search.last_trouble = f"{server.name}: {error}"
                 self._say_trouble(search.last_trouble)
+            except OtherContractError as error:  # its reward is not used: another may be right
+                server.leave_out(error.text)
+                search.note_trouble(time.monotonic())
+                search.last_trouble = str(error)
+                self._say_trouble(search.last_trouble)
             else:
                 self._said_trouble = False
                 return answer
 
     async def _choose(self, rows: int, search: _Search) -> RemoteServer:
-        await self._meet_all_once(search)
         while True:
+            await self._introduced()
             now = time.monotonic()
-            self._look_around(now, search)
+            self._meet_who_is_due(now, search)
             is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
             ready = [
                 each
                 for each in self._servers
                 if each.is_ready(now) and not (is_over and each in search.tried)
             ]
-            unsure = self._is_unsure(search)
-            if ready and not unsure:
+            if ready:
                 fitting = [each for each in ready if each.limit and each.limit >= rows]
                 if not fitting:
                     raise TooManyRowsError(max(each.limit or 1 for each in ready))
                 return min(fitting, key=lambda each: each.in_flight)
-            if not unsure and not any(each.is_full(now) for each in self._servers):
+            if not any(each.is_full(now) for each in self._servers):
+                self._give_up_if_hopeless(search)
                 search.note_trouble(now)
                 self._give_up_if_over(search, now)
             await self._change(now, search)
 
-    async def _meet_all_once(self, search: _Search) -> None:
-        """So that servers which score otherwise are noticed before any reward is used."""
-        if self._introduction is None:
-            for server in self._servers:
-                server.meet_if_due(search.began, search.began)
-            meetings = [server.meeting for server in self._servers if server.meeting is not None]
-            self._introduction = asyncio.ensure_future(_all_done(meetings))
+    async def _introduced(self) -> None:
+        """Until all servers were met once, at the same time; one that fails is not kept."""
+        if self._is_introduced:
+            return
+        if self._introduction is None or self._introduction.done():
+            self._introduction = asyncio.ensure_future(self._introduce())
+            self._introduction.add_done_callback(_look_at)
         await asyncio.shield(self._introduction)
 
-    def _look_around(self, now: float, search: _Search) -> None:
-        """Meet servers that are left out for long enough, or that a decision depends on."""
+    async def _introduce(self) -> None:
+        """So that servers which score otherwise are noticed before any reward is used.
+
+        Raises:
+            ServingError: they do; any of them may be mended.
+        """
+        await asyncio.wait([server.meet() for server in self._servers])
+        clash = self._clash()
+        if clash is not None:
+            for server in self._servers:
+                server.forget()
+            raise clash
+        self._is_introduced = True
+
+    def _clash(self) -> ServingError | None:
+        """That servers disagree, and no reward says which of them is right."""
+        if self._agreement.is_bound:
+            return None
+        faults = [server.fault for server in self._servers]
+        return next((fault for fault in faults if isinstance(fault, OtherContractError)), None)
+
+    def _meet_who_is_due(self, now: float, search: _Search) -> None:
+        """Servers that are left out for long enough, or that a decision depends on."""
         any_ready = any(server.is_ready(now) for server in self._servers)
+        tried_since = 0.0 if any_ready else self._last_try(search, now)
         for server in self._servers:
-            is_needed = server.fault is not None or not any_ready
-            server.meet_if_due(now, self._last_try(search, now) if is_needed else 0.0)
-            if server.fault is not None and server.tried_at >= search.began:
-                self._forget_all()
-                raise server.fault
+            server.meet_if_due(now, tried_since)
         self._has_met |= any_ready
 
-    def _forget_all(self) -> None:
-        """Where two do not agree, either may be mended."""
-        self._introduction = None
-        self._agreement.forget_published()
-        for server in self._servers:
-            server.limit = None
-
-    def _is_unsure(self, search: _Search) -> bool:
-        return any(each.fault and each.tried_at < search.began for each in self._servers)
+    def _give_up_if_hopeless(self, search: _Search) -> None:
+        """Where each server was met since the request began, and is wrong: no waiting mends it."""
+        faults = [
+            str(server.fault)
+            for server in self._servers
+            if server.fault is not None and server.tried_at >= search.began
+        ]
+        if len(faults) == len(self._servers):
+            raise ServingError("; ".join(faults))
 
     def _patience_ends(self, search: _Search, now: float) -> float:
         patience = self._retry_s if self._has_met else self._wait_s
@@ -244,8 +300,9 @@ class ServerPool:
         else:
             advice = "wait_s=60 waits for one to come up"
         trouble = self.trouble() or search.last_trouble
-        is_hopeless = all(server.is_foreign for server in self._servers)
-        raise ServingError(trouble if is_hopeless else f"{trouble}; {advice}")
+        if all(server.is_foreign for server in self._servers):
+            raise NoKServeError(trouble)
+        raise ServingError(f"{trouble}; {advice}")
 
     async def _change(self, now: float, search: _Search) -> None:
         """Wait until something may be otherwise."""
@@ -264,8 +321,10 @@ class ServerPool:
             logger.warning("%s; the request is sent again", trouble)
 
 
-async def _all_done(meetings: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.wait(meetings)
+def _look_at(introduction: asyncio.Task[None]) -> None:
+    """Its error is for those who wait for it; where nobody does, asyncio has nothing to log."""
+    if not introduction.cancelled():
+        introduction.exception()
 
 
 def _decoded(outputs: Tensors, rows: int, server: str) -> ScoreReply:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.calls import ServerClient, checked_urls
+from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.rows import (
     OnError,
@@ -22,6 +22,7 @@ from nemo_aligner.serving.client.split import split_texts, split_tokens, token_r
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Text
+from nemo_aligner.text.turn_end import TurnEnd
 
 
 class RewardClient(ServerClient[ServerPool]):
@@ -32,7 +33,7 @@ class RewardClient(ServerClient[ServerPool]):
     tried again. Safe to use from several threads.
 
     All rewards of a client are by one scoring contract: ``expect`` (a contract, or its hash), else
-    the first that it meets. A server that scores by another one is refused.
+    the first that it meets. A server that scores by another one is left out until it is right.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class RewardClient(ServerClient[ServerPool]):
         wait_s: float = 0.0,
         retry_s: float = 5.0,
         max_connections: int = 16,
+        token: str | None = None,
         in_callers_loop: bool = False,
     ) -> None:
         """One ``url``, or those of several servers of the same model.
@@ -57,17 +59,21 @@ class RewardClient(ServerClient[ServerPool]):
             wait_s: for a server that is not up yet
             retry_s: for a server that has answered before and is gone, or has no room
             max_connections: requests at once, for each server
+            token: the servers' bearer token, where they ask for one
             in_callers_loop: the asyncio methods work in the event loop that calls them, always the
                 same one, and not in a thread, which costs each request two hand-overs; ``aclose``
                 then closes the client, and the other methods are not for it
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, or a URL is none.
+            ConfigError: ``expect`` is neither a contract nor a hash, a URL is none, or the token
+                is not one word.
         """
+        check_token(token)
         urls = checked_urls([url] if isinstance(url, str) else url)
         self._agreement = Agreement(expect)
         connect = partial(
-            ServerPool, urls, model_name, self._agreement, wait_s, retry_s, max_connections
+            ServerPool,
+            *(urls, model_name, self._agreement, wait_s, retry_s, max_connections, token),
         )
         name = f"{', '.join(urls)}, {model_name}"
         super().__init__(name, timeout_s, connect, in_callers_loop)
@@ -147,8 +153,12 @@ class RewardClient(ServerClient[ServerPool]):
         """Like ``contract``, for asyncio."""
         return await self._run(ServerPool.ask_contract)
 
+    async def turn_end_async(self) -> TurnEnd | None:
+        """What the servers' chat template writes behind a reply; None where none is known."""
+        return await self._run(ServerPool.ask_turn_end)
+
     async def probe_async(self) -> dict[str, str | None]:
-        """Of each server by its URL: why it does not answer now, None where it does."""
+        """Of each server by its URL: why it gives no rewards now, None where it does."""
         return await self._run(ServerPool.probe)
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:

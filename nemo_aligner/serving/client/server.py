@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import re
 import socket
@@ -18,20 +19,24 @@ import aiohttp
 import numpy as np
 
 from nemo_aligner.errors import CheckpointError, ServingError, short
-from nemo_aligner.serving.client.agreement import Agreement
+from nemo_aligner.serving.client.agreement import Agreement, OtherContractError
 from nemo_aligner.serving.client.tensors import Tensors, decode_body, encode_body
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.turn_end import TurnEnd
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
 _MEET_S = 10.0  # for a question that costs a server nothing
 _PROBE_S = 2.0  # for one that somebody waits for who wants to know whether it is there
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _UNAVAILABLE = (429, 502, 503, 504)
+_UNAUTHORIZED = 401  # Triton says it with a 400
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
-    "(a gateway has clients of its own: docs/gateway.md)"
+    "(vLLM and a gateway have clients of their own: docs/gateway.md)"
 )
 _AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
 # Triton has no 413.
@@ -42,7 +47,8 @@ _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
 class RefusedError(ServingError):
     """A server's answer to a request that it does not score, with its HTTP status.
 
-    ``status`` is 400 where the request is at fault, 500 where the model failed.
+    ``status`` is 400 where the request is at fault, 401 where it has not the server's bearer token,
+    500 where the model failed.
     """
 
     def __init__(self, server: str, status: int, text: str) -> None:
@@ -71,6 +77,10 @@ class RefusedError(ServingError):
         return RefusedError(self.server, self.status, text)
 
 
+class NoKServeError(ServingError):
+    """What answers at each URL speaks another protocol."""
+
+
 class ForeignError(RefusedError):
     """A refusal that is not in KServe's words: another kind of server, or one before it."""
 
@@ -83,10 +93,15 @@ class UnavailableError(Exception):
         self.is_lost, self.again_in_s = is_lost, again_in_s
 
 
-def new_session() -> aiohttp.ClientSession:
+class BadAddressError(UnavailableError):
+    """The URL, or the certificate of who answers there: no waiting mends it."""
+
+
+def new_session(token: str | None) -> aiohttp.ClientSession:
     """For all servers of a client; how many requests there are at once, others decide."""
     connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
-    return aiohttp.ClientSession(connector=connector)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return aiohttp.ClientSession(connector=connector, headers=headers)
 
 
 class RemoteServer:
@@ -104,7 +119,7 @@ class RemoteServer:
         self.url = url
         self.in_flight = 0
         self.limit: int | None = None  # rows of a request; None: not met
-        self.fault: ServingError | None = None  # what no waiting mends
+        self.fault: ServingError | None = None  # what no waiting mends; it is left out for it
         self.trouble = ""
         self.is_foreign = False  # at the last meeting
         self.tried_at = -np.inf
@@ -123,11 +138,26 @@ class RemoteServer:
         """Whether it has said when to come again, and that is not yet."""
         return self.limit is not None and self._has_said_when and now < self.again_at
 
+    def meet(self) -> asyncio.Task[None]:
+        """Meet it, if that is not under way."""
+        if self.meeting is None:
+            self.meeting = asyncio.ensure_future(self._meet())
+        return self.meeting
+
     def meet_if_due(self, now: float, tried_since: float) -> None:
         """Begin to meet it, if it was left out for long enough, or not tried since then."""
         due = now >= self.again_at or self.tried_at < tried_since
-        if self.limit is None and self.meeting is None and due:
-            self.meeting = asyncio.ensure_future(self._meet())
+        if self.limit is None and due:
+            self.meet()
+
+    def leave_out(self, reason: str) -> None:
+        """Ask it no more until it was met again."""
+        self._leave_out(UnavailableError(reason))
+
+    def forget(self) -> None:
+        """As if it had never been met."""
+        self.limit, self.fault, self.again_at = None, None, 0.0
+        self._agreement.withdraw(self.name)
 
     async def infer(self, inputs: Tensors) -> Tensors:
         """Its answer.
@@ -154,13 +184,42 @@ class RemoteServer:
         with self._asked():
             return await self._contract()
 
+    async def turn_end(self) -> TurnEnd | None:
+        """What its chat template writes behind a reply; None where it has nothing to say.
+
+        Raises:
+            UnavailableError: it gave no answer, and is left out for a while.
+        """
+        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        with self._asked():
+            try:
+                outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _MEET_S)
+                return kserve.decode_turn_end(outputs)
+            except ServingError as error:  # another's server, or an older one
+                if isinstance(error, RefusedError) and error.status == _UNAUTHORIZED:
+                    raise
+                logger.warning(
+                    "%s: it does not say how its chat template ends (%s); a text that ends before "
+                    "that is scored as it stands",
+                    *(self.name, short(error)),
+                )
+                return None
+
     async def probe(self) -> str | None:
-        """Why it does not answer now, None where it does; one that does not is left out."""
+        """Why it gives no rewards now, None where it does; one that does not is left out."""
         try:
             with self._asked():
                 await self._ask("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
-        except (UnavailableError, ServingError) as error:
+                await self._check_contract(_PROBE_S)
+        except OtherContractError as error:
+            self._refuse(error)
+            return error.text
+        except UnavailableError as error:
+            self.fault = None
             return str(error)
+        except ServingError as error:
+            return str(error)
+        self.fault = None
         return None
 
     async def statistics(self) -> dict[str, float] | None:
@@ -190,9 +249,9 @@ class RemoteServer:
         if self.limit is not None:
             self.trouble = ""
 
-    async def _contract(self) -> ScoringContract:
+    async def _contract(self, timeout_s: float = _MEET_S) -> ScoringContract:
         asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
-        outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _MEET_S)
+        outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, timeout_s)
         try:
             return kserve.decode_contract(outputs)
         except (CheckpointError, KeyError, ValueError, IndexError) as error:
@@ -204,33 +263,58 @@ class RemoteServer:
             await self._ask("GET", f"models/{quote(self._model_name)}/ready")
             answer, _ = await self._ask("GET", f"models/{quote(self._model_name)}/config")
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
-            if self._reads_contract:
-                self._agreement.check_published(self.name, await self._published())
+            await self._check_contract(_MEET_S)
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
         except ForeignError as error:
             self.is_foreign = True
             self._leave_out(UnavailableError(f"HTTP {error.status}: {error.text}; {_FOREIGN}"))
-        except RefusedError as error:  # a model that is still being loaded
+        except RefusedError as error:
+            if error.status == _UNAUTHORIZED:
+                self._refuse(error)
+                return
+            # A model that is still being loaded.
             self._leave_out(UnavailableError(f"it has no such model ready: {error.text}"))
+        except BadAddressError as error:
+            self._refuse(ServingError(f"{self.name}: {error}"))
         except UnavailableError as error:
             self._leave_out(error)
         except ServingError as error:
-            self.fault = error
-            self._leave_out(UnavailableError(str(error)))
-        except (ValueError, TypeError, KeyError, RecursionError):
+            self._refuse(error)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             self._leave_out(UnavailableError("what answers there is no server of KServe v2"))
         finally:
             self.tried_at = time.monotonic()
             self.meeting = None
 
-    async def _published(self) -> ScoringContract | None:
+    async def _check_contract(self, timeout_s: float) -> None:
+        """Raises OtherContractError; of a lone server the first reward shows what it has."""
+        if not self._reads_contract and not self._agreement.is_bound:
+            return
         try:
-            return await self._contract()
+            published = await self._published(timeout_s)
+        except ServingError:
+            if self._reads_contract:
+                raise
+            return  # what cannot be read may be newer; its rewards have their contract's hash
+        self._agreement.check_published(self.name, published)
+
+    async def _published(self, timeout_s: float) -> ScoringContract | None:
+        try:
+            return await self._contract(timeout_s)
         except RefusedError as error:  # a server of NeMo-Aligner has none
-            if error.status == 404 and self._agreement.is_expected:  # it may still be loaded
+            if error.status == _UNAUTHORIZED:
+                raise
+            if self._agreement.wants_contract:  # it may still be loaded
                 text = f"got the scoring contract (none), wanted one: {error.text}"
                 raise UnavailableError(text) from error
             return None
+
+    def _refuse(self, error: ServingError) -> None:
+        known = self.fault
+        self._leave_out(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
+        self.fault = error
+        if str(known) != str(error):
+            logger.warning("%s; it is left out", error)
 
     def _leave_out(self, error: UnavailableError) -> None:
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
@@ -240,9 +324,10 @@ class RemoteServer:
             pause = max(pause, error.again_in_s)
         # Clients that failed together do not come back together.
         self.again_at = time.monotonic() + pause * random.uniform(1.0, 1.5)
-        self.trouble = str(error)
+        self.trouble, self.fault = str(error), None
         if error.is_lost:
             self.limit = None
+            self._agreement.withdraw(self.name)
 
     async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
         body, headers = encode_body(inputs)
@@ -271,7 +356,7 @@ class RemoteServer:
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientSSLError, aiohttp.InvalidURL) as error:
-            raise ServingError(f"{self.name}: {short(error)}") from error
+            raise BadAddressError(short(error)) from error
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise UnavailableError(_cause(error)) from error
         if response.status == 200:
@@ -287,6 +372,8 @@ class RemoteServer:
             wish = asked[1] if asked else headers.get("Retry-After", "")
             again_in_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
             return UnavailableError(f"HTTP {status}: {text}", status in (502, 504), again_in_s)
+        if said == kserve.NO_TOKEN:
+            return RefusedError(self.name, _UNAUTHORIZED, text)
         if said is None and answer and status in _FOREIGN_STATUSES:
             return ForeignError(self.name, status, text)
         return RefusedError(self.name, status, text or f"HTTP {status}")
@@ -295,9 +382,10 @@ class RemoteServer:
 def _error_of(answer: bytes) -> str | None:
     """What KServe's server says of a request; None where the answer is none of KServe."""
     try:
-        return str(json.loads(answer.decode("utf-8", errors="replace"))["error"])
+        said = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return said if isinstance(said, str) else None  # an object is vLLM's
 
 
 def _cause(error: BaseException) -> str:

@@ -53,11 +53,12 @@ class RelayService:
         return self._admission.inside
 
     async def answer(
-        self, request: ScoreRequest, sets_rows_aside: bool
+        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
     ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
         """The rewards of a request's rows, and why some have none (NaN).
 
-        Unless ``sets_rows_aside``, a row that is refused is a failure of the whole request.
+        Unless ``sets_rows_aside``, a row that is refused is a failure of the whole request. The
+        rewards of a probe are nobody's, and not among the recent ones.
         """
         try:
             with self._admission.of(len(request.texts or request.token_lists or ())):
@@ -67,13 +68,15 @@ class RelayService:
             return Failure(str(error), FailureKind.busy, error.retry_after_s)
         except RefusedError as error:
             kind = _KINDS.get(error.status, FailureKind.internal)
-            return Failure(one_line(error.text), kind)
+            row = error.row if kind is FailureKind.bad_request else None
+            return Failure(one_line(error.text), kind, row=row)
         except ServingError as error:
             return Failure(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
         except Exception as error:
             logger.exception("a request could not be answered")
             return Failure(f"internal error: {type(error).__name__}", FailureKind.internal)
-        self.recent.add(scored.rewards)
+        if not is_probe:
+            self.recent.add(scored.rewards)
         names = [each.name for each in fields(ScoreReply)]
         return ScoreReply(**{name: getattr(scored, name) for name in names}), scored.errors
 

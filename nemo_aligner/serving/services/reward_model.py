@@ -17,6 +17,7 @@ from nemo_aligner.serving.services.reward import RewardService, ServableScorer
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import Failure, ScoreReply
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.turn_end import TurnEnd
 
 _SCORE = "score"
 
@@ -30,11 +31,13 @@ class RewardModelServable:
         config: ServerConfig,
         shaper: RewardShaper | None = None,
         prepare: Callable[[], None] = lambda: None,
+        turn_end: TurnEnd | None = None,
     ) -> None:
         self._scorer = scorer
         self._config = config
         self._shaper = shaper
         self._prepare = prepare
+        self._turn_end = turn_end
 
     @property
     def operations(self) -> Mapping[str, Operation]:
@@ -48,7 +51,7 @@ class RewardModelServable:
             self._shaper.check_file()
         # The first forward pass is slow, and may show that the model cannot run.
         ranks.execute(_SCORE, [[0]])
-        return RewardModel(self._scorer, self._config, self._shaper, ranks)
+        return RewardModel(self._scorer, self._config, self._shaper, ranks, self._turn_end)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
@@ -64,6 +67,7 @@ class RewardModel:
         config: ServerConfig,
         shaper: RewardShaper | None,
         ranks: ModelRanks,
+        turn_end: TurnEnd | None = None,
     ) -> None:
         self._scorer = scorer
         self._config = config
@@ -71,6 +75,7 @@ class RewardModel:
         self._batcher = Batcher(partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter)
         self._service = RewardService(scorer, self._batcher, config, self._meter, shaper)
         self._cached = 0
+        self._turn_end = turn_end
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
@@ -85,7 +90,8 @@ class RewardModel:
             answer=self._answer,
             max_rows=self._config.max_batch_size,
         )
-        return [rewards, contract_endpoint(self._service.contract, self.statistics)]
+        contract = self._service.contract
+        return [rewards, contract_endpoint(contract, self.statistics, self._turn_end)]
 
     @property
     def greeting(self) -> Sequence[str]:
@@ -145,13 +151,15 @@ async def answer_request(service: RewardService, inputs: Tensors) -> ScoreReply 
 
 
 def contract_endpoint(
-    contract: ScoringContract, statistics: Callable[[], Mapping[str, float]]
+    contract: ScoringContract,
+    statistics: Callable[[], Mapping[str, float]],
+    turn_end: TurnEnd | None = None,
 ) -> Endpoint:
     """``contract``: how the texts of this server become scores, and what it has counted.
 
     Counters have no endpoint of their own: each is a process more, and 1.7 s more at the start.
     """
-    published = kserve.encode_contract(contract)
+    published = {**kserve.encode_contract(contract), **kserve.encode_turn_end(turn_end)}
 
     async def publish(inputs: Tensors) -> Tensors:
         return {**published, **kserve.encode_statistics(statistics())}

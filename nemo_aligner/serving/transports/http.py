@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic_core import to_json
@@ -17,11 +17,14 @@ import nemo_aligner
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.errors import ServingError, one_line
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.services.completion import TurnCompletion
 from nemo_aligner.serving.services.relay import RelayService
+from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.transports.http_metrics import GatewayMetrics
 from nemo_aligner.serving.wire.kserve import MODEL_NAME
-from nemo_aligner.serving.wire.route import HttpAnswer, Route, ScoredRequest, Served
-from nemo_aligner.serving.wire.types import Failure, FailureKind
+from nemo_aligner.serving.wire.route import HttpAnswer, PlainRoute, Route, ScoredRequest, Served
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.text.turn_end import TurnEnd
 
 # Who looks whether it lives has no token.
 _OPEN_PATHS = ("/health", "/ready")
@@ -42,10 +45,13 @@ def build_app(
     config: GatewayConfig,
     token: str | None,
     at_end: Callable[[], Awaitable[None]] | None = None,
+    plain_routes: Sequence[PlainRoute] = (),
+    turn_end: Callable[[], Awaitable[TurnEnd | None]] | None = None,
 ) -> ASGIApp:
     """What answers HTTP; with a ``token``, all but health and readiness asks for it.
 
-    ``at_end`` is called in its event loop once all is answered.
+    ``at_end`` is called in its event loop once all is answered. ``turn_end`` says what the chat
+    template of the backends writes behind a reply; None: nothing is completed.
     """
 
     @asynccontextmanager
@@ -62,16 +68,19 @@ def build_app(
     )
     relay = RelayService(client, config.max_queue_rows, config.drift_rows)
     metrics = GatewayMetrics()
+    completion = None if turn_end is None else TurnCompletion(turn_end)
     for route in routes:
         app.add_api_route(
             route.path,
-            _Endpoint(route, relay, config, metrics).handle,
+            _Endpoint(route, relay, config, metrics, completion).handle,
             methods=["POST"],
             summary=route.about,
             description=route.about,  # else the handler's docstring is on the page
             operation_id=route.path.strip("/").replace("/", "_"),
             openapi_extra=_described(route),
         )
+    for plain in plain_routes:
+        _add_plain_route(app, plain, config.max_request_bytes)
     _add_own_routes(app, relay, client, metrics)
     app.openapi = lambda: _openapi(app, routes)  # type: ignore[method-assign]
     refusals = {route.path: route for route in routes}
@@ -82,10 +91,16 @@ class _Endpoint:
     """One route: its requests, one by one."""
 
     def __init__(
-        self, route: Route[Any], relay: RelayService, config: GatewayConfig, metrics: GatewayMetrics
+        self,
+        route: Route[Any],
+        relay: RelayService,
+        config: GatewayConfig,
+        metrics: GatewayMetrics,
+        completion: TurnCompletion | None,
     ) -> None:
         self._route, self._relay = route, relay
         self._config, self._metrics = config, metrics
+        self._completion = completion if route.completes_turns else None
 
     async def handle(self, request: Request) -> Response:
         """The answer by the route's protocol, whatever happens."""
@@ -101,7 +116,9 @@ class _Endpoint:
             content = await _read(request, self._config.max_request_bytes)
             body = route.parse(content)
             asked = route.read(body)
-            found = await self._relay.answer(asked, route.sets_rows_aside)
+            found = await self._scored(asked)
+            if isinstance(found, Failure) and found.row is not None and route.with_other_reply:
+                found = await self._whose_fault(found, route.with_other_reply(body))
             if not isinstance(found, Failure):
                 scored = ScoredRequest(*found)
                 self._metrics.scored(route.path, scored)
@@ -112,6 +129,28 @@ class _Endpoint:
         except ServingError as error:
             failure = Failure(one_line(error), FailureKind.bad_request)
         return route.refuse(failure, body), failure.retry_after_s
+
+    async def _scored(
+        self, asked: ScoreRequest
+    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+        if self._completion is not None:
+            try:
+                asked, completed = await self._completion.complete(asked)
+            except ServingError as error:
+                return Failure(one_line(error), FailureKind.unreachable, 1)
+            self._metrics.completed(self._route.path, completed)
+        return await self._relay.answer(asked, self._route.sets_rows_aside)
+
+    async def _whose_fault(
+        self, refusal: Failure, other: ScoreRequest
+    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+        """Of a refused text: the reply's as a row's error, the prompt's as a failure."""
+        found = await self._relay.answer(other, False, is_probe=True)
+        if isinstance(found, Failure):
+            return found
+        reply, _ = found
+        nothing = ScoreReply(np.full_like(reply.rewards, np.nan), np.zeros(1, dtype=bool))
+        return nothing, {0: refusal.message.removeprefix(f"row {refusal.row}: ")}
 
     def _served(self, scored: ScoredRequest) -> Served:
         contract, threshold = self._relay.contract, self._config.reward_threshold
@@ -165,7 +204,7 @@ class _Guarded:
         self, app: ASGIApp, token: str, routes: dict[str, Route[Any]], metrics: GatewayMetrics
     ) -> None:
         self._app, self._routes, self._metrics = app, routes, metrics
-        self._expected = f"Bearer {token}".encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._has_token(scope):
@@ -182,8 +221,20 @@ class _Guarded:
 
     def _has_token(self, scope: Scope) -> bool:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
-        # In constant time: how much of it was right, nobody learns from the clock.
-        return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)
+        return has_token(sent, self._token)
+
+
+def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
+    async def handle(request: Request) -> Response:
+        try:
+            return respond(route.answer(await _read(request, max_request_bytes)))
+        except _TooLargeBodyError as error:
+            return respond(HttpAnswer(413, {"detail": str(error)}))
+        except ServingError as error:
+            return respond(HttpAnswer(400, {"detail": one_line(error)}))
+
+    about, method = route.about, route.method
+    app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
 
 
 def _add_own_routes(

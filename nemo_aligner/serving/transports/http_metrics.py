@@ -69,7 +69,7 @@ class GatewayMetrics:
         )
         self._rows = Counter(
             f"{_GATEWAY}_rows",
-            "texts by what became of them: scored, refused; cut ones were scored, too",
+            "texts by what became of them: scored, refused; cut and completed ones are among both",
             ["route", "outcome"],
             registry=self._registry,
         )
@@ -85,6 +85,11 @@ class GatewayMetrics:
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
         self._rows.labels(path, "refused").inc(len(scored.errors))
         self._rows.labels(path, "cut").inc(int(scored.reply.exceeded.sum()))
+
+    def completed(self, path: str, rows: int) -> None:
+        """Rows of a request got what the chat template has behind an end of turn."""
+        if rows:
+            self._rows.labels(path, "completed").inc(rows)
 
     def render(self, watched: Watched, statistics: Statistics) -> tuple[bytes, str]:
         """The text for Prometheus, with what the backends have just said; and its content type."""

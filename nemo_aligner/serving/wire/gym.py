@@ -3,13 +3,14 @@
 The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``responses_create_params`` is
 what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
 API), ``response.output`` what it said. Both together are scored as one conversation. Reasoning is
-no part of it, and a rollout with calls of tools cannot be scored.
+no part of it, and a rollout with calls of tools, or a refusal, cannot be scored.
 
 A rollout whose reward is no measurement of the policy has ``mask_sample``, ``failure_kind`` (of
-Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, and where the
-model refuses what the policy said (too long, or with the template's own tokens; with
-``gateway.reward_threshold`` that is a rollout that failed: reward 0, and no mask), or it said
-nothing, as one does whose thoughts took all of its tokens.
+Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, where it cannot be
+scored, or with no other reply could be, and where the model refuses what the policy said (too
+long, or with the template's own tokens; with ``gateway.reward_threshold`` that is a rollout that
+failed: reward 0, and no mask), or it said nothing, as one does whose thoughts took all of its
+tokens. An answer other than 200 is for a body that is no rollout.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ _KINDS = {
     FailureKind.busy: "transport_unreachable",
     FailureKind.unreachable: "transport_unreachable",
     FailureKind.internal: "verifier_error",
+    FailureKind.bad_request: "verifier_error",
+    FailureKind.too_large: "verifier_error",
 }
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
 _ROLES = {"developer": "system"}
+_OTHER_REPLY = "."  # that nobody refuses
 
 
 class ResponseParams(Body):
@@ -94,7 +98,20 @@ class VerifyResponse(Body):
 
 def read(body: VerifyRequest) -> ScoreRequest:
     """Raises ServingError: it has items that are no text."""
-    asked = body.responses_create_params
+    asked = _asked(body.responses_create_params)
+    said = _turns(body.response.output, "response.output")
+    if not _has_reply(said):
+        raise ServingError(_NO_REPLY)
+    return ScoreRequest(texts=[_joined([*asked, *said])])
+
+
+def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
+    """The same prompt with a reply of one letter: where that is refused, the prompt is."""
+    asked = _asked(body.responses_create_params)
+    return ScoreRequest(texts=[_joined([*asked, {"role": "assistant", "content": _OTHER_REPLY}])])
+
+
+def _asked(asked: ResponseParams) -> Conversation:
     turns: Conversation = []
     if asked.instructions:
         turns.append({"role": "system", "content": asked.instructions})
@@ -102,10 +119,7 @@ def read(body: VerifyRequest) -> ScoreRequest:
         turns.append({"role": "user", "content": asked.input})
     else:
         turns += _turns(asked.input, "responses_create_params.input")
-    said = _turns(body.response.output, "response.output")
-    if not _has_reply(said):
-        raise ServingError(_NO_REPLY)
-    return ScoreRequest(texts=[_joined([*turns, *said])])
+    return turns
 
 
 def _has_reply(said: Conversation) -> bool:
@@ -117,7 +131,7 @@ def _turns(items: list[Any], where: str) -> Conversation:
     turns: Conversation = []
     for number, item in enumerate(items):
         place = f"{where}.{number}"
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        kind = item.get("type") or "message" if isinstance(item, dict) else None
         if kind == "reasoning":
             continue
         if kind != "message" or not isinstance(item.get("role"), str):
@@ -160,7 +174,7 @@ def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[s
 
 
 def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
-    """Where a server failed, or nothing was said, a rollout without a reward; else an error."""
+    """A rollout without a reward; an error where the body is none, or its sender unknown."""
     kind = _REFUSED if failure.message == _NO_REPLY else _KINDS.get(failure.kind)
     if body is None or kind is None:
         return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
@@ -190,6 +204,6 @@ ROUTES = [
         read,
         answer,
         refuse,
-        sets_rows_aside=True,
+        with_other_reply=read_with_other_reply,
     )
 ]

@@ -24,15 +24,16 @@ threshold.
 
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
 JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
-start, a JSON object of numbers (see ``Meter.statistics``). It needs no input; ``dummy_var`` INT64
-[1] is for clients that must send one.
+start, a JSON object of numbers (see ``Meter.statistics``); and with ``turn_end`` BYTES [1]: what
+the chat template writes behind a reply (see ``TurnEnd``), as JSON, or null. It needs no input;
+``dummy_var`` INT64 [1] is for clients that must send one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
 says, for the other forms it must be false, and a request that disagrees is refused.
 
 A bad request is answered with HTTP 400 and one line of its own; the others in its batch are not
-touched.
+touched. So is one without the server's bearer token.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ from nemo_aligner.errors import DataError, ServingError, shown
 from nemo_aligner.serving.wire.types import ScoreReply, ScoreRequest, TensorSpec
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.messages import Conversation
+from nemo_aligner.text.turn_end import TurnEnd
 
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
+# Triton has no 401: it is a 400 with these words.
+NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 
 INPUTS = (
     TensorSpec("sentences", bytes, (1,), optional=True),
@@ -74,6 +78,7 @@ CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
     TensorSpec("contract", bytes, (1,)),
     TensorSpec("statistics", bytes, (1,)),
+    TensorSpec("turn_end", bytes, (1,)),
 )
 
 
@@ -145,6 +150,25 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
         CheckpointError: it is of another version, or was changed.
     """
     return ScoringContract.from_dict(json.loads(_decode_bytes(outputs["contract"].reshape(-1)[0])))
+
+
+def encode_turn_end(turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
+    """What the ``contract`` model says of the chat template's end."""
+    text = json.dumps(None if turn_end is None else turn_end.to_dict())
+    return {"turn_end": np.array([text.encode()], dtype=np.object_)}
+
+
+def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
+    """What a server's template writes behind a reply; None where it has nothing to say.
+
+    Raises:
+        ServingError: it does not say, as one of an earlier version.
+    """
+    try:
+        found = json.loads(_decode_bytes(outputs["turn_end"].reshape(-1)[0]))
+        return None if found is None else TurnEnd.from_dict(found)
+    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+        raise ServingError(f"turn_end: {error}") from error
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 Its trainer (0.11: ``openrlhf/utils/agent.py``, its server ``openrlhf/cli/serve_rm.py``) sends
 ``query``, the whole texts of prompt and reply as the policy's tokenizer writes them, with
-``prompts`` and ``labels``, which a reward model has no use for. A query is scored as it stands.
+``prompts`` and ``labels``, which a reward model has no use for. A query is scored as it stands; one
+that ends at the policy's end of turn is completed to what the model's chat template writes.
 ``scores`` are what it filters prompts by, ``extra_logs`` what it logs.
 """
 
@@ -68,5 +69,6 @@ ROUTES = [
         read,
         answer,
         refuse,
+        completes_turns=True,
     )
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.serving.wire import gym, openrlhf, rewards, vllm
-from nemo_aligner.serving.wire.route import Route
+from nemo_aligner.serving.wire import gym, gym_run, openrlhf, rewards, vllm
+from nemo_aligner.serving.wire.route import PlainRoute, Route
 
 ROUTES: list[Route[Any]] = [*rewards.ROUTES, *openrlhf.ROUTES, *vllm.ROUTES, *gym.ROUTES]
+PLAIN_ROUTES: list[PlainRoute] = [*gym_run.PLAIN_ROUTES]

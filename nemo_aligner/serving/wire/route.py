@@ -114,6 +114,11 @@ class Route(Generic[T]):
         answer: to a request that was scored.
         refuse: to one that was not; the body is None where it could not be read.
         sets_rows_aside: a row that is refused has an error of its own; else the request has.
+        completes_turns: a raw text or token row that ends at an end of turn gets what the model's
+            template writes behind it (``gateway.complete_turns``).
+        with_other_reply: the request of one text with a reply that nobody refuses. Where the text
+            is refused, this says whose fault it is: the reply's, if this is scored; ``answer`` then
+            gets it as a row with an error. Else the prompt's, which is for ``refuse``.
     """
 
     path: str
@@ -124,6 +129,8 @@ class Route(Generic[T]):
     answer: Callable[[T, ScoredRequest, Served], Any]
     refuse: Callable[[Failure, T | None], HttpAnswer]
     sets_rows_aside: bool = False
+    completes_turns: bool = False
+    with_other_reply: Callable[[T], ScoreRequest] | None = None
 
     def parse(self, body: bytes) -> T:
         """The body of a request.
@@ -134,7 +141,20 @@ class Route(Generic[T]):
         try:
             return self.request.model_validate_json(body)
         except ValidationError as error:
-            raise ServingError(_problems(error, self.request)) from error
+            raise ServingError(problems_of(error, self.request)) from error
+
+
+@dataclass(frozen=True)
+class PlainRoute:
+    """A URL that a protocol's clients ask beside rewards; ``answer`` to the bytes of a body.
+
+    It raises ServingError where the body is unfit: HTTP 400.
+    """
+
+    path: str
+    about: str
+    answer: Callable[[bytes], HttpAnswer]
+    method: str = "POST"
 
 
 def as_json(value: Any) -> str:
@@ -168,7 +188,8 @@ def _refuse_content(content: Any, where: str) -> NoReturn:
     )
 
 
-def _problems(error: ValidationError, request: type[BaseModel]) -> str:
+def problems_of(error: ValidationError, request: type[BaseModel]) -> str:
+    """What is unfit in a body, in one line."""
     problems = error.errors(include_url=False)
     found = [
         f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -62,8 +62,12 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one request is not answered, in one line; and when to ask again, where that may help."""
+    """Why one request is not answered, in one line; and when to ask again, where that may help.
+
+    ``row`` is there where the model refused one text: which, and so not the request as a whole.
+    """
 
     message: str
     kind: FailureKind
     retry_after_s: int | None = None
+    row: int | None = field(default=None, compare=False)

@@ -1,9 +1,10 @@
 """vLLM's ``POST /classify``, ``/pooling`` and ``/score``, as its server 0.32 has them.
 
 The shapes are those of ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, token ids,
-or a list of either, all scored as they stand; ``messages`` is one conversation, which gets the
-model's chat template. ``/score`` takes pairs, 1 with 1, 1 with N or N with N: the first is what the
-user says, the second the reply, and both are scored as a conversation.
+or a list of either, all scored as they stand, but for what a chat template has behind an end of
+turn; ``messages`` is one conversation, which gets the model's chat template. ``/score`` takes
+pairs, 1 with 1, 1 with N or N with N: the first is what the user says, the second the reply, and
+both are scored as a conversation.
 
 A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
 each attribute, and ``score`` one of them all. What would have a text scored by other rules than the
@@ -49,6 +50,8 @@ _ERROR_TYPES = {
 _FIXED: dict[str, tuple[Any, ...]] = {
     "use_activation": (None, False),
     "activation": (None, False),
+    "normalize": (None, False),
+    "softmax": (None, False),
     "truncate_prompt_tokens": (None,),
     "truncation_side": (None,),
     "padding": (None, "do_not_pad"),
@@ -73,6 +76,8 @@ _ONE_FORM = "there is no other here"
 _REASONS = {
     "use_activation": _NO_ACTIVATION,
     "activation": _NO_ACTIVATION,
+    "normalize": _NO_ACTIVATION,
+    "softmax": _NO_ACTIVATION,
     "cache_salt": _ONE_FORM,
     "priority": _ONE_FORM,
     "task": _ONE_FORM,
@@ -286,6 +291,7 @@ ROUTES: list[Route[Any]] = [
         read_input,
         answer_classify,
         refuse,
+        completes_turns=True,
     ),
     Route(
         "/pooling",
@@ -295,6 +301,7 @@ ROUTES: list[Route[Any]] = [
         read_input,
         answer_pooling,
         refuse,
+        completes_turns=True,
     ),
     Route(
         "/score",

@@ -115,3 +115,33 @@ def test_asked_server_that_answers_otherwise_or_not_at_all_is_an_error(server: T
         ask("http://127.0.0.1:1/classify", ["a"])
     with pytest.raises(ConfigError, match="ends in /classify"):
         ask(f"{server.url}/v1/rewards", ["a"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"error": {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}},
+        {"detail": "Not Found"},
+        "not found",
+    ],
+)
+def test_server_of_another_protocol_is_named_by_its_path(
+    server: Told, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A URL without a path where vLLM answers, which says 404 in one of these ways."""
+
+    def not_found(self: Handler) -> None:
+        data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        self.send_response(404)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    monkeypatch.setattr(Handler, "do_GET", not_found, raising=False)
+    with pytest.raises(ServingError) as caught:
+        ask(server.url, ["a"])
+    said = str(caught.value)
+    assert f"{server.url}/classify" in said
+    assert f"{server.url}/get_reward" in said
+    assert "HTTP 404" in said
+    assert "no KServe server" in said

@@ -53,9 +53,11 @@ class TestClient:
     def test_the_contract_needs_no_input(self, server):
         url = f"{server.url}/v2/models/contract/infer"
         with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
-            contract, statistics = (each["data"][0] for each in json.load(response)["outputs"])
-        assert json.loads(contract) == CONTRACT.to_dict()
-        assert json.loads(statistics)["tokens_per_call"] == 256
+            outputs = {each["name"]: each["data"] for each in json.load(response)["outputs"]}
+        found = {name: json.loads(text) for name, (text,) in outputs.items()}
+        assert found["contract"] == CONTRACT.to_dict()
+        assert found["statistics"]["tokens_per_call"] == 256
+        assert found["turn_end"] is None  # its contract has no template
 
     def test_a_server_says_what_it_has_counted(self, server, client):
         (before,) = asyncio.run(client.statistics_async()).values()

@@ -349,3 +349,103 @@ class TestSeveral:
             lone.contract = replace(CONTRACT, seq_length=9)
             for _ in range(2):
                 assert f"wanted {CONTRACT.hash}, that of" in seconds(client.score, ["a"])[1]
+
+
+OTHER = replace(CONTRACT, seq_length=9)
+
+
+def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:
+    """A server takes the place of another, with its connections cut or behind a proxy."""
+    if is_killed:
+        server.go()
+    server.contract = contract
+    if is_killed:
+        server.come()
+
+
+@pytest.mark.parametrize("expect", [None, CONTRACT.hash])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_other_contract_of_one_server_under_load_harms_no_request(
+    servers: list[Misbehaving], expect: str | None, is_killed: bool
+) -> None:
+    """One of two is swapped for another model and back, as a rolling update does it."""
+    right, updated = (each.come() for each in servers[:2])
+    right.answer = updated.answer = lambda texts: time.sleep(0.002)
+    wrong: list[Any] = []
+    is_over = threading.Event()
+    with RewardClient([right.url, updated.url], expect=expect, retry_s=10) as client:
+        client.score(["a"])
+
+        def ask(number: int) -> int:
+            asked = 0
+            while not is_over.is_set():
+                asked += 1
+                text = f"text {number} {asked}"
+                try:
+                    scored = client.score_rows([text])
+                    if (scored.rewards[0, 0], scored.contract_hash) != (total(text), CONTRACT.hash):
+                        wrong.append(scored)
+                except Exception as error:
+                    wrong.append(error)
+            return asked
+
+        with ThreadPoolExecutor(8) as pool:
+            asking = [pool.submit(ask, number) for number in range(8)]
+            for _ in range(2):
+                swapped(updated, is_killed, OTHER)
+                time.sleep(0.3)
+                swapped(updated, is_killed, CONTRACT)
+                updated.asked.clear()
+                assert eventually(lambda: len(updated.asked) > 3), "it recovers by itself"
+            is_over.set()
+            assert sum(future.result() for future in asking) > 100
+    assert not wrong, (len(wrong), wrong[0])
+
+
+def test_other_contract_everywhere_fails_at_once_and_is_over_with_it(
+    servers: list[Misbehaving],
+) -> None:
+    """All requests at a time of many fail in words, and the next one is answered."""
+    two = [each.come() for each in servers[:2]]
+    with RewardClient([each.url for each in two], expect=CONTRACT, retry_s=60) as client:
+        client.score(["a"])
+        for each in two:
+            each.contract = OTHER
+        futures = [client.score_future([text]) for text in "abcdefgh"]
+        for future in futures:
+            with pytest.raises(ServingError) as caught:
+                future.result(timeout=20)
+            assert all(each.url in str(caught.value) for each in two)
+            assert f"wanted {CONTRACT.hash}" in str(caught.value)
+        two[1].contract = CONTRACT
+        assert client.score(["a"])[0, 0] == 97
+
+
+def test_other_contract_is_said_by_a_probe(servers: list[Misbehaving]) -> None:
+    """What answers and whose rewards are refused is not ready, before and after a first reward."""
+    two = [each.come() for each in servers[:2]]
+    urls = [each.url for each in two]
+
+    async def probe() -> list[dict[str, str | None]]:
+        lone = RewardClient(urls[0], in_callers_loop=True)
+        both = RewardClient(urls, in_callers_loop=True)
+        await lone.score_async(["a"])
+        two[0].contract = OTHER
+        found = [await lone.probe_async(), await both.probe_async()]
+        two[0].contract = CONTRACT
+        found += [await lone.probe_async(), await both.probe_async()]
+        await both.score_async(["a"])
+        two[1].contract = OTHER
+        found.append(await both.probe_async())
+        two[0].contract = OTHER
+        with pytest.raises(ServingError, match="scoring contract"):
+            await lone.contract_async()
+        await lone.aclose()
+        await both.aclose()
+        return found
+
+    changed, undecided, again, agreed, one = asyncio.run(probe())
+    assert all(OTHER.hash in str(why) for why in [*changed.values(), *undecided.values()])
+    assert [*again.values(), *agreed.values()] == [None] * 3
+    assert one[urls[0]] is None
+    assert OTHER.hash in str(one[urls[1]])

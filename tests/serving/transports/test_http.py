@@ -7,14 +7,17 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.transports.http import build_app
-from nemo_aligner.serving.wire.protocols import ROUTES
+from nemo_aligner.serving.wire.protocols import PLAIN_ROUTES, ROUTES
+from nemo_aligner.text.turn_end import TurnEnd
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, call_async
 
@@ -232,3 +235,148 @@ def test_what_is_shown_to_prometheus() -> None:
         'server_waiting_rows{backend="http://one"}': 3,
     }
     assert {name: float(values[prefix + name]) for name in wanted} == wanted
+
+
+class Picky(FakeClient):
+    """Refuses conversations that have a message in them, as the server does; or all, as a proxy."""
+
+    def __init__(self, refused: str, refusal: RefusedError) -> None:
+        super().__init__()
+        self.refused, self.refusal = refused, refusal
+
+    async def score_rows_async(self, texts: Any, *, on_error: str = "nan") -> Any:
+        if self.refused in [turn["content"] for turn in texts[0]]:
+            if on_error == "raise":
+                raise self.refusal
+            nothing = np.full((1, 2), np.nan, dtype=np.float32)
+            return ScoredRows(nothing, {0: self.refusal.reason}, np.zeros(1, bool), None)
+        return await super().score_rows_async(texts, on_error=on_error)
+
+
+def test_verify_masks_what_is_not_the_policys_fault() -> None:
+    """With a threshold, too: only a reply that another would have been scored for is a 0."""
+    asked = {"responses_create_params": {"input": "ask"}}
+    call_of_tool = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    reply = {"role": "assistant", "content": "say"}
+    of_text = RefusedError("http://one", 400, "row 0: got 99 tokens, wanted at most 64")
+    of_all = RefusedError("http://one", 413, "too large")
+    cases: dict[str, tuple[str, RefusedError, Any, bool, str]] = {
+        "reply": ("say", of_text, reply, False, "reward_model:refused_text"),
+        "prompt": ("ask", of_text, reply, True, "verifier_error"),
+        "proxy": ("say", of_all, reply, True, "verifier_error"),
+        "call of a tool": ("", of_text, call_of_tool, True, "verifier_error"),
+        "refusal": ("", of_text, refusal, True, "verifier_error"),
+    }
+    wrong = {}
+    for name, (refused, error, said, is_masked, kind) in cases.items():
+        client = Picky(refused, error)
+        app = make(client, reward_threshold=0.5)
+        answer = call(app, "/verify", {**asked, "response": {"output": [said]}})
+        found = (answer.status, answer.json.get("reward"), answer.json.get("mask_sample"))
+        if (*found, answer.json.get("failure_kind")) != (200, 0.0, is_masked, kind):
+            wrong[name] = answer.body
+        # Rewards of a probe are nobody's.
+        assert b'nemo_aligner_reward_rows{attribute="sum"} 1.0' not in call(app, "/metrics").body
+    assert not wrong, wrong
+
+
+def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None:
+    app = build_app(ROUTES, FakeClient(), GatewayConfig(), None, plain_routes=PLAIN_ROUTES)
+    session = {"resources_session_id": "s", "episode_id": "e", "task_id": "t", "task_data": {}}
+    assert call(app, "/seed_session", {}).json == {}
+    for path in ("/seed_session", "/close_session"):
+        assert call(app, path, session).json == {"resources_session_id": "s"}
+    assert call(app, "/reverify_mode").json == "stateless"
+    rollouts = [
+        {
+            "_ng_task_index": task,
+            "_ng_rollout_index": repeat,
+            "reward": float(task + repeat),
+            "mask_sample": (task, repeat) == (1, 1),
+        }
+        for task in range(2)
+        for repeat in range(2)
+    ]
+    found = call(app, "/aggregate_metrics", {"verify_responses": rollouts}).json
+    # As nemo_gym.reward_profile.compute_aggregate_metrics has them.
+    assert found["agent_metrics"] == {
+        "mean/reward": pytest.approx(2 / 3),
+        "max/reward": 1.0,
+        "min/reward": 0.0,
+        "median/reward": 1.0,
+        "std/reward": pytest.approx(0.57735, abs=1e-5),
+        "coverage/measured_rollouts": 3,
+        "coverage/masked_rollouts": 1,
+        "coverage/measured_tasks": 2,
+        "coverage/fully_masked_tasks": 0,
+        "num_repeats": 2,
+    }
+    assert {name for name in found["key_metrics"] if "/" in name} == {
+        "mean/reward",
+        *(name for name in found["agent_metrics"] if name.startswith("coverage/")),
+    }
+    groups = found["group_level_metrics"]
+    means = [(group["_ng_task_index"], group["mean/reward"]) for group in groups]
+    assert means == [(0, 0.5), (1, 1.0)]
+    masked = [{"reward": 0.0, "mask_sample": True}]
+    found = call(app, "/aggregate_metrics", {"verify_responses": masked}).json
+    assert "mean/reward" not in found["agent_metrics"]
+    assert call(app, "/aggregate_metrics", {"verify_responses": []}).status == 200
+    for body in (b"{", {"verify_responses": 5}):
+        assert call(app, "/aggregate_metrics", body).status == 400
+
+
+def test_the_scheme_of_a_token_is_read_in_any_case() -> None:
+    app = make(token="s3cret")
+    for sent in ("bearer s3cret", "BEARER s3cret", "Bearer  s3cret"):
+        answer = call(app, "/v1/rewards", GOOD["/v1/rewards"], {"Authorization": sent})
+        assert answer.status == 200, sent
+    for sent in ("bearer S3cret", "bearers3cret", "bearer", "basic s3cret"):
+        answer = call(app, "/v1/rewards", GOOD["/v1/rewards"], {"Authorization": sent})
+        assert answer.status == 401, sent
+
+
+def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> None:
+    """By the doors of OpenRLHF and vLLM, and counted; not by our own, nor where it is off."""
+    turn = TurnEnd("<|im_end|>", "\n", (7,), (8,))
+    ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
+    asked: list[int] = []
+    answers: list[Any] = [ServingError("nobody"), turn]
+
+    async def turn_end() -> Any:
+        asked.append(1)
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    client = FakeClient()
+    app = build_app(ROUTES, client, GatewayConfig(), None, turn_end=turn_end)
+
+    async def ask() -> tuple[int, str]:
+        gone = await call_async(app, "/get_reward", {"query": [ended]})
+        await call_async(app, "/get_reward", {"query": [ended, whole, cut]})
+        await call_async(app, "/classify", {"input": ended})
+        await call_async(app, "/pooling", {"input": [[5, 7], [5, 7, 8], [5]]})
+        await call_async(app, "/v1/rewards", {"texts": [ended]})
+        await call_async(app, "/v1/rewards", {"tokens": [[5, 7]]})
+        return gone.status, (await call_async(app, "/metrics")).body.decode()
+
+    status, metrics = asyncio.run(ask())
+    assert status == 503
+    assert len(asked) == 2
+    assert client.asked == [
+        [whole, whole, cut], [whole], [[5, 7, 8], [5, 7, 8], [5]], [ended], [[5, 7]],
+    ]  # fmt: skip
+    for path in ("/get_reward", "/classify", "/pooling"):
+        assert f'rows_total{{outcome="completed",route="{path}"}} 1.0' in metrics
+
+    async def unknown() -> None:
+        return None
+
+    for ends in (None, unknown):
+        client = FakeClient()
+        off = build_app(ROUTES, client, GatewayConfig(), None, turn_end=ends)
+        assert call(off, "/classify", {"input": ended}).status == 200
+        assert client.asked == [[ended]]

@@ -164,6 +164,28 @@ def test_where_a_server_failed_the_sample_is_masked(kind, name) -> None:
 
 
 def test_what_its_sender_can_mend_is_an_error() -> None:
-    failure = Failure("row 0: no", FailureKind.bad_request)
-    answer = ROUTE.refuse(failure, parsed(rollout("a", said("b"))))
-    assert (answer.status, answer.content) == (400, {"detail": "row 0: no"})
+    """Where there is no rollout to hand back; else a run would end for one of its prompts."""
+    failure = Failure("no", FailureKind.bad_request)
+    answer = ROUTE.refuse(failure, None)
+    assert (answer.status, answer.content) == (400, {"detail": "no"})
+    for kind in (FailureKind.bad_request, FailureKind.too_large):
+        answer = ROUTE.refuse(Failure("no", kind), parsed(rollout("a", said("b"))))
+        found = answer.content
+        assert (answer.status, found["mask_sample"], found["reward"]) == (200, True, 0.0)
+        assert (found["failure_kind"], found["failure_reason"]) == ("verifier_error", "no")
+
+
+def test_other_reply_leaves_the_prompt_as_it_is() -> None:
+    asked = [{"role": "user", "content": "a"}, said("Sure: ")]
+    body = parsed(rollout(asked, said("b"), instructions="You judge."))
+    (text,) = ROUTE.with_other_reply(body).texts or ()
+    assert [turn["content"] for turn in text] == ["You judge.", "a", "Sure: ."]
+
+
+def test_items_without_a_type_are_messages() -> None:
+    asked = [{"type": None, "role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert texts(rollout(asked, {**said("c"), "type": None})) == [
+        ("user", "a"),
+        ("user", "b"),
+        ("assistant", "c"),
+    ]

@@ -161,3 +161,11 @@ def test_errors_are_vllms() -> None:
     assert refused.content == {
         "error": {"message": "why", "type": "ServiceUnavailableError", "param": None, "code": 503}
     }
+
+
+def test_activation_is_refused_by_each_of_its_names() -> None:
+    for name in ("use_activation", "activation", "softmax", "normalize"):
+        assert read(POOLING, input="a", **{name: False}).texts == ["a"]
+        for route in (CLASSIFY, POOLING):
+            with pytest.raises(ServingError, match=f"{name}: got true"):
+                read(route, input="a", **{name: True})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any, ClassVar, Literal
 
 from nemo_gym.base_resources_server import (
@@ -26,6 +27,7 @@ from resources_servers.reward_model.conversation import (
     conversation_of,
 )
 from resources_servers.reward_model.reward_server import (
+    OTHER_REPLY,
     RefusedReplyError,
     RewardServerError,
     RewardServers,
@@ -57,6 +59,9 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
     REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.STATELESS
 
     server_url: str | list[str] | None = Field(None, description="running servers of one model")
+    server_token_variable: str | None = Field(
+        None, description="environment variable with the bearer token of server_url"
+    )
     model_path: str | None = Field(None, description="a reward model of nemo_aligner, to serve")
     attribute: str | None = Field(None, description="one of several; null: by their weights")
     refused_reward: float | None = Field(
@@ -85,6 +90,8 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
     def _check(self) -> RewardModelResourcesServerConfig:
         if (self.server_url is None) == (self.model_path is None):
             raise ValueError("server_url, model_path: wanted one of them")
+        if self.server_token_variable is not None and self.server_url is None:
+            raise ValueError("server_token_variable: wanted with server_url alone")
         given = [
             name for name in _WITH_MODEL_PATH if getattr(self, name) not in (None, False, 0, [])
         ]
@@ -164,7 +171,8 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         asked = body.responses_create_params.model_dump(exclude_none=True)
         try:
             conversation = conversation_of(asked, body.response.model_dump(exclude_none=True))
-            scored = await (await self._reached()).score(conversation)
+            other = conversation_of(asked, {"output": [OTHER_REPLY]})
+            scored = await (await self._reached()).score(conversation, other)
             if not math.isfinite(scored.reward):
                 raise RewardServerError("verifier_error", "the reward is not a finite number")
         except (NoReplyError, RefusedReplyError) as error:
@@ -190,7 +198,8 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             if self._started is not None:
                 urls = [await self._started.url(config.start_s)]
             urls = [urls] if isinstance(urls, str) else urls
-            found = RewardServers(urls, config.attribute, config.timeout_s, config.retry_s)
+            token = _token(config.server_token_variable)
+            found = RewardServers(urls, config.attribute, config.timeout_s, config.retry_s, token)
             self._servers = self._servers or found  # of requests that waited together, the first
         return self._servers
 
@@ -198,6 +207,14 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         """The policy's own doing: with a threshold it has failed."""
         reward = self.config.refused_reward if body.reward_threshold is None else 0.0
         return _unmeasured(body, REFUSED, reason, reward)
+
+
+def _token(variable: str | None) -> str | None:
+    """Raises RewardServerError: the variable is not set."""
+    if variable is not None and variable not in os.environ:
+        reason = f"server_token_variable: {variable}: it is not set in the environment"
+        raise RewardServerError("verifier_error", reason)
+    return None if variable is None else os.environ[variable].strip()
 
 
 def _measured(

@@ -24,15 +24,19 @@ CONTRACT_MODEL = "contract"
 _PAUSE_S = 0.5
 _STOP_S = 30.0
 _UNAVAILABLE = (429, 502, 503, 504)
-_REFUSED = (400, 413, 422)
 _COMES_BACK = ("transport_unreachable", "provider_unavailable")
 _ROW = re.compile(r"^(?:\w+, )?row \d+: ")
 _SHOWN = 2000
 
 Message = dict[str, str]
+OTHER_REPLY: Message = {"role": "assistant", "content": "."}
 
 
 class RefusedReplyError(Exception):
+    """The server does not score this reply, and says why; with another one it would."""
+
+
+class _RefusedTextError(Exception):
     """The server does not score this conversation, and says why."""
 
 
@@ -58,23 +62,36 @@ class RewardServers:
     """Servers of one model; each request goes to the next, and on to another where one is gone."""
 
     def __init__(
-        self, urls: Sequence[str], attribute: str | None, timeout_s: float, retry_s: float
+        self,
+        urls: Sequence[str],
+        attribute: str | None,
+        timeout_s: float,
+        retry_s: float,
+        token: str | None = None,
     ) -> None:
         """``retry_s``: for how long a request looks for a server that answers."""
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._urls = itertools.cycle([url.rstrip("/") for url in urls])
         self._attribute = attribute
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._session: aiohttp.ClientSession | None = None
         self._contract: dict[str, Any] | None = None
 
-    async def score(self, conversation: Sequence[Message]) -> ScoredConversation:
-        """The rewards of a conversation.
+    async def score(
+        self, conversation: Sequence[Message], other: Sequence[Message] | None = None
+    ) -> ScoredConversation:
+        """The rewards of a conversation; ``other`` is its prompt with a reply that nobody refuses.
+
+        None: with the last message replaced.
 
         Raises:
             RefusedReplyError, RewardServerError: see there.
         """
-        text = json.dumps(list(conversation), ensure_ascii=False)
-        outputs = await self._ask(MODEL, _tensor("conversations", "BYTES", [1, 1], [text]))
+        try:
+            outputs = await self._ask_for(conversation)
+        except _RefusedTextError as refusal:
+            await self._check_prompt(other or [*conversation[:-1], OTHER_REPLY])
+            raise RefusedReplyError(str(refusal)) from refusal
         contract = await self._published()
         try:
             rewards = dict(zip(contract["attributes"], outputs["rewards"], strict=True))
@@ -91,6 +108,18 @@ class RewardServers:
                 f"a reward by the scoring contract {made_by}, wanted {contract['hash']}",
             )
         return ScoredConversation(rewards, reward, truncated, made_by)
+
+    async def _ask_for(self, conversation: Sequence[Message]) -> dict[str, list[Any]]:
+        text = json.dumps(list(conversation), ensure_ascii=False)
+        return await self._ask(MODEL, _tensor("conversations", "BYTES", [1, 1], [text]))
+
+    async def _check_prompt(self, other: Sequence[Message]) -> None:
+        """Whose fault a refusal is: raises RewardServerError where any reply would be refused."""
+        try:
+            await self._ask_for(other)
+        except _RefusedTextError as refusal:
+            reason = f"the model refuses what the policy was asked: {refusal}"
+            raise RewardServerError("verifier_error", reason) from refusal
 
     async def close(self) -> None:
         """Let the connections go."""
@@ -130,7 +159,9 @@ class RewardServers:
     async def _post(self, url: str, tensor: dict[str, Any]) -> dict[str, list[Any]]:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers=self._headers
+            )
         try:
             async with self._session.post(
                 url, json={"inputs": [tensor]}, timeout=timeout
@@ -154,8 +185,8 @@ def _outputs(url: str, status: int, text: str) -> dict[str, list[Any]]:
     if status == 200 and "outputs" in body:
         return {output["name"]: output["data"] for output in body["outputs"]}
     said = str(body.get("error", text))[:_SHOWN]
-    if status in _REFUSED:
-        raise RefusedReplyError(_ROW.sub("", said))
+    if status == 400 and _ROW.match(said):  # else the request as a whole is unfit, and no text
+        raise _RefusedTextError(_ROW.sub("", said))
     kind = "provider_unavailable" if status in _UNAVAILABLE else "verifier_error"
     raise RewardServerError(kind, f"{url}: HTTP {status}: {said}")
 

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.errors import AlignerError, ServingError
+from nemo_aligner.errors import AlignerError, ConfigError, ServingError
 from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.service import Servable, Service, in_order
+from nemo_aligner.serving.tokens import find_token, say_who_may_ask
 from nemo_aligner.serving.transports.ready import ready_file
 from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
 from nemo_aligner.serving.transports.triton.model import build_triton
@@ -31,21 +32,27 @@ _WATCH_SECS = 0.2
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 
-def check_port(config: ServerConfig) -> None:
-    """Collective: refuse on all ranks a port that rank 0 cannot have.
+def check_front(config: ServerConfig) -> None:
+    """Collective: refuse on all ranks a port that rank 0 cannot have, or a token.
 
     Raises:
-        ServingError: it is taken, or the host is no address of rank 0's machine.
+        ServingError: the port is taken, the host is no address of rank 0's machine, or the token
+            cannot be read there.
     """
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             free_port(config.host, config.port)
-        except ServingError as error:
+            _read_token(config)
+        except (ConfigError, ServingError) as error:
             said = [str(error)]
     dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
         raise ServingError(said[0])
+
+
+def _read_token(config: ServerConfig) -> str | None:
+    return find_token(config.token_file, config.token_variable, "server.token")
 
 
 def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
@@ -104,7 +111,8 @@ def _answer(
     port = free_port(config.host, config.port)
     services = [each.start(ranks) for each in servables]
     endpoints = in_order(services)
-    triton = build_triton(endpoints, config, port)
+    token = _read_token(config)
+    triton = build_triton(endpoints, config, port, token)
     guard = _start(triton)
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
@@ -113,6 +121,7 @@ def _answer(
     with ready_file(config.ready_file, url):
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
+        say_who_may_ask(config.host, token, "server.token")
         for line in (line for each in services for line in each.greeting):
             print(line, flush=True)
         watch.until(shall_stop)

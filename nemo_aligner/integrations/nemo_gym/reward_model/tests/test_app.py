@@ -159,8 +159,21 @@ def failing(status: int, error: str) -> FakeModel:
     return model
 
 
+def refusing(text: str, error: str) -> FakeModel:
+    """Refuses conversations with this message in them."""
+    model = FakeModel()
+    refusal = 400, {"error": f"row 0: {error}"}
+
+    def answer(conversation: list[dict[str, str]]) -> tuple[int, dict[str, Any]]:
+        is_refused = text in [turn["content"] for turn in conversation]
+        return refusal if is_refused else model.rewards(conversation)
+
+    model.answer = answer
+    return model
+
+
 def test_a_reply_that_is_not_scored_is_the_policys_doing() -> None:
-    model = failing(400, "row 0: message 2 ends with '<|im_end|>'")
+    model = refusing("a rose", "message 2 ends with '<|im_end|>'")
     answer = verified(model, body(), refused_reward=-3.0)
     assert (answer["reward"], answer["mask_sample"]) == (-3.0, False)
     assert answer["failure_kind"] == "reward_model:refused_text"
@@ -168,6 +181,36 @@ def test_a_reply_that_is_not_scored_is_the_policys_doing() -> None:
     assert verified(model, body())["mask_sample"]
     failed = verified(model, body(reward_threshold=-1), refused_reward=5.0)
     assert (failed["reward"], failed["mask_sample"]) == (0.0, False)
+
+
+def test_a_prompt_that_is_not_scored_is_not_the_policys_doing() -> None:
+    """Nor is a request that a proxy or the server refuses as a whole."""
+    prompt = ROWS[0]["responses_create_params"]["input"][0]["content"]
+    models = {
+        "refuses what the policy was asked: message 1 ends so": refusing(
+            prompt, "message 1 ends so"
+        ),
+        "HTTP 413: too large": failing(413, "too large"),
+        "HTTP 400: the bearer token is missing": failing(400, "the bearer token is missing"),
+    }
+    for reason, model in models.items():
+        answer = verified(model, body(reward_threshold=0.5), refused_reward=-3.0)
+        assert (answer["reward"], answer["mask_sample"]) == (0.0, True), reason
+        assert answer["failure_kind"] == "verifier_error"
+        assert reason in answer["failure_reason"]
+
+
+def test_a_prompts_own_beginning_of_the_reply_is_the_prompts() -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure: "}]
+    rows = body(responses_create_params={"input": asked})
+    model = FakeModel()
+    model.answer = lambda conversation: (
+        (400, {"error": "row 0: no"})
+        if conversation[-1]["content"].startswith("Sure")
+        else model.rewards(conversation)
+    )
+    answer = verified(model, rows, refused_reward=-3.0)
+    assert (answer["reward"], answer["mask_sample"]) == (0.0, True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""The bearer token of a server: where it is read from, and whether a request has it."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+
+from nemo_aligner.errors import ConfigError
+
+_WANTED = "one word of ASCII letters, digits and signs"
+
+
+def find_token(file: str | None, variable: str | None, key: str) -> str | None:
+    """The token that a file or an environment variable holds, None where neither is named.
+
+    ``key`` begins the names of both settings, which end in ``_file`` and ``_variable``; of a flag
+    with hyphens.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or is none that a header can have.
+    """
+    joint = "-" if key.startswith("--") else "_"
+    if file is not None:
+        where = f"{key}{joint}file: {file}"
+        try:
+            token = Path(file).read_text(encoding="utf-8").strip()
+        except OSError as error:  # in words alone: the path is there already
+            raise ConfigError(f"{where}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    elif variable is not None:
+        where = f"{key}{joint}variable: {variable}"
+        if variable not in os.environ:
+            raise ConfigError(f"{where}: it is not set, wanted {_WANTED}")
+        token = os.environ[variable].strip()
+    else:
+        return None
+    if not is_token(token):
+        raise ConfigError(f"{where}: it holds no token, wanted {_WANTED}")
+    return token
+
+
+def is_token(token: str) -> bool:
+    """Whether a header can have it."""
+    return bool(token) and token.isascii() and token.isprintable() and " " not in token
+
+
+def has_token(sent: Sequence[bytes], token: str) -> bool:
+    """Whether the values of a request's ``Authorization`` headers are one that has the token."""
+    if len(sent) != 1:
+        return False
+    scheme, _, given = sent[0].strip().partition(b" ")
+    # In constant time: how much of it was right, nobody learns from the clock.
+    is_right = hmac.compare_digest(given.strip(), token.encode())
+    return scheme.lower() == b"bearer" and is_right
+
+
+def say_who_may_ask(host: str, token: str | None, key: str) -> None:
+    """Warn of a server that other machines reach, and that answers them all."""
+    if token is None and not _is_loopback(host):
+        print(
+            f"Warning: {host} is reached from other machines, and there is no token ({key}_file, "
+            f"{key}_variable): whoever reaches the port is answered",
+            flush=True,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,170 @@
+"""A server with a bearer token: who has it is answered, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.errors import ConfigError, ServingError, SettingsError
+from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
+from nemo_aligner.serving.service import Endpoint
+from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
+from nemo_aligner.serving.transports.triton import model
+from nemo_aligner.serving.wire import kserve
+from tests.serving.client.misbehaving import Misbehaving
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.servers import FAKE, QUICK, Server, gateway, json_request, running
+
+TOKEN = "s3cret"
+WORDS = "the bearer token is missing or wrong"
+
+
+class Asked(dict[str, Any]):
+    """A request as PyTriton hands it on."""
+
+    def __init__(self, parameters: dict[str, Any] | None) -> None:
+        super().__init__(dummy_var=np.zeros(1))
+        self.parameters = parameters
+
+
+def test_token_is_asked_for_by_every_endpoint_before_it_answers() -> None:
+    answered: list[Any] = []
+
+    async def answer(inputs: Any) -> Any:
+        answered.append(inputs)
+        return {}
+
+    endpoint = Endpoint("critic_train", [], [], answer)
+    sent: list[dict[str, Any] | None] = [
+        {"Authorization": f"Bearer {TOKEN}"},
+        {"authorization": f"bearer  {TOKEN}"},
+        None,
+        {},
+        {"Authorization": TOKEN},
+        {"Authorization": f"Bearer {TOKEN}x"},
+        {"Authorization": f"Basic {TOKEN}"},
+        {"Authorization": f"Bearer {TOKEN}", "authorization": f"Bearer {TOKEN}"},
+    ]
+    ask = model._infer_function(endpoint, TOKEN)
+    found = asyncio.run(ask([Asked(parameters) for parameters in sent]))
+    assert [b"INVALID_ARG" in each["error"][0] if each else False for each in found] == [
+        False, False, *[True] * 6,
+    ]  # fmt: skip
+    assert len(answered) == 2
+    assert asyncio.run(model._infer_function(endpoint, None)([Asked(None)])) == [{}]
+
+
+def test_token_is_compared_as_one_header() -> None:
+    wrong = [[], [b""], [b"Bearer"], [b"Bearer "], [TOKEN.encode()], [b"Bearer \xff"]]
+    right = f"BEARER {TOKEN}".encode()
+    assert has_token([right], TOKEN)
+    assert not any(has_token(each, TOKEN) for each in [*wrong, [right, right]])
+
+
+def test_warning_of_a_server_that_others_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "10.0.0.7", "::", "a-host"):
+        say_who_may_ask(host, None, "server.token")
+        assert f"Warning: {host} " in capsys.readouterr().out
+        say_who_may_ask(host, TOKEN, "server.token")
+    for host in ("127.0.0.1", "127.0.0.2", "localhost", "::1"):
+        say_who_may_ask(host, None, "server.token")
+    assert capsys.readouterr().out == ""
+
+
+def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for schema in (ServeConfig, ServeCriticConfig):
+        with pytest.raises(SettingsError, match="a token_file or a token_variable, not both"):
+            load_config(schema, ["server.token_file=t", "server.token_variable=T"])
+    file = tmp_path / "token"
+    file.write_text(f" {TOKEN}\n")
+    assert find_token(str(file), None, "server.token") == TOKEN
+    monkeypatch.delenv("UNSET", raising=False)
+    with pytest.raises(ConfigError, match=r"server\.token_variable: UNSET: it is not set"):
+        find_token(None, "UNSET", "server.token")
+    with pytest.raises(ConfigError, match="--token-variable: UNSET"):
+        find_token(None, "UNSET", "--token")
+    for make in (RewardClient, RewardCriticClient):
+        with pytest.raises(ConfigError) as caught:
+            make("http://127.0.0.1:1", token="two words")
+        assert "two words" not in str(caught.value)
+
+
+def test_refused_token_is_no_fault_of_a_text(servers: list[Misbehaving]) -> None:
+    """Neither a NaN, nor a server that is waited for."""
+    lone, other = servers[0].come(), servers[1].come()
+    lone.answer = lambda texts: (400, {"error": kserve.NO_TOKEN})
+    with RewardClient(lone.url, retry_s=60) as client:
+        for work in (client.score, client.score_rows):
+            with pytest.raises(RefusedError, match=WORDS) as caught:
+                work(["a"])
+            assert caught.value.status == 401
+    assert len(lone.asked) == 2
+    # Of several, one that refuses the token already at its contract is left out.
+    lone._post = lambda *given: (400, {"error": kserve.NO_TOKEN})  # type: ignore[method-assign]
+    with RewardClient([lone.url, other.url], timeout_s=20) as client:
+        assert client.score(["a"])[0, 0] == total("a")
+    waiting = RewardClient(lone.url, expect=CONTRACT, retry_s=60, timeout_s=20)
+    with waiting as client, pytest.raises(ServingError, match=WORDS):
+        client.score(["a"])
+
+
+def ask(server: Server, path: str, headers: dict[str, str], body: Any = None) -> tuple[int, str]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{server.url}/{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_server_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own port, our client, and a gateway between them with a token of its own."""
+    pytest.importorskip("pytriton")
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    monkeypatch.setenv("OWN", "another")
+    folders = [tmp_path / name for name in ("server", "gateway")]
+    for folder in folders:
+        folder.mkdir()
+    body = {"inputs": [json_request("sentences", "BYTES", [["a"]])]}
+    infer = "v2/models/reward_model/infer"
+    with running(folders[0], FAKE, *QUICK, "host=0.0.0.0", f"token_file={file}") as server:
+        server.url = server.url.replace("0.0.0.0", "127.0.0.1")
+        for scheme in ("Bearer", "bearer"):
+            status, text = ask(server, infer, {"authorization": f"{scheme} {TOKEN}"}, body)
+            assert (status, str(total("a")) in text) == (200, True), text
+        for headers in ({}, {"Authorization": "Bearer other"}):
+            for path, asked in ((infer, body), ("v2/models/contract/infer", {"inputs": []})):
+                status, text = ask(server, path, headers, asked)
+                assert status == 400, text
+                assert WORDS in text
+        for path in ("v2/repository/models/reward_model/unload", "v2/logging"):
+            assert ask(server, path, {"Authorization": f"Bearer {TOKEN}"}, {})[0] >= 400, path
+        assert ask(server, "v2/models/reward_model/ready", {})[0] == 200
+        with RewardClient(server.url, token=TOKEN) as client:
+            assert client.score(["a", "bc"])[:, 0].tolist() == [total("a"), total("bc")]
+            assert client.contract() == CONTRACT
+        with RewardClient(server.url) as client, pytest.raises(ServingError, match=WORDS):
+            client.score_rows(["a"])
+        settings = [f"backends=[{server.url}]", "gateway.token_variable=OWN"]
+        with gateway(folders[1], *settings, f"backend_token_file={file}") as front:
+            own = {"Authorization": "Bearer another"}
+            assert ask(front, "v1/rewards", {}, {"texts": ["a"]})[0] == 401
+            status, text = ask(front, "v1/rewards", own, {"texts": ["a"]})
+            assert status == 200, text
+            assert json.loads(text)["rewards"] == [[total("a"), -total("a")]]
+        assert "Warning" not in server.output()
+        assert TOKEN not in server.output()
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.processes()]
+        assert not any(TOKEN.encode() in command for command in commands)
