@@ -13,24 +13,28 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.data.other_files import describe_binary
-from nemo_aligner.data.tables import Row, read_binary_table, read_text_table
+from nemo_aligner.data.tables import Row, holds_rows, read_binary_table, read_text_table
 from nemo_aligner.errors import DataError
 
 
 @dataclass(frozen=True)
 class Line:
-    """One object of a file: the line it begins on, its text as written, and its value."""
+    """One object of a file: the line it begins on, its text as written, and its value.
+
+    ``holds_rows``: of a table, a cell of it has lines that look like rows.
+    """
 
     number: int
     raw: str
     value: dict[str, Any]
+    holds_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,23 @@ def read_lines(path: str | Path) -> list[AnyLine]:
     if isinstance(first, BadLine) and not any(isinstance(line, Line) for line in lines):
         rows = None if text.lstrip().startswith("{") else read_text_table(text, str(path))
         if rows is not None:
-            return [_line_of(row) for row in rows]
+            return [_line_of_text(row) for row in rows]
         raise DataError(
             f"{path}:{first.number}: {first.reason}; no line of the file is a JSON object"
         )
     return lines
+
+
+def _line_of_text(row: Row) -> AnyLine:
+    line = _line_of(row)
+    if isinstance(line, BadLine):
+        return line
+    return replace(line, holds_rows=holds_rows([*line.value.values()]))
+
+
+def count_swallowed(lines: Iterable[AnyLine]) -> int:
+    """How many rows of a table have a cell with lines that look like rows."""
+    return sum(isinstance(line, Line) and line.holds_rows for line in lines)
 
 
 def _line_of(row: Row) -> AnyLine:

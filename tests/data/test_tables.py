@@ -15,6 +15,8 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.sources import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.errors import DataError
+from tests.contracts import Contracts
+from tests.data.files import build
 from tests.text.refusals import assert_refused
 
 
@@ -144,3 +146,58 @@ def test_binary_files_are_known_by_their_first_bytes(
         (b"ARROW1", r"got an Arrow file, .*pandas.read_feather\(.*data.converted.jsonl"),
     ]
     assert_refused(partial(read_binary, tmp_path), kinds, DataError)
+
+
+HEAD = "prompt,chosen,rejected\n"
+
+
+def test_table_with_a_stray_quote_loses_that_row_alone(tmp_path: Path) -> None:
+    """Each of them is malformed, and none takes the rows behind it along."""
+    stray = "got a quote that is not one of a pair around a cell"
+    cases = [
+        ('p1,"oops,r1\np2,c2,r2\np3,"c3",r3\np4,c4,r4\n', [2], [3, 4, 5]),
+        ('p1,c1,r1\np2,"c2,r2\np3,c3,r3\n', [3], [2, 4]),
+        ('p1,"c1" said,r1\np2,c2,r2\n', [2], [3]),
+        ('p1,c1,r1\n"two\nlines",c2,r2\np3,"c3,r3\n\np4,c4,r4\n', [5], [2, 3, 7]),
+    ]
+    for text, bad, good in cases:
+        found = lines_of(tmp_path / "a.csv", HEAD + text)
+        assert [line.number for line in found if isinstance(line, Line)] == good, text
+        wrong = [line for line in found if isinstance(line, BadLine)]
+        assert [line.number for line in wrong] == bad, text
+        assert all(line.reason.startswith(stray) for line in wrong)
+    # The first good row says that it is a table, whatever its name.
+    assert len(lines_of(tmp_path / "a.txt", HEAD + cases[0][0])) == 4
+    with pytest.raises(DataError, match=r"a.csv:1: malformed JSON"):
+        lines_of(tmp_path / "a.csv", '"prompt" x,chosen\np1,c1\n')
+
+
+def test_table_with_tabs_has_quotes_as_letters(tmp_path: Path) -> None:
+    texts = ['"Hello" he said', '"', 'a "b', '"c"', '""', 'x""y']
+    text = "prompt\tchosen\n" + "".join(f"p\t{each}\n" for each in texts)
+    found = lines_of(tmp_path / "a.tsv", text)
+    assert [line.value["chosen"] for line in found if isinstance(line, Line)] == texts
+    [bad] = lines_of(tmp_path / "a.tsv", 'prompt\tchosen\np\t"say ""so"""\n')
+    assert isinstance(bad, BadLine)
+    assert "doubled quotes" in bad.reason
+    # Of a CSV file it is a cell.
+    [good] = lines_of(tmp_path / "a.csv", 'prompt,chosen\np,"say ""so"""\n')
+    assert isinstance(good, Line)
+
+
+def test_table_with_cells_that_look_like_rows_says_so(tmp_path: Path, contracts: Contracts) -> None:
+    """As two quotes may well be a pair that nobody meant."""
+    path = tmp_path / "a.csv"
+    joined = '"p1,c1,r1\np2",c2,r2\n'
+    path.write_text(f'{HEAD}{joined}p3,"two\nlines",r3\np4,"a, b\nc",r4\np5,c5,"x,y,z"\n')
+    marked = [isinstance(line, Line) and line.holds_rows for line in read_lines(path)]
+    assert marked == [True, False, False, False]
+    counts = {"read": 4, "kept": 4, "rows_in_cells": 1}
+    assert read_records(path, Reading(RecordKind.comparison)).counts == counts
+    data = build(contracts, [path]).train
+    assert data.counts == counts
+    assert "  cells with rows in them   1; is a quote missing?" in data.table()
+    path.write_text(f"{HEAD}p1,c1,r1\n")
+    whole = build(contracts, [path]).train
+    assert "rows_in_cells" not in whole.counts
+    assert "cells with rows" not in whole.table()
