@@ -1,8 +1,8 @@
 """Tables with named columns as data: CSV and TSV files, and with pyarrow Parquet and Arrow files.
 
 A row is an object whose keys are the columns. In a CSV file all is text: a column is of numbers if
-every cell is one, and then an empty cell is a missing one, like null; a column that is called as a
-text of a format is (``_TEXTS``) stays text.
+most cells are, and then an empty cell is a missing one, like null, and any other stays the text
+that it is; a column that is called as a text of a format is (``_TEXTS``) stays text.
 
 Quotes of a CSV file have to be whole: a row with one too many is malformed, and reading goes on in
 the next line. In a TSV file a quote is a letter as any other.
@@ -14,7 +14,6 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, TypeAlias
 
 from nemo_aligner.errors import DataError
@@ -25,7 +24,10 @@ Row: TypeAlias = tuple[int, dict[str, Any] | str]
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
 _SEPARATORS = ",\t;"
 _ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-_TEXTS = {"prompt", "chosen", "rejected", "response", "text", "instruction", "question"}
+_TEXTS = re.compile(
+    "(prompt|chosen|rejected|response|completion|text|instruction|question|input|output|context"
+    "|answer|prediction|source|subset|kind|domain|id)[ _]?([0-9]+|[A-Za-z])?"
+)
 # Doubled quotes inside of quotes, as programs write them that quote cells of a TSV file, too.
 _QUOTED = re.compile(r'"(?=.*"".*")(?:[^"]|"")*"', re.DOTALL)
 _NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
@@ -77,7 +79,7 @@ def read_text_table(text: str, path: str) -> list[Row] | None:
     numbers = {
         name
         for name, column in zip(names, zip(*whole, strict=True), strict=False)
-        if name not in _TEXTS and _are_numbers(column)
+        if not _TEXTS.fullmatch(name) and _are_numbers(column)
     }
     return [
         (line, cells if isinstance(cells, str) else _row(names, cells, numbers))
@@ -106,11 +108,14 @@ def _cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
 
 
 def _numbered(lines: list[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
-    quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
     start = 0
     while start < len(lines):
-        rest = islice(lines, start, None)
-        reader = csv.reader(rest, delimiter=separator, quoting=quoting, strict=True)
+        reader = csv.reader(
+            map(lines.__getitem__, range(start, len(lines))),
+            delimiter=separator,
+            quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
+            strict=True,
+        )
         before = start
         try:
             for cells in reader:
@@ -129,8 +134,13 @@ def _unless_quoted(cells: list[str], separator: str) -> list[str] | str:
 
 
 def _are_numbers(column: Sequence[str]) -> bool:
+    """Most of those that are given."""
     given = [cell for cell in column if cell.strip()]
-    return bool(given) and all(map(_NUMBER.fullmatch, given))
+    return 2 * sum(map(_is_number, given)) > len(given)
+
+
+def _is_number(cell: str) -> bool:
+    return _NUMBER.fullmatch(cell) is not None
 
 
 def _row(names: list[str], cells: list[str], numbers: set[str]) -> dict[str, Any] | str:
@@ -142,5 +152,7 @@ def _row(names: list[str], cells: list[str], numbers: set[str]) -> dict[str, Any
     }
 
 
-def _number(cell: str) -> float | None:
-    return float(cell) if cell.strip() else None
+def _number(cell: str) -> float | str | None:
+    if not cell.strip():
+        return None
+    return float(cell) if _is_number(cell) else cell
