@@ -16,6 +16,7 @@ from nemo_aligner.data.other_files import describe_binary
 from nemo_aligner.data.sources import (
     AnyLine,
     Line,
+    are_json_lines,
     decode_utf8,
     json_lines,
     read_lines,
@@ -81,15 +82,13 @@ def _in_blocks(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
 
 
 def _has_json_lines(path: str) -> bool:
-    """Whether a line of it is a JSON object, and nothing says that the lines belong together."""
+    """Whether its lines are JSON objects, and nothing says that they belong together."""
     with unpacked(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:
         return False
-    return any(
-        isinstance(line, Line)
-        for block in _stream(path, 1, BLOCK_BYTES)
-        for line in block.lines(path)
+    return are_json_lines(
+        line for block in _stream(path, 1, BLOCK_BYTES) for line in block.lines(path)
     )
 
 

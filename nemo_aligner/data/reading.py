@@ -16,6 +16,7 @@ all completions are tied (``tied``)                                            d
                                                                                objective learns
                                                                                from ties
 chosen and rejected answer different prompts (``different_prompts``)           kept and counted
+a cell of a table has lines that look like rows (``rows_in_cells``)            kept and counted
 =============================================================================  ====================
 
 Which of the two a malformed record is, ``malformed.py`` decides; with an error, all files are read
@@ -38,7 +39,7 @@ from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.malformed import MalformedRule, check_malformed
 from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.records import Comparison, MalformedRecord, Record
-from nemo_aligner.data.sources import Line, read_lines
+from nemo_aligner.data.sources import Line, count_swallowed, read_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.messages import prompt_of, reply_of
 
@@ -130,9 +131,9 @@ def parse_file(path: str | Path, how: Reading) -> RecordFile:
     of_set = how.set_columns_of(chosen_format.kind)
     file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], of_set)
     parsed = parse_lines(chosen_format, lines, str(path), WantedLabels(columns, how.loss_mask_val))
-    counts: Counter[str] = Counter()
+    counts = Counter({"rows_in_cells": count_swallowed(lines)})
     file.records.extend(usable_records(parsed, how, bool(columns), counts, file.malformed))
-    file.counts.update(counts, kept=len(file.records))
+    file.counts.update(+counts, kept=len(file.records))
     return file
 
 

@@ -77,6 +77,8 @@ class FileReport:
             if counts.get("some_tied"):
                 yield "some tied", counts["some_tied"]
             yield "different prompts in pair", counts.get("different_prompts", 0)
+        if counts.get("rows_in_cells"):
+            yield "cells with rows in them", f"{counts['rows_in_cells']}; is a quote missing?"
         yield "duplicate records", counts.get("duplicates", 0)
         yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
         if self.prompts_in_training is not None:

@@ -2,7 +2,8 @@
 
 A file is JSON lines, one JSON list or a table (``tables.py``), gzipped or not: its content decides,
 not its name. A line that holds no JSON object is malformed, and the others are read; a file without
-any is refused.
+any is refused. A table may have a JSON object on a line of a cell, so what does not begin with one,
+and has few, is one if it can be.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.data.other_files import describe_binary
-from nemo_aligner.data.tables import Row, read_binary_table, read_text_table
+from nemo_aligner.data.tables import Row, holds_rows, read_binary_table, read_text_table
 from nemo_aligner.errors import DataError
 
 
 @dataclass(frozen=True)
 class Line:
-    """One object of a file: the line it begins on, its text as written, and its value."""
+    """One object of a file: the line it begins on, its text as written, and its value.
+
+    ``holds_rows``: of a table, a cell of it has lines that look like rows.
+    """
 
     number: int
     raw: str
     value: dict[str, Any]
+    holds_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,38 @@ def read_lines(path: str | Path) -> list[AnyLine]:
     else:
         lines = list(json_lines(text))
     first = lines[0] if lines else None
-    if isinstance(first, BadLine) and not any(isinstance(line, Line) for line in lines):
-        rows = None if text.lstrip().startswith("{") else read_text_table(text, str(path))
-        if rows is not None:
-            return [_line_of(row) for row in rows]
+    if not isinstance(first, BadLine) or are_json_lines(lines):
+        return lines
+    rows = None if text.lstrip().startswith("{") else read_text_table(text, str(path))
+    if rows is not None:
+        return [_line_of_text(row) for row in rows]
+    if not any(isinstance(line, Line) for line in lines):
         raise DataError(
             f"{path}:{first.number}: {first.reason}; no line of the file is a JSON object"
         )
     return lines
+
+
+def are_json_lines(lines: Iterable[AnyLine]) -> bool:
+    """Whether the first line is an object, or at least half of all are."""
+    objects = count = 0
+    for count, line in enumerate(lines, start=1):
+        objects += isinstance(line, Line)
+        if objects == count == 1:
+            return True
+    return 2 * objects >= count > 0
+
+
+def _line_of_text(row: Row) -> AnyLine:
+    line = _line_of(row)
+    if isinstance(line, BadLine):
+        return line
+    return replace(line, holds_rows=holds_rows([*line.value.values()]))
+
+
+def count_swallowed(lines: Iterable[AnyLine]) -> int:
+    """How many rows of a table have a cell with lines that look like rows."""
+    return sum(isinstance(line, Line) and line.holds_rows for line in lines)
 
 
 def _line_of(row: Row) -> AnyLine:
@@ -142,11 +171,27 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+class _TwiceError(ValueError):
+    """An object with one key twice, of which JSON does not say which holds."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _TwiceError(f"got the key {twice!r:.60} twice in one object, wanted it once")
+    return value
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+_lenient = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _checked(item: _Value) -> AnyLine:
     number, raw, value = item
+    if isinstance(value, _TwiceError):
+        return BadLine(number, raw, f"malformed JSON: {value}")
     if isinstance(value, dict):
         return Line(number, raw, value)
     return BadLine(number, raw, f"got {raw[:60]!r}, wanted a JSON object")
@@ -182,7 +227,7 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
     while more:
         number, counted = number + text.count("\n", counted, position), position
         try:
-            value, end = _decoder.raw_decode(text, position)
+            value, end = _decode_item(text, position)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
         yield number, text[position:end], value
@@ -193,6 +238,14 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
     if not text.startswith("]", position) or text[position + 1 :].strip():
         number = text.count("\n", 0, position) + 1
         raise DataError(f"{path}:{number}: malformed JSON: wanted one list, and nothing after it")
+
+
+def _decode_item(text: str, position: int) -> tuple[Any, int]:
+    """The value, or what is wrong with it, and where it ends."""
+    try:
+        return _decoder.raw_decode(text, position)
+    except _TwiceError as error:
+        return error, _lenient.raw_decode(text, position)[1]
 
 
 def _told_apart(items: list[_Value]) -> list[_Value]:

@@ -1,8 +1,11 @@
 """Tables with named columns as data: CSV and TSV files, and with pyarrow Parquet and Arrow files.
 
 A row is an object whose keys are the columns. In a CSV file all is text: a column is of numbers if
-every cell is one, and then an empty cell is a missing one, like null; a column that is called as a
-text of a format is (``_TEXTS``) stays text.
+most cells are, and then an empty cell is a missing one, like null, and any other stays the text
+that it is; a column that is called as a text of a format is (``_TEXTS``) stays text.
+
+Quotes of a CSV file have to be whole: a row with one too many is malformed, and reading goes on in
+the next line. In a TSV file a quote is a letter as any other.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ Row: TypeAlias = tuple[int, dict[str, Any] | str]
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
 _SEPARATORS = ",\t;"
 _ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-_TEXTS = {"prompt", "chosen", "rejected", "response", "text", "instruction", "question"}
+_TEXTS = re.compile(
+    "(prompt|chosen|rejected|response|completion|text|instruction|question|input|output|context"
+    "|answer|prediction|source|subset|kind|domain|id)[ _]?([0-9]+|[A-Za-z])?"
+)
+# Doubled quotes inside of quotes, as programs write them that quote cells of a TSV file, too.
+_QUOTED = re.compile(r'"(?=.*"".*")(?:[^"]|"")*"', re.DOTALL)
 _NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -57,45 +65,82 @@ def read_text_table(text: str, path: str) -> list[Row] | None:
         DataError: a column has no name, or the name of another.
     """
     separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
-    try:
-        rows = _cells(text, separator)
-    except csv.Error:
+    rows = _cells(text, separator)
+    good = [cells for _, cells in rows if not isinstance(cells, str)]
+    if not good or good[0] is not rows[0][1]:
         return None
-    looks_so = len(rows) > 1 and 1 < len(rows[0][1]) == len(rows[1][1])
-    if not rows or not (looks_so or path.lower().endswith(_ENDINGS)):
+    looks_so = len(good) > 1 and 1 < len(good[0]) == len(good[1])
+    if not (looks_so or path.lower().endswith(_ENDINGS)):
         return None
-    names = [name.strip() for name in rows[0][1]]
+    names = [name.strip() for name in good[0]]
     if not all(names) or len(set(names)) < len(names):
         raise DataError(f"{path}:1: got the columns {names}, wanted a name for each, once")
-    whole = [cells for _, cells in rows[1:] if len(cells) == len(names)]
+    whole = [cells for cells in good[1:] if len(cells) == len(names)]
     numbers = {
         name
         for name, column in zip(names, zip(*whole, strict=True), strict=False)
-        if name not in _TEXTS and _are_numbers(column)
+        if not _TEXTS.fullmatch(name) and _are_numbers(column)
     }
-    return [(line, _row(names, cells, numbers)) for line, cells in rows[1:]]
+    return [
+        (line, cells if isinstance(cells, str) else _row(names, cells, numbers))
+        for line, cells in rows[1:]
+    ]
 
 
-def _cells(text: str, separator: str) -> list[tuple[int, list[str]]]:
-    """Rows that are not empty, each by the line it begins on."""
+def holds_rows(cells: Sequence[object]) -> bool:
+    """Whether a cell has lines that look like rows, as those have that a stray quote swallows."""
+    texts = [cell for cell in cells if isinstance(cell, str)]
+    return any(
+        line.count(separator) == len(cells) - 1 > 0
+        for text in texts
+        for line in text.split("\n")[:-1]
+        for separator in _SEPARATORS
+    )
+
+
+def _cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
+    """Rows that are not empty, each by the line it begins on: cells, or what is wrong with them."""
     limit = csv.field_size_limit(max(len(text), 1))
     try:
-        return list(_numbered(csv.reader(io.StringIO(text, newline=""), delimiter=separator)))
+        return list(_numbered(io.StringIO(text, newline="").readlines(), separator))
     finally:
         csv.field_size_limit(limit)
 
 
-def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
-    line = 1
-    for cells in reader:
-        if cells:
-            yield line, cells
-        line = reader.line_num + 1
+def _numbered(lines: list[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
+    start = 0
+    while start < len(lines):
+        reader = csv.reader(
+            map(lines.__getitem__, range(start, len(lines))),
+            delimiter=separator,
+            quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
+            strict=True,
+        )
+        before = start
+        try:
+            for cells in reader:
+                if cells:
+                    yield start + 1, _unless_quoted(cells, separator)
+                start = before + reader.line_num
+        except csv.Error as error:
+            yield start + 1, f"got a quote that is not one of a pair around a cell: {error}"
+            start += 1
+
+
+def _unless_quoted(cells: list[str], separator: str) -> list[str] | str:
+    if separator != "\t" or not any(map(_QUOTED.fullmatch, cells)):
+        return cells
+    return "got a cell in quotes with doubled quotes in it, wanted no quoting in a file with tabs"
 
 
 def _are_numbers(column: Sequence[str]) -> bool:
+    """Most of those that are given."""
     given = [cell for cell in column if cell.strip()]
-    return bool(given) and all(map(_NUMBER.fullmatch, given))
+    return 2 * sum(map(_is_number, given)) > len(given)
+
+
+def _is_number(cell: str) -> bool:
+    return _NUMBER.fullmatch(cell) is not None
 
 
 def _row(names: list[str], cells: list[str], numbers: set[str]) -> dict[str, Any] | str:
@@ -107,5 +152,7 @@ def _row(names: list[str], cells: list[str], numbers: set[str]) -> dict[str, Any
     }
 
 
-def _number(cell: str) -> float | None:
-    return float(cell) if cell.strip() else None
+def _number(cell: str) -> float | str | None:
+    if not cell.strip():
+        return None
+    return float(cell) if _is_number(cell) else cell

@@ -21,6 +21,7 @@ from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, Ta
 from nemo_aligner.text.contract import OverlongError
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.one_reward import one_reward
+from nemo_aligner.text.turn_marks import TurnMarkError
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ def run_task(
         score: N texts to ``[N, A]`` rewards, of this process, a client's, or anything's; an item of
             which a text has none (NaN) is left out and counted.
         attribute_weights: A weights that make one reward of a text's A.
-        encode: raises OverlongError for a text that the model cannot take; items of such are left
-            out and counted. Without it they are the scorer's to refuse.
+        encode: raises OverlongError or TurnMarkError for a text that the model cannot take; items
+            of such are left out and counted. Without it they are the scorer's to refuse.
 
     Raises:
         DataError: the file cannot be read, or holds something else than the benchmark's records;
@@ -92,6 +93,8 @@ def _usable(
                 list(map(encode, item.texts))
         except OverlongError:
             left_out["too long"] += 1
+        except TurnMarkError:
+            left_out["with turns of its own"] += 1
         except DataError as error:
             raise DataError(f"{path}:{line.number}: {error}") from error
         else:

@@ -5,7 +5,8 @@ by the server; nobody types it again.
 
 Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
 (A newline that a template writes after its last end-of-turn token is part of the text: the last
-token scored is whatever the template ends with.)
+token scored is whatever the template ends with.) A message that holds what the template writes
+around messages is refused (``turn_marks.py``): it would read as several.
 
 Raw texts (``str``) are scored as they stand: ``add_bos`` puts BOS in front unless the text already
 begins with it, ``add_eos`` puts EOS at the end unless it already ends with it. When the settings
@@ -32,11 +33,11 @@ from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardMo
 from nemo_aligner.errors import CheckpointError, DataError, short, shown
 from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract_fields import check_fields
-from nemo_aligner.text.messages import Conversation, Text, check_text, reply_of
+from nemo_aligner.text.messages import Text, check_text, reply_of
 from nemo_aligner.text.shared_text import TextIds, WrittenText, encode_records
 from nemo_aligner.text.template_trial import check_it_ends
-from nemo_aligner.text.templates import end_of_turn, render
 from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.text.turn_marks import write_conversation
 
 VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
@@ -237,6 +238,7 @@ class ScoringContract:
 
         Raises:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
+            TurnMarkError: a message of it holds what the template writes around messages.
             DataError: it is empty, malformed, or a conversation and there is no chat template.
         """
         written = self._write(tokenizer, text)
@@ -320,21 +322,11 @@ class ScoringContract:
                 "this text is a conversation, and there is no chat template to write it with; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
-        self._check_ends(tokenizer, text)
-        return render(self.template, text, tokenizer.bos_token, tokenizer.eos_token)
+        return write_conversation(self.template, text, tokenizer)
 
     def _write_apart(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
         written = self._write(tokenizer, text)
         return WrittenText(written, None if isinstance(text, str) else reply_of(text))
-
-    def _check_ends(self, tokenizer: Tokenizer, conversation: Conversation) -> None:
-        end = end_of_turn(self.template, tokenizer.bos_token, tokenizer.eos_token)
-        for number, message in enumerate(conversation, start=1):
-            if end and message["content"].rstrip().endswith(end):
-                raise DataError(
-                    f"message {number} ends with {end!r}, which the chat template writes after it, "
-                    "so that it would stand twice; remove it from the text"
-                )
 
     def _complete(self, ids: list[int], text: Text) -> list[int]:
         if isinstance(text, str):

@@ -50,7 +50,7 @@ def check_it_ends(template: str, bos_token: str, eos_token: str) -> None:
 
 
 def _main() -> None:
-    from nemo_aligner.text.templates import end_of_turn, is_dated
+    from nemo_aligner.text.templates import find_frames, is_dated, render
 
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -62,7 +62,8 @@ def _main() -> None:
     given = json.load(sys.stdin)
     try:
         if not is_dated(*given):  # or it is refused for that
-            end_of_turn(*given)
+            template, bos, eos = given
+            find_frames(lambda turns: render(template, turns, bos, eos))
     except DataError as error:
         sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
 

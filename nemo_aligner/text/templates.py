@@ -15,14 +15,15 @@ turn with its role:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_aligner.errors import ConfigError, DataError, short, shown
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.text.messages import ROLES, Conversation
 from nemo_aligner.text.template_trial import check_it_ends
 from nemo_aligner.text.tokenizer import Tokenizer
 
@@ -59,6 +60,14 @@ _KEY = "model.data.template"
 _QUESTION, _REPLY = "a question", "the reply"
 _PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
 _DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30))
+# What stands for the content of each turn of a trial: no template writes such a character itself.
+_CONTENT = re.compile("\ue000[0-9]\ue000")
+# Some templates take no system prompt, and some no second question.
+_TRIALS = (
+    ("system", "user", "assistant", "user", "assistant"),
+    ("user", "assistant", "user", "assistant"),
+    ("user", "assistant"),
+)
 
 
 def resolve_template(setting: str, tokenizer: Tokenizer) -> str:
@@ -138,7 +147,55 @@ def end_of_turn(template: str, bos_token: str, eos_token: str) -> str:
 
 def after_reply(template: str, bos_token: str, eos_token: str) -> str:
     """What a template writes after the last reply."""
-    return render(template, _PROBE, bos_token, eos_token).rpartition(_REPLY)[2]
+    return _behind_reply(render(template, _PROBE, bos_token, eos_token))
+
+
+def _behind_reply(probe: str) -> str:
+    return probe.rpartition(_REPLY)[2]
+
+
+class Frames(NamedTuple):
+    """What a template writes around the contents of messages.
+
+    Attributes:
+        around: all of it, in a dialogue.
+        between: of it what stands between two messages, whatever the role of the second.
+        end: what it writes after the last reply, without white space around it.
+    """
+
+    around: tuple[str, ...]
+    between: tuple[str, ...]
+    end: str
+
+
+def find_frames(write: Callable[[Conversation], str]) -> Frames:
+    """The frames of what ``write`` makes of conversations.
+
+    What stands before the last reply is left out where an earlier one tells the same: some
+    templates write more there, as tags for thoughts, which a content may have.
+
+    Raises:
+        DataError: it cannot write a question and its answer.
+    """
+    end = _behind_reply(write(_PROBE)).strip()
+    around = next(filter(None, (_around(write, roles) for roles in _TRIALS)), ())
+    others = (_around(write, ("user", "assistant", role, "assistant")) for role in ROLES)
+    between = [*around[1:-1], *(piece for found in others for piece in found[1:-1])]
+    return Frames(around, tuple(dict.fromkeys(between)), end)
+
+
+def _around(write: Callable[[Conversation], str], roles: Sequence[str]) -> tuple[str, ...]:
+    """Nothing where such a conversation cannot be written."""
+    turns = [
+        {"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)
+    ]
+    try:
+        before, *found = _CONTENT.split(write(turns))
+    except DataError:
+        return ()
+    last_reply = len(found) - 2
+    kept = [piece for number, piece in enumerate(found) if number != last_reply or number == 0]
+    return (before, *kept)
 
 
 def render(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,6 +175,22 @@ class Tokenizer:
         """The ids of tokens that stand for no text of people's."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def added_tokens(self, texts: Iterable[str]) -> list[tokenizers.AddedToken]:
+        """Of the tokens beside those of the model proper, special or not, what ``texts`` have."""
+        added = self._backend.get_added_tokens_decoder()
+        found = dict.fromkeys(token_id for text in texts for token_id in self.encode(text))
+        return [added[token_id] for token_id in found if token_id in added]
+
+    @property
+    def has_normalizer(self) -> bool:
+        """Whether texts are changed before they are cut into tokens."""
+        return self._backend.normalizer is not None
+
+    def normalize(self, text: str) -> str:
+        """What ``text`` is changed to before it is cut into tokens."""
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
 
     @cached_property
     def bounds(self) -> TextBounds:

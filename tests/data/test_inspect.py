@@ -103,7 +103,7 @@ def test_inspect_of_malformed_records(
     assert "  malformed                 2 (66.67%)" in lines
     assert "  kept                      1" in lines
     (listed, _) = lines[lines.index("  malformed:") + 1 :]
-    assert listed.startswith(f"    {path}:2: message 2 ends with '<|im_end|>'")
+    assert listed.startswith(f"    {path}:2: message 2: got '<|im_end|>'")
     (only,) = inspect_files([str(write(path, {**pair, "chosen": 1}))], [], Inspection())
     assert not only.is_good
     assert "  kept                      0" in only.text.splitlines()

@@ -15,6 +15,8 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.sources import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.errors import DataError
+from tests.contracts import Contracts
+from tests.data.files import build
 from tests.text.refusals import assert_refused
 
 
@@ -144,3 +146,132 @@ def test_binary_files_are_known_by_their_first_bytes(
         (b"ARROW1", r"got an Arrow file, .*pandas.read_feather\(.*data.converted.jsonl"),
     ]
     assert_refused(partial(read_binary, tmp_path), kinds, DataError)
+
+
+HEAD = "prompt,chosen,rejected\n"
+
+
+def test_table_with_a_stray_quote_loses_that_row_alone(tmp_path: Path) -> None:
+    """Each of them is malformed, and none takes the rows behind it along."""
+    stray = "got a quote that is not one of a pair around a cell"
+    cases = [
+        ('p1,"oops,r1\np2,c2,r2\np3,"c3",r3\np4,c4,r4\n', [2], [3, 4, 5]),
+        ('p1,c1,r1\np2,"c2,r2\np3,c3,r3\n', [3], [2, 4]),
+        ('p1,"c1" said,r1\np2,c2,r2\n', [2], [3]),
+        ('p1,c1,r1\n"two\nlines",c2,r2\np3,"c3,r3\n\np4,c4,r4\n', [5], [2, 3, 7]),
+    ]
+    for text, bad, good in cases:
+        found = lines_of(tmp_path / "a.csv", HEAD + text)
+        assert [line.number for line in found if isinstance(line, Line)] == good, text
+        wrong = [line for line in found if isinstance(line, BadLine)]
+        assert [line.number for line in wrong] == bad, text
+        assert all(line.reason.startswith(stray) for line in wrong)
+    # The first good row says that it is a table, whatever its name.
+    assert len(lines_of(tmp_path / "a.txt", HEAD + cases[0][0])) == 4
+    with pytest.raises(DataError, match=r"a.csv:1: malformed JSON"):
+        lines_of(tmp_path / "a.csv", '"prompt" x,chosen\np1,c1\n')
+
+
+def test_table_with_tabs_has_quotes_as_letters(tmp_path: Path) -> None:
+    texts = ['"Hello" he said', '"', 'a "b', '"c"', '""', 'x""y']
+    text = "prompt\tchosen\n" + "".join(f"p\t{each}\n" for each in texts)
+    found = lines_of(tmp_path / "a.tsv", text)
+    assert [line.value["chosen"] for line in found if isinstance(line, Line)] == texts
+    [bad] = lines_of(tmp_path / "a.tsv", 'prompt\tchosen\np\t"say ""so"""\n')
+    assert isinstance(bad, BadLine)
+    assert "doubled quotes" in bad.reason
+    # Of a CSV file it is a cell.
+    [good] = lines_of(tmp_path / "a.csv", 'prompt,chosen\np,"say ""so"""\n')
+    assert isinstance(good, Line)
+
+
+def test_table_with_cells_that_look_like_rows_says_so(tmp_path: Path, contracts: Contracts) -> None:
+    """As two quotes may well be a pair that nobody meant."""
+    path = tmp_path / "a.csv"
+    joined = '"p1,c1,r1\np2",c2,r2\n'
+    path.write_text(f'{HEAD}{joined}p3,"two\nlines",r3\np4,"a, b\nc",r4\np5,c5,"x,y,z"\n')
+    marked = [isinstance(line, Line) and line.holds_rows for line in read_lines(path)]
+    assert marked == [True, False, False, False]
+    counts = {"read": 4, "kept": 4, "rows_in_cells": 1}
+    assert read_records(path, Reading(RecordKind.comparison)).counts == counts
+    data = build(contracts, [path]).train
+    assert data.counts == counts
+    assert "  cells with rows in them   1; is a quote missing?" in data.table()
+    path.write_text(f"{HEAD}p1,c1,r1\n")
+    whole = build(contracts, [path]).train
+    assert "rows_in_cells" not in whole.counts
+    assert "cells with rows" not in whole.table()
+
+
+def test_table_with_a_cell_that_has_json_on_a_line_is_a_table(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'{HEAD}p1,"an empty one:\n{{}}\n",r1\np2,c2,r2\n')
+    file = read_records(path, Reading(RecordKind.comparison))
+    assert file.counts == {"read": 2, "kept": 2}
+    assert build(contracts, [path]).train.counts == file.counts
+    # Half of the lines, or the first, say that there is one on each.
+    for text, good in (("a,b\n{}\n", 1), ("a,b\nc,d\n{}\n{}\n", 2), ("{}\na,b\nc,d\n", 1)):
+        found = lines_of(tmp_path / "a.jsonl", text)
+        assert sum(isinstance(line, Line) for line in found) == good, text
+        assert [line.number for line in found][:2] == [1, 2]
+    # What is no table has few records, and the others are malformed.
+    found = lines_of(tmp_path / "a.jsonl", "x\ny\nz\n{}\n")
+    assert [isinstance(line, Line) for line in found] == [False, False, False, True]
+    assert lines_of(tmp_path / "a.jsonl", '{"a"\nx,y\nz,a\n{"b": 1}\n')[3] == Line(
+        4, '{"b": 1}', {"b": 1}
+    )
+
+
+def test_table_columns_of_texts_are_never_numbers(tmp_path: Path) -> None:
+    texts = ["response1", "response_2", "response_A", "prediction 1", "source", "id", "context"]
+    names = [*texts, "help", "response_11x", "identity"]
+    row = ",".join("7" for _ in names)
+    [line] = lines_of(tmp_path / "a.csv", f"{','.join(names)}\n{row}\n")
+    assert isinstance(line, Line)
+    assert {name for name, value in line.value.items() if value == "7"} == set(texts)
+    assert line.value["help"] == 7.0
+
+
+def test_table_cell_that_is_no_number_is_blamed_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.csv"
+    path.write_text("prompt,response,help,note\np,a,3,1\np,b,N/A,x\np,c,,\np,d,4,2\np,e,1,y\n")
+    with pytest.raises(DataError, match=r"^.*: 1 of its 5 records.*\n.*:3: help: got 'N/A', want"):
+        read_records(path, Reading(RecordKind.rating, attributes=["help"]))
+    notes = [line.value["note"] for line in read_lines(path) if isinstance(line, Line)]
+    assert notes == ["1", "x", "", "2", "y"], "half of them are no numbers"
+
+
+def test_record_of_a_numbered_source_has_it(tmp_path: Path) -> None:
+    def source(text: str, name: str) -> str:
+        (tmp_path / name).write_text(text)
+        [record] = read_records(tmp_path / name, Reading(RecordKind.comparison)).records
+        return record.source
+
+    assert source("prompt,chosen,rejected,subset\np,a,b,3\n", "a.csv") == "3"
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    wanted: list[tuple[dict[str, Any], str]] = [
+        ({"source": 3}, "3"), ({"source": 3.0}, "3"), ({"kind": 0.5}, "0.5"), ({"kind": 0}, "0"),
+        ({"source": None, "subset": "x"}, "x"), ({"source": [1], "kind": "y"}, "y"),
+        ({"source": True}, ""), ({"source": False}, ""), ({"source": "", "kind": 1}, "1"),
+    ]  # fmt: skip
+    for fields, name in wanted:
+        assert source(json.dumps({**pair, **fields}), "a.jsonl") == name, fields
+    helpsteer3 = {"context": CONVERSATION[:1], "response1": "a", "response2": "b"}
+    of_domain = {**helpsteer3, "overall_preference": 1, "domain": 7, "source": "x"}
+    assert source(json.dumps(of_domain), "a.jsonl") == "7"
+
+
+def test_object_with_a_key_twice_is_malformed(tmp_path: Path) -> None:
+    """In JSON lines and in one list, also inside of it; the others are read."""
+    good = '{"a": 1}'
+    bad = ['{"a": 1, "b": 2, "a": 1}', '{"b": [{"c": 1, "c": 2}]}']
+    for text in ("\n".join([good, *bad, good]), f"[{good},\n{bad[0]},\n{bad[1]},\n{good}]"):
+        found = lines_of(tmp_path / "a.jsonl", text)
+        assert [isinstance(line, Line) for line in found] == [True, False, False, True]
+        wrong = [line for line in found if isinstance(line, BadLine)]
+        for line, raw, key, number in zip(wrong, bad, "ac", (2, 3), strict=True):
+            assert (line.number, line.raw) == (number, raw)
+            wanted = f"malformed JSON: got the key {key!r} twice in one object, wanted it once"
+            assert line.reason == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from nemo_aligner.errors import CheckpointError, DataError, one_line
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.precision import torch_dtype
 from nemo_aligner.text.contract import EncodedText, NoTemplateError, OverlongError
-from nemo_aligner.text.messages import Text, reply_of
+from nemo_aligner.text.messages import Conversation, Text, reply_of
+from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.text.turn_marks import TurnMarks
 
 # What transformers calls columns that nobody has named.
 _UNNAMED = "LABEL_"
@@ -51,6 +54,7 @@ class HfRewardModel:
 
         Raises:
             OverlongError: they are more than ``seq_length``.
+            TurnMarkError: a message holds what the chat template writes around messages.
             DataError: there is no chat template, it refuses the text, or there is no token.
         """
         ids = self._ids(text)
@@ -65,11 +69,22 @@ class HfRewardModel:
             return list(self.tokenizer(text).input_ids)
         if not self.tokenizer.chat_template:
             raise NoTemplateError("this text is a conversation, and the tokenizer has no template")
+        self._turn_marks.check(text)
+        return list(self.tokenizer(self._write(text), add_special_tokens=False).input_ids)
+
+    def _write(self, conversation: Conversation) -> str:
         try:
-            written = self.tokenizer.apply_chat_template(text, tokenize=False)
+            return str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
         except Exception as error:  # whatever the template's author raises, or Jinja
             raise DataError(f"the chat template refuses this text: {one_line(error)}") from error
-        return list(self.tokenizer(written, add_special_tokens=False).input_ids)
+
+    @cached_property
+    def _turn_marks(self) -> TurnMarks:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        known = None
+        if backend is not None:
+            known = Tokenizer({"tokenizer.json": backend.to_str().encode()}, "tokenizer")
+        return TurnMarks.of(self._write, known)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone."""

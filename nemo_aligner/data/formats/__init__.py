@@ -31,7 +31,8 @@ that is a list either begins with an assistant turn and goes on from the prompt,
 conversation and must then begin with the prompt (contain it, if the prompt is a string); in
 ``chat_pairs`` ``prompt`` may be left out then. HelpSteer's way to write several turns into one
 prompt is known where its data is (``split_turns``). Of other keys only ``source``, ``subset`` or
-``kind`` is read, the first of them that holds a string: metrics are also given apart for each.
+``kind`` is read, the first of them that holds a text or a number: metrics are also given apart for
+each.
 Label columns of pairs are fields of their names; where a format says by how much a completion is
 better, ``label_margin`` is that, unless the record has a field of this name.
 
@@ -62,6 +63,7 @@ from nemo_aligner.data.formats import (
     ultrafeedback,
 )
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
+from nemo_aligner.data.formats.fields import read_source
 from nemo_aligner.data.records import MalformedRecord, Origin, Record
 from nemo_aligner.data.sources import AnyLine, BadLine, Line
 from nemo_aligner.errors import ConfigError, DataError
@@ -252,5 +254,5 @@ def _keys(line: Line) -> str:
 
 
 def _source(value: dict[str, Any]) -> str:
-    named = (value.get(key) for key in ("source", "subset", "kind"))
-    return next((name for name in named if isinstance(name, str)), "")
+    named = (read_source(value.get(key)) for key in ("source", "subset", "kind"))
+    return next(filter(None, named), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -35,6 +36,14 @@ def checked(text: Any, key: str) -> Any:
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
     return text
+
+
+def read_source(value: object) -> str:
+    """Where a record is from, by a text or a number that says so; empty for anything else."""
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else value if math.isfinite(value) else None
+    is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return str(value) if is_named else ""
 
 
 def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.formats.base import Format, WantedLabels, has
-from nemo_aligner.data.formats.fields import read_conversation
+from nemo_aligner.data.formats.fields import read_conversation, read_source
 from nemo_aligner.data.formats.ranking import ranked_by_strength
 from nemo_aligner.data.records import Comparison, Origin
 
@@ -24,8 +24,7 @@ def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -
         for key in ("response1", "response2")
     ]
     record = ranked_by_strength(texts, "overall_preference", value, origin, wanted)
-    domain = value.get("domain")
-    return replace(record, source=domain) if isinstance(domain, str) else record
+    return replace(record, source=read_source(value.get("domain")))
 
 
 FORMAT = Format(

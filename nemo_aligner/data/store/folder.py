@@ -26,7 +26,7 @@ from nemo_aligner.data.store.pool import usable_processes
 from nemo_aligner.errors import DataError
 from nemo_aligner.temporary import make_temporary, remove_temporary
 
-VERSION = 2
+VERSION = 3
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",

@@ -32,6 +32,7 @@ from nemo_aligner.data.length_baseline import better_and_worse
 from nemo_aligner.data.overlap import prompt_hash, short_hash
 from nemo_aligner.data.reading import Reading, usable_records
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Record
+from nemo_aligner.data.sources import count_swallowed
 from nemo_aligner.errors import DataError
 from nemo_aligner.prefix import prefix_of_all
 from nemo_aligner.text.contract import (
@@ -117,6 +118,7 @@ def tokenize_block(block: Block, rules: FileRules) -> TokenizedBlock:
     done = TokenizedBlock()
     how = rules.reading
     columns, lines = how.columns_of(rules.kind), block.lines(rules.path)
+    done.counts["rows_in_cells"] = count_swallowed(lines)
     wanted = WantedLabels(columns, how.loss_mask_val)
     parsed = parse_lines(format_named(rules.format, how.pair_keys), lines, rules.path, wanted)
     records = list(usable_records(parsed, how, bool(columns), done.counts, done.malformed))

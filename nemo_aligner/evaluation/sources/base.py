@@ -12,6 +12,7 @@ from nemo_aligner.config.common import Overlong, RecordKind
 from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.one_reward import one_reward
+from nemo_aligner.text.turn_marks import TurnMarkError
 
 # N texts -> [N, A] float32.
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
@@ -84,10 +85,10 @@ class RewardSource:
         return one_reward(np.asarray(self.score(texts)), self.attribute_weights)
 
     def fits(self, text: Text) -> bool:
-        """Whether a text is not known to be cut or refused for its length."""
+        """Whether a text is not known to be cut or refused."""
         try:
             return self.encode is None or not self.encode(text).truncated
-        except OverlongError:
+        except (OverlongError, TurnMarkError):
             return False
 
 

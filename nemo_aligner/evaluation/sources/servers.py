@@ -30,8 +30,8 @@ from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.server import NoKServeError
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.text.messages import Text
-from nemo_aligner.text.templates import render
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.text.turn_marks import TurnMarkError, write_conversation
 
 _log = logging.getLogger(__name__)
 _REFUSED = (400, 413, 422)
@@ -148,8 +148,15 @@ def _ask_openrlhf(
             f"source.attribute_weights: got {len(attributes)} names, wanted one or none: "
             "/get_reward answers one number for a text"
         )
-    queries = [_written(text, tokenizer) for text in texts]
-    return _ask_queries(address, queries, _QUERIES).reshape(-1, 1)
+    queries: dict[int, str] = {}
+    for row, text in enumerate(texts):
+        try:
+            queries[row] = _written(text, tokenizer)
+        except TurnMarkError as error:
+            _log.warning("text %d has no reward; %s", row, error)
+    rewards = np.full((len(texts), 1), np.nan, dtype=np.float32)
+    rewards[[*queries], 0] = _ask_queries(address, [*queries.values()], _QUERIES)
+    return rewards
 
 
 def _ask_queries(address: PostingAddress, queries: Sequence[str], size: int) -> np.ndarray:
@@ -181,7 +188,7 @@ def _written(text: Text, tokenizer: Tokenizer | None) -> str:
             "source.tokenizer: got none with a chat template, wanted the folder of the policy's "
             "tokenizer: /get_reward takes texts, and these are conversations"
         )
-    return render(tokenizer.chat_template, text, tokenizer.bos_token, tokenizer.eos_token)
+    return write_conversation(tokenizer.chat_template, text, tokenizer)
 
 
 def _openrlhf_rewards(address: PostingAddress, answer: JsonAnswer, count: int) -> list[float]:

@@ -1,0 +1,119 @@
+"""What a template writes around messages, found by writing some, and refused in them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.errors import DataError
+from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, Frames, find_frames, render
+from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.text.turn_marks import TurnMarkError, TurnMarks
+
+# Room for thoughts before the last reply, which an earlier one is written without.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last %}<think>\n</think>{% endif %}{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+)
+ONE_QUESTION = (
+    "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}!"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{{ m.role }}> {{ m.content }};\n{% endfor %}"
+)
+
+
+def marks(template: str, tokenizer: Tokenizer | None) -> TurnMarks:
+    write = partial(render, template, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    return TurnMarks.of(write, tokenizer)
+
+
+def with_tokens(folder: Path, target: Path, normalizer: object = None, **tokens: bool) -> Tokenizer:
+    """The tokenizer with more added tokens, special or not; normalized if there is a normalizer."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    content["normalizer"] = normalizer
+    for token, is_special in tokens.items():
+        number = 320 + len(content["added_tokens"]) - 3
+        content["added_tokens"].append(
+            {"id": number, "content": token, "special": is_special, **plain}
+            | {"normalized": normalizer is not None}
+        )
+    target.mkdir()
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    return load_tokenizer(target)
+
+
+def test_frames_are_all_but_contents_and_what_is_before_the_last_reply(
+    tokenizer: Tokenizer,
+) -> None:
+    def frames(template: str) -> Frames:
+        return find_frames(partial(render, template, bos_token="<s>", eos_token="</s>"))
+
+    end = "<|im_end|>\n"
+    opened = [f"{end}<|im_start|>{role}\n" for role in ("user", "assistant", "system", "tool")]
+    around = ("<|im_start|>system\n", opened[0], opened[1], opened[0], end)
+    between = (opened[0], opened[1], opened[2], opened[3])
+    for template in (BUILT_IN_TEMPLATES["chatml"], THINKING):
+        found = frames(template)
+        assert found.around == around
+        assert set(found.between) == set(between)
+        assert len(found.between) == 4
+        assert found.end == "<|im_end|>"
+    assert frames(ONE_QUESTION) == (("[user]", "[assistant]", "!"), ("[assistant]",), "!")
+    assert frames(NO_SYSTEM)[0] == ("user> ", ";\nassistant> ", ";\nuser> ", ";\n")
+    assert set(frames(NO_SYSTEM)[1]) == {";\nassistant> ", ";\nuser> ", ";\ntool> "}
+    with pytest.raises(DataError, match="chat template cannot write this conversation"):
+        frames("{% for %}")
+
+
+def test_marks_are_tokens_or_else_words_and_no_ordinary_text(
+    tokenizer: Tokenizer, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    chatml = BUILT_IN_TEMPLATES["chatml"]
+    assert marks(chatml, tokenizer).anywhere == ("<|im_start|>", "<|im_end|>")
+    assert marks(THINKING, tokenizer).anywhere == ("<|im_start|>", "<|im_end|>")
+    words = ("<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+    assert marks(chatml, None).anywhere[:2] == words
+    assert marks(chatml, None).end == "<|im_end|>"
+    assert marks(ONE_QUESTION, tokenizer).anywhere == ("[assistant]",)
+    # Contents have line breaks, full stops and plain words, also where these are tokens.
+    joined = "{% for m in messages %}{{ m.content }}.\n\n{% endfor %}"
+    assert marks(joined, tokenizer).anywhere == ()
+    more = {"\n\n": False, "user": False, "assistant": True, "<|user|>": False, "|>": True}
+    known = with_tokens(tokenizer_folder, tmp_path / "more", **more)
+    zephyr = "{% for m in messages %}<|{{ m.role }}|>\n\n{{ m.content }}\n\n{% endfor %}<|user|>"
+    words = ("\n\n<|system|>\n\n", "\n\n<|tool|>\n\n")
+    assert marks(zephyr, known).anywhere == ("<|user|>", "assistant", *words)
+
+
+def test_marks_are_found_as_the_tokenizer_finds_them(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Behind its normalizer, too, as far as the token is."""
+    template = "{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}\n{% endfor %}."
+    lower = with_tokens(
+        tokenizer_folder, tmp_path / "a", {"type": "Lowercase"}, **{"<turn>": False}
+    )
+    assert lower.encode("a<TURN>") == lower.encode("a<turn>")
+    found = marks(template, lower)
+    found.check([{"role": "user", "content": "a <TURNS"}])
+    for content, mark in (("ab<TURN>", "<turn>"), ("ab<turn>", "<turn>")):
+        with pytest.raises(TurnMarkError, match=rf"^message 1: got '{mark}' at character 3, which"):
+            found.check([{"role": "user", "content": content}])
+    exact = with_tokens(tokenizer_folder, tmp_path / "b", None, **{"<turn>": False})
+    marks(template, exact).check([{"role": "user", "content": "<TURN>"}])
+    with pytest.raises(TurnMarkError):
+        marks(template, exact).check([{"role": "user", "content": "<turn>"}])
+
+
+def test_mark_at_the_end_of_a_message_is_what_the_template_ends_with(tokenizer: Tokenizer) -> None:
+    found = marks("{% for m in messages %}{{ m.content }} !?\n{% endfor %}", tokenizer)
+    found.check([{"role": "user", "content": "a !? b"}])
+    with pytest.raises(TurnMarkError, match=r"^message 1: got '!\?' at character 3, which"):
+        found.check([{"role": "user", "content": "a !? \n"}])
