@@ -31,6 +31,7 @@ from nemo_aligner.checkpoint.weights.background import in_background
 from nemo_aligner.checkpoint.weights.run_weights import ShardedModel, put_weights, sharded_weights
 from nemo_aligner.checkpoint.weights.save import PendingSave, copy_tensors, start_saving
 from nemo_aligner.checkpoint.weights.store import load_weights
+from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main
@@ -38,6 +39,8 @@ from nemo_aligner.parallel.host_copies import Wait
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
+# On other records the same metric is another: no two such values say which model is better.
+VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
 class ShardedOptimizer(Protocol):
@@ -97,6 +100,7 @@ class RunCheckpoints:
     The newest is always kept, and the ``save_top_k`` best by the metric ``monitor``. Of equals the
     one with the lower loss on the same set is better: an accuracy of 1 says nothing of how clear
     the verdicts are. Of equals in that, too, the earlier is: a later one is not worth another save.
+    What was validated on other records than ``compare_with`` says comes behind all others.
     """
 
     def __init__(
@@ -115,6 +119,11 @@ class RunCheckpoints:
         self._published: list[Saved] = []
         self._deletion: Future[None] | None = None
         self._host: list[Tensor] = []
+        self._config: Mapping[str, Any] | None = None
+
+    def compare_with(self, config: Mapping[str, Any]) -> None:
+        """From now on the validations of a run with these nested settings are what counts."""
+        self._config = config
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Take the host memory that a save copies to; call it before the first save.
@@ -173,7 +182,8 @@ class RunCheckpoints:
         """Whether a checkpoint with these metrics would be kept for them, beside a pending one."""
         if self._sort_key(metrics) is None:
             return False
-        newcomer = Saved(self.folder, RunState(step=2**62, consumed_samples=0, metrics={**metrics}))
+        state = RunState(2**62, 0, metrics={**metrics}, config={**(self._config or {})})
+        newcomer = Saved(self.folder, state)
         saved = [*on_main(lambda: _list_saved(self.folder)), newcomer]
         if self._pending is not None:
             saved.append(self._pending[0])
@@ -220,6 +230,19 @@ class RunCheckpoints:
         self._published.append(saved)
         return saved
 
+    def amend(self, state: RunState) -> None:
+        """Have the checkpoint of ``state.step``, which is there, be one of ``state``.
+
+        Of a validation that came after it was saved.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written.
+        """
+        path = self.folder / f"step_{state.step:08d}"
+        with _as_checkpoint_error(path):
+            on_main(lambda: _amend(path, state))
+            on_main(self._prune)
+
     def _prune(self) -> None:
         """Delete the checkpoints that are not kept: their names now, their files in the background.
 
@@ -258,8 +281,15 @@ class RunCheckpoints:
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
         scored = [(self._sort_key(item.state.metrics), item) for item in saved]
-        ranked = [(key, item.state.step, item) for key, item in scored if key is not None]
-        return [item for *_, item in sorted(ranked, key=lambda entry: entry[:2])]
+        ranked = [
+            (self._is_of_other_records(item.state), key, item.state.step, item)
+            for key, item in scored
+            if key is not None
+        ]
+        return [item for *_, item in sorted(ranked, key=lambda entry: entry[:3])]
+
+    def _is_of_other_records(self, state: RunState) -> bool:
+        return self._config is not None and not same_validation(state.config, self._config)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
         """Smaller is better; None for what cannot be ranked."""
@@ -269,6 +299,12 @@ class RunCheckpoints:
         loss = metrics.get(str(self.tie_break), math.nan)
         signed = -value if self._mode is MonitorMode.max else value
         return signed, math.inf if math.isnan(loss) else loss
+
+
+def same_validation(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether runs of these nested settings validate on the same records."""
+    first, second = flatten(one), flatten(other)
+    return all(first.get(key) == second.get(key) for key in VALIDATED_ON)
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
@@ -352,9 +388,7 @@ def _unnamed(path: Path) -> Path:
 def _publish(saved: Saved) -> None:
     """Give a finished folder its name, once all of it is on the disk."""
     path, unnamed = saved.path, _unnamed(saved.path)
-    content = _as_json({"version": _VERSION, **asdict(saved.state)})
-    text = json.dumps(content, indent=2, allow_nan=False)
-    (unnamed / RUN_STATE_NAME).write_text(text, encoding="utf-8")
+    (unnamed / RUN_STATE_NAME).write_text(_as_text(saved.state), encoding="utf-8")
     # The ranks have synced the tensors, so this is a matter of the small files.
     for folder, _, names in os.walk(unnamed):
         for name in names:
@@ -364,6 +398,20 @@ def _publish(saved: Saved) -> None:
         _delete([_take_name(path)])
     unnamed.rename(path)
     sync_to_disk(path.parent)
+
+
+def _as_text(state: RunState) -> str:
+    content = _as_json({"version": _VERSION, **asdict(state)})
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def _amend(path: Path, state: RunState) -> None:
+    file = path / RUN_STATE_NAME
+    unnamed = _unnamed(file)
+    unnamed.write_text(_as_text(state), encoding="utf-8")
+    sync_to_disk(unnamed)
+    unnamed.replace(file)
+    sync_to_disk(path)
 
 
 def _take_name(path: Path) -> Path:

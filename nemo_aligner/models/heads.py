@@ -23,6 +23,15 @@ class _Layer(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.to(device))
         self.bias = None if bias is None else torch.nn.Parameter(bias.to(device))
 
+    def forward(self, hidden: Tensor, rows: int | None) -> Tensor:
+        """``[S, in] -> [S, out]``; ``rows`` as linear layers have them now (``rows_now``).
+
+        Whoever uses a weight calls its module: Megatron waits there for what is on its way.
+        """
+        if rows is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return invariant_linear(hidden, self.weight, self.bias, rows)
+
 
 class RewardHead(_Layer):
     """``[S, hidden] -> [S, outputs]`` in fp32, whole on all TP ranks.
@@ -53,22 +62,16 @@ class RewardHead(_Layer):
             self.learned = torch.nn.Parameter(numbers)
             self.learned.is_of_objective = True  # type: ignore[attr-defined]
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        outputs = self._outputs(hidden.float())
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        outputs = self._outputs(hidden.float(), rows_now(self))
         if self.learned is None:
             return outputs
         return torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
 
-    def _outputs(self, hidden: Tensor) -> Tensor:
+    def _outputs(self, hidden: Tensor, rows: int | None) -> Tensor:
         if self.hidden is not None:
-            hidden = self._linear(hidden, self.hidden).relu()
-        return self._linear(hidden, self)
-
-    def _linear(self, rows: Tensor, layer: _Layer) -> Tensor:
-        at_once = rows_now(self)
-        if at_once is None:
-            return F.linear(rows, layer.weight, layer.bias)
-        return invariant_linear(rows, layer.weight, layer.bias, at_once)
+            hidden = self.hidden(hidden, rows).relu()
+        return super().forward(hidden, rows)
 
 
 def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:

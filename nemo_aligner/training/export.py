@@ -43,8 +43,8 @@ def finish(
         return export(path, checkpoints, learner, pretrained, average_best)
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved: the same "
-        f"command goes on from there; trainer.rm.max_steps={outcome.step} makes it write "
-        f"{MODEL_NAME} at once"
+        f"command goes on from there; trainer.rm.max_steps={outcome.step} makes that step the "
+        f"last: it is validated, and {MODEL_NAME} is written"
     )
     return {}
 

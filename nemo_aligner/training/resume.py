@@ -7,7 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.checkpoint.runs import (
+    VALIDATED_ON,
+    RunCheckpoints,
+    RunState,
+    Saved,
+    check_same_run,
+    same_validation,
+)
 from nemo_aligner.checkpoint.weights.run_weights import frozen_digest
 from nemo_aligner.config.load import config_to_dict, flatten, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
@@ -39,7 +46,7 @@ _DATA = "training data"
 _JUDGED_BY = (
     "exp_manager.checkpoint_callback_params.monitor",
     "exp_manager.checkpoint_callback_params.mode",
-    "model.data.data_prefix.validation",
+    *VALIDATED_ON,
 )
 
 
@@ -72,6 +79,7 @@ def resume(
     if config.model.lora.rank > 0:
         fresh.fingerprint[_FROZEN] = frozen_digest(learner.model)
     checkpoints.clean()
+    checkpoints.compare_with(fresh.config)
     latest = find_latest(checkpoints, config, fresh, learner.data)
     if latest is not None:
         say(f"loading {latest.path} ...")
@@ -90,9 +98,12 @@ def resume(
 def go_on(fresh: RunState, before: RunState) -> RunState:
     """A run's own state, where another left it.
 
-    What it waits for begins anew where validations are judged by another metric or on other files.
+    What it waits for begins anew where validations are judged by another metric or on other
+    records; on other records its last step was not validated.
     """
     here = replace(fresh, step=before.step, consumed_samples=before.consumed_samples)
+    if same_validation(before.config, fresh.config):
+        here = replace(here, metrics=before.metrics)
     old, now = flatten(before.config), flatten(fresh.config)
     if any(old.get(key) != now.get(key) for key in _JUDGED_BY):
         return here
@@ -160,7 +171,10 @@ def newest(checkpoints: RunCheckpoints, run: RunFolderConfig) -> Saved | None:
 def changes_since(latest: Saved, fresh: RunState) -> list[str]:
     """A line for every setting that has changed since a checkpoint."""
     changes = changed_settings(latest.state.config, fresh.config)
-    return [f"  changed since: {change}" for change in changes]
+    lines = [f"  changed since: {change}" for change in changes]
+    if not same_validation(latest.state.config, fresh.config):
+        lines.append("  validations before were on other records: the best is looked for anew")
+    return lines
 
 
 def _with_objective(state: RunState) -> RunState:

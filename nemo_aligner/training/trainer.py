@@ -58,7 +58,8 @@ class SupervisedTrainer:
     """Trains until ``total_steps``, or until asked to stop; every rank runs it.
 
     ``start`` is the state that learner and checkpoints are in: step 0, or the step resumed from.
-    ``patience`` may end it before; without one it does not.
+    ``patience`` may end it before; without one it does not. A validation that was due when a run
+    was stopped is made up by the one that goes on, so that both are judged as one left alone.
     """
 
     def __init__(
@@ -91,6 +92,10 @@ class SupervisedTrainer:
         self._validating = Counter("validation", "records")
         self._gauges = Gauges.of(device, config.trainer.precision)
         self._best: str | None = None
+        due = self._is_due(self._loop.val_check_interval)
+        if self._step == 0:
+            due = self._loop.val_before_training
+        self._owes_validation = due and not start.metrics
 
     def fit(self) -> Outcome:
         """Train, log, validate, save; a run that was stopped goes on from its newest checkpoint."""
@@ -111,26 +116,35 @@ class SupervisedTrainer:
 
     def _run(self) -> bool:
         """The loop; whether it was asked to stop."""
-        stopping = False
         self._find_best()
-        if self._step == 0 and self._loop.val_before_training:
-            self._validate()
-            stopping = self._check_in()
-            self._progress.begin()
+        stopping = self._begin()
         while not self._is_over and not stopping:
             self._train()
+            self._owes_validation = self._is_due(self._loop.val_check_interval)
             stopping = self._check_in()
             metrics: dict[str, float] = {}
-            if self._is_due(self._loop.val_check_interval) and not stopping:
+            if self._owes_validation and not stopping:
                 metrics = self._validate()
                 stopping = self._check_in()
             if stopping or self._is_over or self._save_is_due(metrics):
                 self._save(metrics)
         return stopping
 
+    def _begin(self) -> bool:
+        """Validate what is there already, where that is due; whether it was asked to stop."""
+        if not self._owes_validation:
+            return False
+        metrics = self._validate()
+        if metrics and self._step > 0:
+            self._checkpoints.amend(self._state(metrics))
+            self._find_best()
+        self._progress.begin()
+        return self._check_in()
+
     @property
     def _is_over(self) -> bool:
-        return self._step >= self._total_steps or self._patience.is_over
+        ends = self._step >= self._total_steps or self._patience.is_over
+        return ends and not self._owes_validation
 
     def _train(self) -> None:
         is_first = self._step == self._start.step
@@ -163,10 +177,11 @@ class SupervisedTrainer:
             with self._timers.measure("validation/total_validation_time"):
                 metrics = self._learner.validate(self._watch_validation)
         except _LeftEarlyError:
-            self._progress.say(f"step {self._step}: the validation was left, and has no result")
+            self._progress.say(f"step {self._step}: the validation was left, and has no result yet")
             return {}
         finally:
             self._validating.close()
+        self._owes_validation = False
         self._progress.add_validation(time.perf_counter() - start)
         if metrics:
             self._logger.log({**metrics, **self._timers.take()}, self._step)
@@ -180,19 +195,23 @@ class SupervisedTrainer:
             raise _LeftEarlyError
 
     def _save(self, metrics: dict[str, float]) -> None:
-        state = replace(
-            self._patience.put_into(self._start),
-            step=self._step,
-            consumed_samples=self._step * self._global_batch_size,
-            metrics=metrics,
-        )
         self._publish()
         with self._timers.measure("save"):
+            state = self._state(metrics)
             self._checkpoints.save(state, self._learner.model, self._learner.optimizer)
         self._saving_since = time.perf_counter()
         self._logger.log(self._timers.take(), self._step)
         if metrics:
             self._find_best()
+
+    def _state(self, metrics: dict[str, float]) -> RunState:
+        """Of this run after its last step, with the metrics of a validation then."""
+        return replace(
+            self._patience.put_into(self._start),
+            step=self._step,
+            consumed_samples=self._step * self._global_batch_size,
+            metrics=metrics,
+        )
 
     def _find_best(self) -> None:
         self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
@@ -210,7 +229,7 @@ class SupervisedTrainer:
 
     def _is_due(self, interval: int | None) -> bool:
         """At every multiple of the interval, and at the end; null is the end alone."""
-        at_end = self._step == self._total_steps
+        at_end = self._step >= self._total_steps
         return at_end or (interval is not None and self._step % interval == 0)
 
     def _save_is_due(self, metrics: Mapping[str, float]) -> bool:

@@ -240,3 +240,36 @@ def test_resume_of_another_run_is_refused_with_both_values(tmp_path: Path) -> No
     assert "model.seed: the checkpoint has 1, this run 2" in str(caught.value)
     assert "training records: the checkpoint has 37, this run 36" in str(caught.value)
     assert "rope" not in str(caught.value)
+
+
+def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) -> None:
+    """A limit or other files make it another metric: 0.9 of 10 records is no better than 0.6."""
+    ten, all_of_them = ({"trainer": {"rm": {"limit_val_records": count}}} for count in (10, None))
+
+    def judged(step: int, value: float, config: dict[str, Any]) -> RunState:
+        return RunState(step, 8 * step, {"validation/accuracy": value}, config=config)
+
+    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", save_top_k=2)
+    checkpoints.save(judged(1, 0.9, ten), Model(), Optimizer())
+    assert steps(checkpoints.ranked()) == [1]
+    checkpoints.compare_with(all_of_them)
+    assert steps(checkpoints.ranked()) == [1]  # nothing else is there yet
+    assert checkpoints.is_among_best({"validation/accuracy": 0.1})
+    for step, value in ((2, 0.5), (3, 0.6)):
+        checkpoints.save(judged(step, value, all_of_them), Model(), Optimizer())
+    assert steps(checkpoints.ranked()) == [3, 2]
+    assert not checkpoints.is_among_best({"validation/accuracy": 0.4})
+
+
+def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy")
+    assert save(checkpoints, {2: 0.5, 4: None}) == [2, 4]
+    state = RunState(4, 32, {"validation/accuracy": 0.7}, best_value=0.7)
+    checkpoints.amend(state)
+    latest = RunCheckpoints(tmp_path, "validation/accuracy").latest()
+    assert latest is not None
+    assert latest.state == state
+    assert steps(checkpoints.list_saved()) == [4]  # the other gave way
+    assert sorted(each.name for each in latest.path.iterdir()) == ["run_state.json", "state"]
+    with pytest.raises(CheckpointError, match="step_00000005: not saved"):
+        checkpoints.amend(RunState(5, 40))

@@ -21,6 +21,7 @@ from nemo_aligner.parallel.layout import ParallelLayout
 from tests import families, tiny
 from tests.families import CASES, GROUPS, SEQUENCES, WINDOW
 from tests.models import layouts
+from tests.models.test_heads import modules_that_are_not_called
 
 FP32, BF16 = Precision.fp32, Precision.bf16
 PACKS = {
@@ -379,3 +380,10 @@ def test_family_with_added_query_groups_trains_alike(
     convert_hf_to_nemo(made.path.with_suffix(".hf"), padded, tensor_parallel=4)
     alone, with_groups = (layouts.step(path, layout) for path in (made.path, padded))
     assert with_groups == {key: pytest.approx(alone[key], rel=1e-5) for key in alone}
+
+
+def test_family_has_every_module_called_that_has_weights(build: Any) -> None:
+    """Between data parallel ranks Megatron waits for updated weights as their module is called."""
+    pack = PackedBatch.pack(SEQUENCES)
+    unseen = {name: modules_that_are_not_called(build(name).ours, pack) for name in CASES}
+    assert not any(unseen.values()), unseen

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_aligner.batch import PackedBatch
 from nemo_aligner.checkpoint.merge import merge_checkpoints
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
@@ -20,10 +21,13 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     save_reward_model,
 )
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.lora import LORA_TARGETS
 from nemo_aligner.config.model import HeadConfig
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.head_shape import HeadShape, read_head_shape, with_head_shape
 from nemo_aligner.models.heads import RewardHead
+from nemo_aligner.models.lora import LoraShape
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, head_size
 from nemo_aligner.scoring.scorer import load_scorer
@@ -173,3 +177,41 @@ def test_head_is_counted_whole_by_a_plan() -> None:
     plan = Plan(packs, tp=1, pp=1, dp=1, sequence_parallel=False, num_attributes=3)
     assert head_size(shape, plan) == 24
     assert head_size(replace(shape, head=HeadShape(True, 5)), plan) == 15 + 3 + 40 + 5
+
+
+def test_head_and_adapters_are_called_wherever_they_have_weights(layout: Any) -> None:
+    """Between data parallel ranks Megatron waits for updated weights as their module is called."""
+    config = {
+        "num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2,
+        "vocab_size": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    shape = ModelShape.from_config(config)
+    lora = LoraShape(2, 4.0, LORA_TARGETS)
+    unseen = {}
+    for head in (None, HeadShape(bias=True), HeadShape(mlp_size=4), TWO_LAYERS):
+        for adapted in (None, lora):
+            model = build_reward_model(
+                replace(shape, head=head, lora=adapted),
+                layout,
+                num_attributes=2,
+                precision=Precision.fp32,
+            )
+            model.rm_head.learn_beside([1.0])
+            missed = modules_that_are_not_called(model, PackedBatch.pack([[1, 2, 3], [4, 5]]))
+            if missed:
+                unseen[head, adapted] = missed
+    assert not unseen, unseen
+
+
+def modules_that_are_not_called(model: Any, batch: PackedBatch) -> set[str]:
+    """The names of those with parameters of their own, in a forward pass of training."""
+    owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
+    called: set[str] = set()
+    handles = [
+        module.register_forward_pre_hook(lambda *given, name=name: called.add(name))
+        for name, module in owners.items()
+    ]
+    model.train()(batch)
+    for handle in handles:
+        handle.remove()
+    return set(owners) - called

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from nemo_aligner.checkpoint.runs import RunState
+from nemo_aligner.checkpoint.runs import RunState, Saved
 from nemo_aligner.config.load import config_to_dict, load_config
 from nemo_aligner.config.training import MonitorMode, TrainConfig
 from nemo_aligner.training.patience import Patience
-from nemo_aligner.training.resume import go_on
+from nemo_aligner.training.resume import changes_since, go_on
 
 NAME = "validation/accuracy"
 
@@ -67,6 +68,7 @@ def test_a_run_goes_on_with_what_it_has_waited() -> None:
         (["exp_manager.checkpoint_callback_params.monitor=loss"], None),
         (["exp_manager.checkpoint_callback_params.mode=min"], None),
         (["model.data.data_prefix.validation=[b.jsonl]"], None),
+        (["trainer.rm.limit_val_records=5"], None),
         (["model.optim.lr=1e-3"], 0.5),
     ],
 )
@@ -77,7 +79,13 @@ def test_what_is_judged_in_another_way_is_waited_for_anew(
     before, now = (
         config_to_dict(load_config(TrainConfig, [*settings, *more])) for more in ([], change)
     )
-    left = RunState(3, 24, config=before, best_value=0.5, validations_since_best=2)
+    judged = {"validation/accuracy": 0.4}
+    left = RunState(3, 24, judged, config=before, best_value=0.5, validations_since_best=2)
     state = go_on(RunState(0, 0, config=now), left)
     assert (state.step, state.consumed_samples) == (3, 24)
     assert (state.best_value, state.validations_since_best) == (best, 2 if best else 0)
+    # On other records the last step was not validated.
+    others = any("limit" in each or "validation" in each for each in change)
+    assert state.metrics == ({} if others else judged)
+    said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
+    assert ("the best is looked for anew" in "".join(said)) == others

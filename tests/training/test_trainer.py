@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint.runs import RunState, Saved
+from nemo_aligner.checkpoint import runs
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig
 from nemo_aligner.console import Watch
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.parallel.cpu.malloc import FreedMemory
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.training.patience import Patience
+from nemo_aligner.training.resume import go_on
 from nemo_aligner.training.stop import StopRequest
 from nemo_aligner.training.trainer import SupervisedTrainer
 
@@ -64,6 +66,10 @@ class Diary:
         self.pending = Saved(Path("somewhere"), state)
         self.steps_to_write = self.write_for
 
+    def amend(self, state: RunState) -> None:
+        self.events.append(f"amend {state.step}")
+        self.saved = [state if state.step == each.step else each for each in self.saved]
+
     @property
     def is_written(self) -> bool:
         return self.pending is None or self.steps_to_write <= 0
@@ -85,13 +91,20 @@ def world() -> Iterator[None]:
 
 
 def fit(
-    diary: Diary, total: int, start: int = 0, patience: Patience | None = None, **loop: Any
+    diary: Diary,
+    total: int,
+    start: int | RunState = 0,
+    patience: Patience | None = None,
+    **loop: Any,
 ) -> str | None:
     config = TrainConfig()
     config.trainer.rm = RmLoopConfig(**loop)
     config.model.global_batch_size = 8
     stop = StopRequest("00:00:00:01", now=lambda: diary.now)
-    state = RunState(start, start * 8, fingerprint={"model.seed": 1})
+    state = start
+    if not isinstance(state, RunState):
+        state = RunState(state, state * 8, fingerprint={"model.seed": 1})
+    diary.step = state.step
     trainer = SupervisedTrainer(
         diary,
         config,
@@ -152,10 +165,9 @@ def test_ends_early_where_validations_get_no_better(capsys: pytest.CaptureFixtur
     assert told in capsys.readouterr().out
     assert (diary.saved[-1].best_value, diary.saved[-1].validations_since_best) == (0.5, 2)
     again = Diary()
-    again.step = 3
     patience = Patience("validation/accuracy", allowed=2)
     patience.go_on_from(diary.saved[-1])
-    assert fit(again, 9, start=3, patience=patience, val_check_interval=1) is None
+    assert fit(again, 9, diary.saved[-1], patience, val_check_interval=1) is None
     assert again.events == []
 
 
@@ -171,6 +183,15 @@ def test_stops_saves_and_says_why() -> None:
     assert reason == "the time limit (trainer.max_time=00:00:00:01)"
     assert diary.events == ["train 0", "train 1", "save 2", "publish 2"]
     assert diary.saved[0].metrics == {}
+    # What was due when it stopped is made up before anything else, and once.
+    again = Diary()
+    again.saved = diary.saved
+    assert fit(again, 3, diary.saved[0], val_check_interval=2, save_interval=None) is None
+    assert again.events[:3] == ["validate 2", "amend 2", "train 2"]
+    assert again.saved[0].metrics == {"validation/accuracy": 0.5}
+    once_more = Diary()
+    assert fit(once_more, 3, again.saved[0], val_check_interval=2, save_interval=None) is None
+    assert once_more.events[0] == "train 2"
 
 
 class Lengthy(Diary):
@@ -190,7 +211,7 @@ def test_a_validation_is_left_and_what_was_trained_is_saved(
     assert diary.events == ["train 0", "train 1", "validate 2", "save 2", "publish 2"]
     assert diary.saved[0].metrics == {}
     assert "timing/validation/total_validation_time" not in diary.logged[2]
-    assert "step 2: the validation was left, and has no result" in capsys.readouterr().out
+    assert "step 2: the validation was left" in capsys.readouterr().out
 
 
 def test_nothing_is_saved_of_a_run_that_is_stopped_before_its_first_step() -> None:
@@ -199,8 +220,33 @@ def test_nothing_is_saved_of_a_run_that_is_stopped_before_its_first_step() -> No
     assert diary.events == ["validate 0"]
 
 
-def test_a_stop_at_the_last_step_is_the_end() -> None:
-    assert fit(Diary(stop_at=2), 2) is None
+def test_stop_at_the_last_step_leaves_its_validation_to_the_run_that_goes_on() -> None:
+    diary = Diary(stop_at=2)
+    assert fit(diary, 2) is not None
+    assert diary.events == ["train 0", "train 1", "save 2", "publish 2"]
+    for last in (2, 1):  # also of a run that is to be shorter now
+        again = Diary()
+        again.saved = list(diary.saved)
+        assert fit(again, last, diary.saved[0]) is None
+        assert again.events == ["validate 2", "amend 2"]
+    # Stopped after its last validation it is at its end.
+    assert fit(Tired(stop_at=2), 2) is None
+    # And as often as the made up one is left, it is still due.
+    assert fit(Lengthy(), 2, diary.saved[0]) is not None
+
+
+class Tired(Diary):
+    """Is asked to stop as the validation of a step ends."""
+
+    def train_step(self, step: int) -> dict[str, float]:
+        trained = super().train_step(step)
+        self.now = 0.0
+        return trained
+
+    def validate(self, watch: Watch) -> dict[str, float]:
+        metrics = super().validate(watch)
+        self.now = float(self.step == self.stop_at)
+        return metrics
 
 
 def test_a_broken_step_is_not_saved() -> None:
@@ -258,3 +304,83 @@ def test_what_gaps_take_is_looked_at_after_every_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr(FreedMemory, "end_step", lambda self: diary.events.append("look"))
     fit(diary, 2, save_interval=None, val_check_interval=None)
     assert diary.events[:4] == ["train 0", "look", "train 1", "look"]
+
+
+class Judged(Diary):
+    """Validations by step, checkpoints on the disk; it is asked to stop where ``when`` says."""
+
+    def __init__(self, when: tuple[str, int] | None = None) -> None:
+        super().__init__()
+        self.when = when
+
+    def train_step(self, step: int) -> dict[str, float]:
+        trained = super().train_step(step)
+        self.now = float(self.when == ("step", self.step))
+        return trained
+
+    def validate(self, watch: Watch) -> dict[str, float]:
+        self.now = float(self.when == ("validation", self.step))
+        super().validate(watch)
+        self.now = float(self.when == ("end of validation", self.step))
+        values = {2: 0.5, 4: 0.7, 6: 0.6, 8: 0.7, 10: 0.9}
+        return {"validation/accuracy": values[self.step]}
+
+    def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
+        return {}
+
+    def finish_update(self) -> None:
+        pass
+
+
+class Saving:
+    """A save of a model that has no tensors."""
+
+    is_written = True
+
+    def __init__(self, state: dict[str, Any], folder: Path, arrived: Any) -> None:
+        self.folder = folder
+
+    def finish(self) -> None:
+        self.folder.mkdir()
+
+
+def judge(folder: Path, when: tuple[str, int] | None) -> tuple[bool, int, RunState | None]:
+    """Run, or go on: whether it came to its end, at which step, and the best checkpoint."""
+    diary = Judged(when)
+    diary.model = diary.optimizer = diary  # type: ignore[assignment]
+    checkpoints = RunCheckpoints(folder, "validation/accuracy")
+    config = TrainConfig()
+    config.trainer.rm = RmLoopConfig(val_check_interval=2, save_interval=3)
+    latest = checkpoints.latest()
+    fresh = RunState(0, 0)
+    start = fresh if latest is None else go_on(fresh, latest.state)
+    diary.step = start.step
+    patience = Patience("validation/accuracy", allowed=2)
+    patience.go_on_from(start)
+    stop = StopRequest("00:00:00:01", now=lambda: diary.now)
+    trainer = SupervisedTrainer(diary, config, 11, start, checkpoints, diary, stop, "cpu", patience)
+    outcome = trainer.fit()
+    best = checkpoints.best()
+    return outcome.stopped_by is None, outcome.step, best and best.state
+
+
+def test_resumed_run_has_the_best_checkpoint_and_the_end_of_one_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "start_saving", Saving)
+    alone = judge(tmp_path / "alone", None)
+    assert (alone[:2], alone[2] and alone[2].step) == ((True, 8), 4)
+    moments = [("step", step) for step in range(1, 9)]
+    moments += [
+        (what, step) for what in ("validation", "end of validation") for step in (2, 4, 6, 8)
+    ]
+    wrong = {}
+    for number, when in enumerate(moments):
+        folder = tmp_path / str(number)
+        assert judge(folder, when)[0] == (when == ("end of validation", 8))
+        if when[0] == "validation":
+            assert not judge(folder, when)[0]  # what is made up is left, too
+        found = judge(folder, None)
+        if found != alone:
+            wrong[when] = found
+    assert not wrong, wrong
