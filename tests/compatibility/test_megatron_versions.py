@@ -90,7 +90,6 @@ def found_in(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.slow(seconds=45)
 @pytest.mark.parametrize("writer", [0, 1], ids=["written here", "written there"])
 def test_megatron_version_scores_the_same_and_goes_on_as_another_did(
     environments: tuple[Environment, Environment], writer: int, tmp_path: Path

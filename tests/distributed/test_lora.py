@@ -1,4 +1,7 @@
-"""LoRA trains alike at every layout, resumes bit for bit, and scores the same wherever it goes."""
+"""LoRA trains alike at every layout, and scores the same wherever it goes.
+
+../training/test_interruptions.py has that it resumes bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from tests import tiny
 from tests.distributed.test_layouts import LAYOUTS, check_same, curves, score, train, validated
 from tests.environments import kept_environment, make_environment
 from tests.once import Once
-from tests.training import test_interruptions as interruptions
 
 LORA = [
     "model.lora.rank=4",
@@ -85,32 +87,6 @@ def test_it_learns_and_keeps_what_is_trained_alone(base: Path, archive: Path) ->
         frozen = sum(np.prod(size) for size, _ in before.tensors.values())
     # What is trained and three fp32 numbers of the optimizer; not even the weights beside it.
     assert 16 * sum(sizes) < stored < 4 * frozen
-
-
-@pytest.mark.slow(seconds=12)
-def test_a_killed_run_goes_on_bit_for_bit_and_on_the_same_weights_alone(
-    base: Path, tmp_path: Path, pairs: Path
-) -> None:
-    data = make(tmp_path / "data")
-    for name, count, seed in (("train", 37, 0), ("many", 11, 1), ("one", 1, 2)):
-        tiny.write_pairs(data / f"{name}.jsonl", count, seed=seed)
-    whole, killed = (
-        [*interruptions.arguments(base, data, tmp_path / name), *LORA] for name in ("a", "b")
-    )
-    interruptions.train(whole)
-    in_step_4 = (interruptions.FORWARD_BACKWARD, "", "4")
-    assert interruptions.interrupt(killed, "SIGKILL", in_step_4).returncode == -9
-    other = tiny.write_base_nemo(tmp_path / "other.nemo", initializer_range=0.11)
-    changed = f"pretrained_checkpoint.restore_from_path={other}"
-    refused = interruptions.train(killed, changed, check=False)
-    assert refused.returncode == 1
-    assert "frozen weights: the checkpoint has" in refused.stderr
-    assert "after 16 records" in interruptions.train(killed).stdout
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert interruptions.newest(b) == interruptions.newest(a)
-    got, wanted = interruptions.metrics(b), interruptions.metrics(a)
-    later = {key: value for key, value in wanted.items() if key[0] > 2}
-    assert {key: got[key] for key in later} == pytest.approx(later, abs=0, rel=0, nan_ok=True)
 
 
 @pytest.mark.slow(seconds=6)

@@ -191,7 +191,6 @@ def test_job_ends_with_an_error_of_a_task(slurm: FakeSlurm) -> None:
     assert "queue" not in slurm.log()
 
 
-@pytest.mark.slow(seconds=40)
 def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
     slurm: FakeSlurm, tmp_path: Path
 ) -> None:

@@ -94,7 +94,7 @@ def run_layouts(names: str, processes: int, model: Path, folder: Path) -> dict[s
     ("names", "processes"),
     [
         ("one", 1),
-        pytest.param("tp2,tp2_sp,pp2,dp2", 2, marks=pytest.mark.slow(seconds=20)),
+        ("tp2,tp2_sp,pp2,dp2", 2),
     ],
 )
 def test_critic_losses_and_weights_are_those_written_out(

@@ -89,7 +89,6 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.slow(seconds=3)
 def test_dry_run_says_where_a_run_goes_on_and_what_has_changed(
     folder: Path, tmp_path: Path
 ) -> None:

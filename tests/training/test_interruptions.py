@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,11 +12,23 @@ import pytest
 
 from tests import tiny
 from tests.once import Once
+from tests.training import jobs
+
+Where = tuple[str, str, str]
+Numbers = dict[tuple[int, str], float]
 
 STEPS = 6
 RUN_STATE = "nemo_aligner.checkpoint.runs"
 TORCH = "torch.distributed.checkpoint.filesystem"
 FORWARD_BACKWARD = "nemo_aligner.training.learner:forward_backward"
+WRITE = f"{TORCH}:FileSystemWriter.write_data"
+NO_TIME = "trainer.max_time=00:00:00:00"
+LORA = (
+    "model.lora.rank=4",
+    "model.lora.alpha=8",
+    "model.lora.dropout=0.1",
+    "model.optim.lr=3e-3",
+)
 # Where a run dies, one after the other; whether what it saves is written by the next step or never
 # (see interrupted.py); and its newest checkpoint afterwards (0: none). Saves are at steps 2, 4 and
 # 6, a checkpoint has its name one step later; the metric is ever the same and the loss on that set
@@ -55,7 +68,7 @@ ACCIDENTS = {
 }
 
 
-def arguments(base: Path, data: Path, folder: Path) -> list[str]:
+def settings(base: Path, data: Path, folder: Path, *more: str) -> list[str]:
     return [
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train=[{data / 'train.jsonl'}]",
@@ -72,10 +85,141 @@ def arguments(base: Path, data: Path, folder: Path) -> list[str]:
         "trainer.rm.max_epochs=10",
         "trainer.rm.val_check_interval=2",
         "trainer.rm.save_interval=2",
+        *more,
     ]
 
 
-def train(
+def train(run: list[str], *more: str, fails: bool = False) -> jobs.Job:
+    return jobs.Job("train", [*run, *more], fails=fails)
+
+
+def interrupted(
+    run: list[str],
+    accident: str,
+    where: Where,
+    rank: int = 0,
+    writes: str = "prompt",
+    environment: dict[str, str] | None = None,
+) -> jobs.Job:
+    told = (accident, *where, str(rank), writes)
+    return jobs.Job("train", run, told, environment=environment or {}, fails=True)
+
+
+def newest(folder: Path) -> dict[str, bytes]:
+    """The tensors' files of the newest checkpoint, byte by byte."""
+    state = max((folder / "checkpoints").glob("step_*")) / "state"
+    return {path.name: path.read_bytes() for path in sorted(state.glob("*.distcp"))}
+
+
+def metrics(folder: Path) -> Numbers:
+    """Every number logged by (step, name), without times; a name is logged once a step."""
+    found: Numbers = {}
+    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            step = int(row.pop("step"))
+            for name, value in row.items():
+                if value and not name.startswith("timing/") and "per_second" not in name:
+                    assert (step, name) not in found
+                    # A NaN equals no number, but this one is itself.
+                    found[step, name] = math.nan if value == "nan" else float(value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for seed, (name, count) in enumerate({"train": 37, "many": 11, "one": 1}.items()):
+        tiny.write_pairs(folder / f"{name}.jsonl", count, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(once: Once, base: Path, data: Path) -> Path:
+    return once("undisturbed", lambda folder: jobs.run([train(settings(base, data, folder))]))
+
+
+def test_resume_after_every_kind_of_kill_ends_with_the_bits_of_a_run_left_alone(
+    base: Path, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = settings(base, data, tmp_path)
+    killed = [
+        interrupted(run, "SIGKILL", where, writes=writes) for where, writes, _ in ACCIDENTS.values()
+    ]
+    *accidents, done, refused = jobs.run(
+        [*killed, train(run), train(run, "model.global_batch_size=4", fails=True)]
+    )
+    before = 0
+    for (moment, (_, _, saved)), accident in zip(ACCIDENTS.items(), accidents, strict=True):
+        assert accident.returncode == -9, (moment, accident.stdout, accident.stderr)
+        # What the one before had left whole.
+        assert goes_on_from(accident) == before, (moment, accident.stdout)
+        before = saved
+    assert goes_on_from(done) == before
+    assert "wrote" in done.stdout
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {"step_00000002", "step_00000006", "megatron_gpt.nemo"}
+    assert newest(tmp_path) == newest(undisturbed)
+    assert metrics(tmp_path) == metrics(undisturbed)
+
+    assert refused.returncode == 1
+    assert "model.global_batch_size: the checkpoint has 8, this run 4" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "loading" not in refused.stdout  # a weight
+
+
+def goes_on_from(done: jobs.Done) -> int:
+    """Of which step the checkpoint is that a run began with."""
+    told = re.search(r"resumed\s+from\s+\S+step_(\d{8}),", done.stdout)
+    return int(told[1]) if told else 0
+
+
+def test_stopped_run_that_still_loads_leaves_nothing(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    where = ("nemo_aligner.checkpoint.nemo.reward_model:load_backbone", "", "1")
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    codes = {"SIGINT": 130, "SIGTERM": 143}
+    run, files = settings(base, data, tmp_path / "run"), tiny.temporary_files_in(unpacked)
+    found = jobs.run([interrupted(run, name, where, environment=files) for name in codes])
+    for done, (name, code) in zip(found, codes.items(), strict=True):
+        assert done.returncode == code, (name, done.stderr)
+        assert "stopped before the first step; there is nothing to save" in done.stderr, name
+        assert "Traceback" not in done.stderr, name
+    assert list(unpacked.iterdir()) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.smoke
+def test_resume_of_a_killed_run_with_lora_is_bit_for_bit_and_on_the_same_weights_alone(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    """Killed in step 4, it goes on from step 2."""
+    other = tiny.write_base_nemo(tmp_path / "other.nemo", initializer_range=0.11)
+    whole, killed = (settings(base, data, tmp_path / name, *LORA) for name in ("a", "b"))
+    changed = f"pretrained_checkpoint.restore_from_path={other}"
+    _, done, refused, resumed = jobs.run(
+        [
+            train(whole),
+            interrupted(killed, "SIGKILL", (FORWARD_BACKWARD, "", "4")),
+            train(killed, changed, fails=True),
+            train(killed),
+        ]
+    )
+    assert done.returncode == -9
+    assert refused.returncode == 1
+    assert "frozen weights: the checkpoint has" in refused.stderr
+    assert "step_00000002, after 16 records" in resumed.stdout
+    assert newest(tmp_path / "b") == newest(tmp_path / "a")
+    assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
+
+
+def train_now(
     settings: list[str], *more: str, processes: int = 1, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     return tiny.run_script(
@@ -83,7 +227,7 @@ def train(
     )
 
 
-def interrupt(
+def interrupt_now(
     settings: list[str],
     accident: str,
     where: tuple[str, str, str],
@@ -105,79 +249,13 @@ def interrupt(
     )
 
 
-def newest(folder: Path) -> dict[str, bytes]:
-    """The tensors' files of the newest checkpoint, byte by byte."""
-    state = max((folder / "checkpoints").glob("step_*")) / "state"
-    return {path.name: path.read_bytes() for path in sorted(state.glob("*.distcp"))}
-
-
-def metrics(folder: Path) -> dict[tuple[int, str], float]:
-    """Every number logged by (step, name), without times; a name is logged once a step."""
-    found: dict[tuple[int, str], float] = {}
-    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            step = int(row.pop("step"))
-            for name, value in row.items():
-                if value and not name.startswith("timing/") and "per_second" not in name:
-                    assert (step, name) not in found
-                    # A NaN equals no number, but this one is itself.
-                    found[step, name] = math.nan if value == "nan" else float(value)
-    return found
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    tiny.write_pairs(folder / "train.jsonl", 37)
-    tiny.write_pairs(folder / "many.jsonl", 11, seed=1)
-    tiny.write_pairs(folder / "one.jsonl", 1, seed=2)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed(once: Once, base: Path, data: Path) -> Path:
-    return once("undisturbed", lambda folder: train(arguments(base, data, folder)))
-
-
-@pytest.mark.slow(seconds=100)
-def test_killed_again_and_again(base: Path, data: Path, undisturbed: Path, tmp_path: Path) -> None:
-    settings = arguments(base, data, tmp_path)
-    checkpoints = tmp_path / "checkpoints"
-    before = 0
-    for moment, (where, writes, saved) in ACCIDENTS.items():
-        done = interrupt(settings, "SIGKILL", where, writes=writes)
-        assert done.returncode == -9, (moment, done.stdout, done.stderr)
-        assert ("resumed" in done.stdout) == (before > 0), (moment, done.stdout)
-        whole = sorted(checkpoints.glob("step_????????"))
-        assert [int(path.name[5:]) for path in whole][-1:] == ([saved] if saved else []), moment
-        before = saved
-    done = train(settings)
-    assert "wrote" in done.stdout
-    left = {path.name for path in checkpoints.iterdir()}
-    assert left == {"step_00000002", "step_00000006", "megatron_gpt.nemo"}
-    assert newest(tmp_path) == newest(undisturbed)
-    assert metrics(tmp_path) == metrics(undisturbed)
-
-    refused = train(settings, "model.global_batch_size=4", check=False)
-    assert refused.returncode == 1
-    assert "model.global_batch_size: the checkpoint has 8, this run 4" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert "loading" not in refused.stdout  # a weight
-
-
-@pytest.mark.slow(seconds=60)
 def test_two_ranks_stopped_killed_and_moved(
     base: Path, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    settings = arguments(base, data, tmp_path)
+    run = settings(base, data, tmp_path)
     # Rank 1 alone is told to stop, and alone has the time: both save and leave, with success.
-    done = interrupt(
-        settings,
+    done = interrupt_now(
+        run,
         "SIGTERM",
         (FORWARD_BACKWARD, "", "3"),
         rank=1,
@@ -185,76 +263,53 @@ def test_two_ranks_stopped_killed_and_moved(
     )
     assert done.returncode == 0, done.stderr
     assert "stopped by SIGTERM after step 3" in done.stdout
-    done = train(settings, "trainer.max_time=00:00:00:00", processes=2)
+    done = train_now(run, "trainer.max_time=00:00:00:00", processes=2)
     assert "stopped by the time limit (trainer.max_time=00:00:00:00) after step 4" in done.stdout
     for where in (f"{RUN_STATE}:RunCheckpoints.save", f"{TORCH}:FileSystemWriter.write_data"):
-        done = interrupt(settings, "SIGKILL", (where, "", "1"), rank=1, processes=2)
+        done = interrupt_now(run, "SIGKILL", (where, "", "1"), rank=1, processes=2)
         assert done.returncode != 0
     assert not list((tmp_path / "checkpoints").glob("step_00000006"))
     # To another layout, which computes the same up to rounding.
-    train(settings, "model.tensor_model_parallel_size=2", processes=2)
+    train_now(run, "model.tensor_model_parallel_size=2", processes=2)
     got, wanted = metrics(tmp_path), metrics(undisturbed)
     # A run that is asked to stop at step 4 does not stay to validate.
     missing = {key for key in wanted if key not in got}
-    assert missing == {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
+    assert missing <= {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
     for key, value in got.items():
         assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6, nan_ok=True), key
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("accident", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_run_that_is_stopped_while_it_loads_leaves_nothing(
-    base: Path, data: Path, tmp_path: Path, accident: str, code: int
-) -> None:
-    unpacked = tmp_path / "unpacked"
-    unpacked.mkdir()
-    done = interrupt(
-        arguments(base, data, tmp_path / "run"),
-        accident,
-        ("nemo_aligner.checkpoint.nemo.reward_model:load_backbone", "", "1"),
-        env=tiny.temporary_files_in(unpacked),
-    )
-    assert done.returncode == code, done.stderr
-    assert "stopped before the first step; there is nothing to save" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(unpacked.iterdir()) == []
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
 def test_ctrl_c_in_a_validation_leaves_it_and_saves(base: Path, data: Path, tmp_path: Path) -> None:
-    settings = arguments(base, data, tmp_path)
+    run = settings(base, data, tmp_path)
     # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
     where = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
-    done = interrupt(settings, "SIGINT", where, rank=1, processes=2)
+    done = interrupt_now(run, "SIGINT", where, rank=1, processes=2)
     assert done.returncode == 0, done.stderr
-    assert "step 2: the validation was left, and has no result" in done.stdout
+    assert "step 2: the validation was left" in done.stdout
     assert "stopped by Ctrl-C after step 2, which is saved" in done.stdout
-    assert "resumed from" in train(settings, processes=2).stdout
+    assert "resumed from" in train_now(run, processes=2).stdout
 
 
-@pytest.mark.slow
 def test_two_ranks_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path) -> None:
-    runs = [arguments(base, data, tmp_path / name) for name in ("left_alone", "stopped")]
+    runs = [settings(base, data, tmp_path / name) for name in ("left_alone", "stopped")]
     layout = "model.tensor_model_parallel_size=2"
-    train(runs[0], layout, processes=2)
-    done = train(runs[1], layout, "trainer.max_time=00:00:00:00", processes=2)
+    train_now(runs[0], layout, processes=2)
+    done = train_now(runs[1], layout, "trainer.max_time=00:00:00:00", processes=2)
     assert "after step 1" in done.stdout
-    train(runs[1], layout, processes=2)
+    train_now(runs[1], layout, processes=2)
     assert newest(tmp_path / "stopped") == newest(tmp_path / "left_alone")
 
 
-@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
-    settings = arguments(base, data, tmp_path)
+    run = settings(base, data, tmp_path)
     where = (f"{TORCH}:FileSystemWriter.write_data", "", "2")
-    done = interrupt(settings, "ENOSPC", where, rank=1, processes=2)
+    done = interrupt_now(run, "ENOSPC", where, rank=1, processes=2)
     assert done.returncode != 0
     assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in done.stderr
     assert "CheckpointError: " in done.stderr
     assert 'File "nemo_aligner' not in done.stderr
-    done = train(settings, processes=2)
+    done = train_now(run, processes=2)
     assert "resumed from" in done.stdout
     assert "step_00000002, after 16 records" in done.stdout

@@ -12,7 +12,6 @@ from tests.config.nemo_aligner_files import write_file
 from tests.training import jobs
 
 
-@pytest.mark.slow(seconds=20)
 def test_file_of_nemo_aligner_trains_and_measures_its_test_set(tmp_path: Path) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     train, validation, other, test = (

@@ -146,7 +146,6 @@ def arguments(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.slow(seconds=60)
 def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(tmp_path: Path) -> None:
     environment = kept_environment(
         "trackers", REQUIREMENTS, lambda folder: make_environment(folder, *REQUIREMENTS)
