@@ -11,7 +11,6 @@ from tests import tiny
 from tests.once import Once
 
 VERB = "check"
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

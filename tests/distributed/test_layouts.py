@@ -33,6 +33,8 @@ LAYOUTS = {
     ),
 }
 
+SMOKE = ("tp2_sp", "pp2", "dp2")
+
 
 def train(
     folder: Path,
@@ -131,8 +133,10 @@ def check_same(folder: Path, reference: Path, texts: Path, layout: ParallelLayou
     np.testing.assert_allclose(rewards[0], rewards[1], atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.smoke] if name in SMOKE else []) for name in LAYOUTS],
+)
 def test_layout_trains_like_one_process(
     name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
@@ -141,7 +145,6 @@ def test_layout_trains_like_one_process(
     check_same(folder, reference, pairs, layout)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2", "tp2_sp", "dp2", "recompute"])
 def test_products_by_onednn_train_alike(
     name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
@@ -151,7 +154,6 @@ def test_products_by_onednn_train_alike(
     check_same(folder, reference, pairs, layout)
 
 
-@pytest.mark.slow
 def test_query_groups_of_zeros_do_not_train(
     pairs: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:

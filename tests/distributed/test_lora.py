@@ -59,7 +59,6 @@ def make(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize("name", ["tp2_sp", "pp2", "dp2"])
 def test_layout_trains_like_one_process(
     name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
@@ -69,8 +68,8 @@ def test_layout_trains_like_one_process(
     check_same(folder, reference, pairs, layout)
 
 
-@pytest.mark.slow(seconds=6)
-def test_it_learns_and_keeps_what_is_trained_alone(base: Path, archive: Path) -> None:
+@pytest.mark.smoke
+def test_lora_learns_and_keeps_what_is_trained_alone(base: Path, archive: Path) -> None:
     losses = curves(archive.parents[1])["loss"]
     assert losses[-1] < 0.97 * losses[0]
     (state,) = archive.parent.glob("step_*")
@@ -89,7 +88,6 @@ def test_it_learns_and_keeps_what_is_trained_alone(base: Path, archive: Path) ->
     assert 16 * sum(sizes) < stored < 4 * frozen
 
 
-@pytest.mark.slow(seconds=6)
 def test_evaluation_gives_the_bits_of_validation(
     archive: Path, pairs: Path, tmp_path: Path
 ) -> None:
@@ -121,7 +119,6 @@ def test_training_goes_on_with_the_adapter_or_with_all_weights(
         load_pretrained(archive, layout, **how, lora=LoraShape(8, 8.0, ("linear_qkv",)))
 
 
-@pytest.mark.slow(seconds=10)
 def test_merged_archives_have_it_folded_into_their_weights(
     archive: Path, pairs: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
@@ -143,7 +140,6 @@ def peft_python() -> Path:
     return folder / "bin" / "python"
 
 
-@pytest.mark.slow(seconds=20)
 def test_peft_loads_the_adapter_with_the_same_rewards(
     peft_python: Path,
     base: Path,

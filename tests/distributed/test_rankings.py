@@ -40,7 +40,6 @@ def rankings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize(
     ("objective", "layout_name"), [("plackett_luce", "tp2"), ("rao_kupper", "dp2")]
 )
@@ -59,7 +58,6 @@ def test_rankings_train_like_one_process(
     np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
 
 
-@pytest.mark.slow(seconds=12)
 def test_a_learned_tie_parameter_goes_on_where_a_run_was_left(
     base: Path, rankings: Path, tmp_path: Path
 ) -> None:

@@ -121,7 +121,6 @@ def evaluated(archive: Path, heldout: Path, folder: Path) -> tuple[dict, np.ndar
     return json.loads(report.read_text()), np.array(values)
 
 
-@pytest.mark.slow
 def test_evaluation_and_server_give_the_same_reward(
     trained: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -22,7 +22,6 @@ def home() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow(seconds=90)
 def test_every_step_is_shown_and_done(tmp_path: Path, home: Path) -> None:
     pytest.importorskip("pytriton")
     base = tiny.write_base_nemo(tmp_path / "base.nemo").with_suffix(".hf")

@@ -55,7 +55,6 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow(seconds=6)
 def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 37, ("helpful", "clear"))
     done = tiny.run_script(
@@ -80,7 +79,6 @@ def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -
     assert len(contract["reward_mean"]) == len(contract["reward_std"]) == 2
 
 
-@pytest.mark.slow(seconds=8)
 def test_average_of_the_best_checkpoints_is_the_model(base: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
     kinds = {"all": (), "lora": ("model.lora.rank=2", "model.lora.alpha=4")}
@@ -114,7 +112,6 @@ def check_average(checkpoints: Path, said: str, is_lora: bool) -> None:
             torch.testing.assert_close(mean, (first + second) / 2, rtol=0, atol=1e-8)
 
 
-@pytest.mark.slow(seconds=4)
 def test_label_that_is_far_out_is_named_first(base: Path, tmp_path: Path) -> None:
     cases = {1e38: "a loss that is not finite", 1e19: "a gradient norm of inf"}
     regression = ("model.reward_model_type=regression", "model.regression.attributes=[helpful]")
@@ -133,7 +130,6 @@ def test_label_that_is_far_out_is_named_first(base: Path, tmp_path: Path) -> Non
         assert f"step 1: got {number}, on rank 0, from {files[label]}:7, " in done.stderr
 
 
-@pytest.mark.slow(seconds=6)
 def test_refused_runs_say_why_in_one_line_and_leave_nothing(base: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 9)
     malformed = tiny.write_pairs(tmp_path / "malformed.jsonl", 24)
@@ -164,7 +160,6 @@ def test_refused_runs_say_why_in_one_line_and_leave_nothing(base: Path, tmp_path
     assert f"  malformed:\n    {malformed}:25: malformed JSON" in done.stdout
 
 
-@pytest.mark.slow(seconds=12)
 def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 17, ("helpful", "clear"))
     others = tiny.write_ratings(tmp_path / "others.jsonl", 17, ("helpful", "clear"), seed=1)
@@ -205,7 +200,6 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
     assert (changed["seq_length"], changed["label_means"]) == (96, before["label_means"])
 
 
-@pytest.mark.slow(seconds=8)
 def test_new_head_on_the_body_of_a_reward_model(tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 17)
     start = tiny.write_reward_nemo(tmp_path / "rated.nemo")
@@ -234,7 +228,6 @@ def read_contract(path: Path) -> dict:
         return json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_a_stage_without_anything_to_train(base: Path, tmp_path: Path) -> None:
     """Frozen layers, on the first of two stages all, train and resume as in one process."""
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 37)
@@ -256,7 +249,6 @@ def test_a_stage_without_anything_to_train(base: Path, tmp_path: Path) -> None:
         assert column(tmp_path / "four", name) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_fp16_trains_resumes_and_scores(base: Path, tmp_path: Path) -> None:
     """On two stages, the first with nothing to train, as one process does."""
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 37)
@@ -291,7 +283,6 @@ def test_fp16_trains_resumes_and_scores(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow(seconds=10)
 def test_trained_model_is_evaluated_to_the_bits_of_its_validation_and_exported(
     base: Path, tmp_path: Path
 ) -> None:

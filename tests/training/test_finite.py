@@ -112,7 +112,6 @@ def test_a_gradient_that_no_record_has_alone(layout: ParallelLayout) -> None:
     assert ", on rank 0, from no record alone; " in poisoned.error_of(learner)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "on"),
     [

@@ -7,8 +7,6 @@ import json
 import math
 from pathlib import Path
 
-import pytest
-
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.formats import FORMATS
 from tests import tiny
@@ -21,7 +19,6 @@ def write(path: Path, *records: object) -> str:
     return str(path)
 
 
-@pytest.mark.slow(seconds=14)
 def test_one_run_learns_from_files_of_all_formats_and_another_by_named_fields(
     tmp_path: Path,
 ) -> None:

@@ -23,7 +23,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.slow(seconds=14)
 def test_mixed_files_train_like_one_process(tmp_path: Path) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 18)

@@ -61,7 +61,6 @@ def last_validation(folder: Path) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value}
 
 
-@pytest.mark.slow(seconds=10)
 def test_another_layout_trains_like_one_process(
     run: tuple[str, Path], base: Path, ratings: Path, tmp_path: Path
 ) -> None:
@@ -73,7 +72,6 @@ def test_another_layout_trains_like_one_process(
     np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
 
 
-@pytest.mark.slow(seconds=12)
 def test_evaluation_repeats_the_validation_and_says_how_sure_it_is(
     run: tuple[str, Path], ratings: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +107,6 @@ def test_evaluation_repeats_the_validation_and_says_how_sure_it_is(
     assert any(contract.label_means) == (kind == "quantiles")
 
 
-@pytest.mark.slow(seconds=8)
 def test_what_reads_one_output_an_attribute_refuses_them(
     run: tuple[str, Path], base: Path, ratings: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:

@@ -28,7 +28,6 @@ def test_a_limit_of_zero_clips_nothing(layout: Any) -> None:
     check(clipping.compare(layout, 0.0))
 
 
-@pytest.mark.slow(seconds=5)
 def test_two_ranks_clip_by_the_norm_of_the_whole_gradient() -> None:
     done = tiny.run_script("tests/training/optimizer/clipping.py", processes=2)
     check(json.loads(done.stdout.strip().splitlines()[-1]))

@@ -201,7 +201,6 @@ def test_a_norm_that_is_not_finite_changes_nothing(
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_buckets_are_reduced_and_gathered_beside_the_computing(
     tmp_path: Path, precision: str
@@ -221,7 +220,6 @@ def test_buckets_are_reduced_and_gathered_beside_the_computing(
     assert found["resumed_is_same"]
 
 
-@pytest.mark.slow(seconds=3)
 def test_a_rank_without_records_to_validate_on_gathers_the_weights_too() -> None:
     """The others would wait for it in the middle of the model."""
     done = tiny.run_script("tests/training/validation.py", processes=2, timeout=120)
