@@ -228,60 +228,6 @@ def read_contract(path: Path) -> dict:
         return json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
 
 
-def test_a_stage_without_anything_to_train(base: Path, tmp_path: Path) -> None:
-    """Frozen layers, on the first of two stages all, train and resume as in one process."""
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 37)
-    runs = {name: common(base, tmp_path / name, pairs, pairs) for name in ("one", "four")}
-    frozen = "model.freeze_layers=2"
-    tiny.run_script(EXAMPLE, *runs["one"], frozen, "trainer.rm.max_steps=4")
-    for steps in (2, 4):
-        done = tiny.run_script(
-            EXAMPLE,
-            *runs["four"],
-            frozen,
-            f"trainer.rm.max_steps={steps}",
-            "model.pipeline_model_parallel_size=2",
-            processes=4,
-        )
-    assert "resumed from" in done.stdout
-    for name in ("train/loss", "train/grad_norm"):
-        wanted = column(tmp_path / "one", name)
-        assert column(tmp_path / "four", name) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_fp16_trains_resumes_and_scores(base: Path, tmp_path: Path) -> None:
-    """On two stages, the first with nothing to train, as one process does."""
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 37)
-    settings = ["trainer.precision=fp16", "model.freeze_layers=2"]
-    runs = {name: [*common(base, tmp_path / name, pairs, pairs), *settings] for name in "12"}
-    tiny.run_script(EXAMPLE, *runs["1"], "trainer.rm.max_steps=4")
-    for steps in (2, 4):
-        done = tiny.run_script(
-            EXAMPLE,
-            *runs["2"],
-            f"trainer.rm.max_steps={steps}",
-            "model.pipeline_model_parallel_size=2",
-            processes=2,
-        )
-    assert "resumed from" in done.stdout
-    for folder in (tmp_path / "1", tmp_path / "2"):
-        assert column(folder, "train/loss_scale") == [2.0**16] * 4
-        assert column(folder, "train/skipped_steps") == [0.0] * 4
-    for name in ("train/loss", "train/grad_norm"):
-        wanted = column(tmp_path / "1", name)
-        assert column(tmp_path / "2", name) == pytest.approx(wanted, rel=1e-3)
-    done = tiny.run_script(
-        "examples/evaluate_reward_model.py",
-        f"rm_model_file={tmp_path}/2/checkpoints/megatron_gpt.nemo",
-        f"data.path={pairs}",
-        f"output={tmp_path}/metrics.json",
-    )
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["metrics"]["accuracy"] == pytest.approx(
-        column(tmp_path / "2", "validation-pairs/accuracy")[-1]
-    )
-
-
 @pytest.mark.smoke
 def test_trained_model_is_evaluated_to_the_bits_of_its_validation_and_exported(
     base: Path, tmp_path: Path

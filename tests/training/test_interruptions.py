@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
+from tests.distributed.layouts import LORA
 from tests.once import Once
 from tests.training import jobs
 
@@ -23,12 +23,6 @@ TORCH = "torch.distributed.checkpoint.filesystem"
 FORWARD_BACKWARD = "nemo_aligner.training.learner:forward_backward"
 WRITE = f"{TORCH}:FileSystemWriter.write_data"
 NO_TIME = "trainer.max_time=00:00:00:00"
-LORA = (
-    "model.lora.rank=4",
-    "model.lora.alpha=8",
-    "model.lora.dropout=0.1",
-    "model.optim.lr=3e-3",
-)
 # Where a run dies, one after the other; whether what it saves is written by the next step or never
 # (see interrupted.py); and its newest checkpoint afterwards (0: none). Saves are at steps 2, 4 and
 # 6, a checkpoint has its name one step later; the metric is ever the same and the loss on that set
@@ -178,6 +172,65 @@ def goes_on_from(done: jobs.Done) -> int:
     return int(told[1]) if told else 0
 
 
+def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
+    base: Path, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    two = "model.tensor_model_parallel_size=2"
+    run, full, heard = (settings(base, data, tmp_path / name) for name in ("run", "full", "heard"))
+    alone, bits = (settings(base, data, tmp_path / name, two) for name in ("alone", "bits"))
+    save = (f"{RUN_STATE}:RunCheckpoints.save", "", "1")
+    infer = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
+    stopped, timed, at_save, at_write, _, no_space, goes_on, ctrl_c, later, _, ended, _ = jobs.run(
+        [
+            # Rank 1 alone is told to stop, and alone has the time: both save and leave.
+            interrupted(run, "SIGTERM", (FORWARD_BACKWARD, "", "3"), rank=1),
+            train(run, NO_TIME),
+            interrupted(run, "SIGKILL", save, rank=1),
+            interrupted(run, "SIGKILL", (WRITE, "", "1"), rank=1),
+            # To another layout, which computes the same up to rounding.
+            train(run, two),
+            interrupted(full, "ENOSPC", (WRITE, "", "2"), rank=1),
+            train(full, "trainer.rm.max_steps=3"),
+            # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
+            interrupted(heard, "SIGINT", infer, rank=1),
+            train(heard, "trainer.rm.max_steps=3"),
+            train(alone),
+            train(bits, NO_TIME),
+            train(bits),
+        ],
+        processes=2,
+    )
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped by SIGTERM after step 3" in stopped.stdout
+    assert f"stopped by the time limit ({NO_TIME}) after step 4" in timed.stdout
+    assert at_save.returncode != 0
+    assert at_write.returncode != 0
+    assert goes_on_from(at_write) == 4  # nothing came of the save of step 6
+    check_moved(metrics(tmp_path / "run"), metrics(undisturbed))
+
+    assert no_space.returncode != 0
+    assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in no_space.stderr
+    assert "CheckpointError: " in no_space.stderr
+    assert 'File "nemo_aligner' not in no_space.stderr
+    assert "step_00000002, after 16 records" in goes_on.stdout
+
+    assert ctrl_c.returncode == 0, ctrl_c.stderr
+    assert "step 2: the validation was left" in ctrl_c.stdout
+    assert "stopped by Ctrl-C after step 2, which is saved" in ctrl_c.stdout
+    assert goes_on_from(later) == 2
+
+    assert "after step 1" in ended.stdout
+    assert newest(tmp_path / "bits") == newest(tmp_path / "alone")
+
+
+def check_moved(got: Numbers, wanted: Numbers) -> None:
+    """A run that is asked to stop at step 4 does not stay to validate."""
+    missing = {key for key in wanted if key not in got}
+    assert missing <= {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
+    for key, value in got.items():
+        assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6, nan_ok=True), key
+
+
 def test_stopped_run_that_still_loads_leaves_nothing(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -217,99 +270,3 @@ def test_resume_of_a_killed_run_with_lora_is_bit_for_bit_and_on_the_same_weights
     assert "step_00000002, after 16 records" in resumed.stdout
     assert newest(tmp_path / "b") == newest(tmp_path / "a")
     assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
-
-
-def train_now(
-    settings: list[str], *more: str, processes: int = 1, check: bool = True
-) -> subprocess.CompletedProcess[str]:
-    return tiny.run_script(
-        "examples/train_reward_model.py", *settings, *more, processes=processes, check=check
-    )
-
-
-def interrupt_now(
-    settings: list[str],
-    accident: str,
-    where: tuple[str, str, str],
-    rank: int = 0,
-    processes: int = 1,
-    writes: str = "prompt",
-    env: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    return tiny.run_script(
-        "tests/training/interrupted.py",
-        accident,
-        *where,
-        str(rank),
-        writes,
-        *settings,
-        processes=processes,
-        check=False,
-        env=env,
-    )
-
-
-def test_two_ranks_stopped_killed_and_moved(
-    base: Path, data: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    run = settings(base, data, tmp_path)
-    # Rank 1 alone is told to stop, and alone has the time: both save and leave, with success.
-    done = interrupt_now(
-        run,
-        "SIGTERM",
-        (FORWARD_BACKWARD, "", "3"),
-        rank=1,
-        processes=2,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "stopped by SIGTERM after step 3" in done.stdout
-    done = train_now(run, "trainer.max_time=00:00:00:00", processes=2)
-    assert "stopped by the time limit (trainer.max_time=00:00:00:00) after step 4" in done.stdout
-    for where in (f"{RUN_STATE}:RunCheckpoints.save", f"{TORCH}:FileSystemWriter.write_data"):
-        done = interrupt_now(run, "SIGKILL", (where, "", "1"), rank=1, processes=2)
-        assert done.returncode != 0
-    assert not list((tmp_path / "checkpoints").glob("step_00000006"))
-    # To another layout, which computes the same up to rounding.
-    train_now(run, "model.tensor_model_parallel_size=2", processes=2)
-    got, wanted = metrics(tmp_path), metrics(undisturbed)
-    # A run that is asked to stop at step 4 does not stay to validate.
-    missing = {key for key in wanted if key not in got}
-    assert missing <= {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
-    for key, value in got.items():
-        assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6, nan_ok=True), key
-
-
-def test_ctrl_c_in_a_validation_leaves_it_and_saves(base: Path, data: Path, tmp_path: Path) -> None:
-    run = settings(base, data, tmp_path)
-    # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
-    where = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
-    done = interrupt_now(run, "SIGINT", where, rank=1, processes=2)
-    assert done.returncode == 0, done.stderr
-    assert "step 2: the validation was left" in done.stdout
-    assert "stopped by Ctrl-C after step 2, which is saved" in done.stdout
-    assert "resumed from" in train_now(run, processes=2).stdout
-
-
-def test_two_ranks_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path) -> None:
-    runs = [settings(base, data, tmp_path / name) for name in ("left_alone", "stopped")]
-    layout = "model.tensor_model_parallel_size=2"
-    train_now(runs[0], layout, processes=2)
-    done = train_now(runs[1], layout, "trainer.max_time=00:00:00:00", processes=2)
-    assert "after step 1" in done.stdout
-    train_now(runs[1], layout, processes=2)
-    assert newest(tmp_path / "stopped") == newest(tmp_path / "left_alone")
-
-
-def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
-    base: Path, data: Path, tmp_path: Path
-) -> None:
-    run = settings(base, data, tmp_path)
-    where = (f"{TORCH}:FileSystemWriter.write_data", "", "2")
-    done = interrupt_now(run, "ENOSPC", where, rank=1, processes=2)
-    assert done.returncode != 0
-    assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in done.stderr
-    assert "CheckpointError: " in done.stderr
-    assert 'File "nemo_aligner' not in done.stderr
-    done = train_now(run, processes=2)
-    assert "resumed from" in done.stdout
-    assert "step_00000002, after 16 records" in done.stdout
