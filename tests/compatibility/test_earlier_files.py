@@ -14,15 +14,13 @@ import pytest
 
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.scorer import load_scorer
-from tests import tiny
+from tests.training import jobs
 
 FILES = Path(__file__).parent / "files"
 EXPECTED = json.loads((FILES / "expected.json").read_text())
 HELD_OUT = {"ranking": "held_out.jsonl", "regression": "held_out_ratings.jsonl"}
 # On the machine that wrote the files the numbers are equal; another CPU may round otherwise.
 TOLERANCE = 1e-6
-
-both_kinds = pytest.mark.parametrize("kind", HELD_OUT)
 
 
 def arguments(folder: Path) -> list[str]:
@@ -49,11 +47,27 @@ def arguments(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The earlier run after today's code went on with it, and what it printed."""
-    folder = tmp_path_factory.mktemp("earlier") / "run"
-    shutil.copytree(FILES / "run", folder)
-    return folder, tiny.run_script("examples/train_reward_model.py", *arguments(folder)).stdout
+def today(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder of what today's code makes of the files, and what the run that goes on printed.
+
+    It has ``run``, after that run, and of each kind KIND.json and KIND.jsonl, its evaluation.
+    """
+    folder = tmp_path_factory.mktemp("today")
+    shutil.copytree(FILES / "run", folder / "run")
+    evaluations = [
+        jobs.Job(
+            "evaluate",
+            [
+                f"rm_model_file={FILES / f'{kind}.nemo'}",
+                f"data.path={FILES / name}",
+                f"output={folder / f'{kind}.json'}",
+                f"output_rewards={folder / f'{kind}.jsonl'}",
+            ],
+        )
+        for kind, name in HELD_OUT.items()
+    ]
+    done, *_ = jobs.run([jobs.Job("train", arguments(folder / "run")), *evaluations])
+    return folder, done.stdout
 
 
 def logged_in(folder: Path) -> dict[str, dict[str, float]]:
@@ -75,51 +89,38 @@ def reward_rows(rows: list[dict[str, float]]) -> np.ndarray:
     return np.array([list(row.values()) for row in rows])
 
 
-def test_an_earlier_run_goes_on_as_it_would_have(resumed: tuple[Path, str]) -> None:
-    folder, printed = resumed
-    assert f"resumed from {folder / 'checkpoints' / 'step_00000004'}, after 16 records" in printed
-    logged = logged_in(folder)
+def test_earlier_run_goes_on_as_it_would_have(
+    today: tuple[Path, str], layout: ParallelLayout
+) -> None:
+    run = today[0] / "run"
+    assert f"resumed from {run / 'checkpoints' / 'step_00000004'}, after 16 records" in today[1]
+    logged = logged_in(run)
     for name, expected in EXPECTED["ranking"]["logged"].items():
         assert logged[name] == pytest.approx(expected, rel=0, abs=TOLERANCE), name
+    check_rewards(run / "checkpoints" / "megatron_gpt.nemo", EXPECTED["ranking"], layout)
 
 
-def test_a_resumed_run_exports_the_same_reward_model(
-    resumed: tuple[Path, str], layout: ParallelLayout
-) -> None:
-    archive = resumed[0] / "checkpoints" / "megatron_gpt.nemo"
+def check_rewards(archive: Path, expected: dict[str, Any], layout: ParallelLayout) -> None:
     scorer = load_scorer(str(archive), layout, micro_batch_tokens=4096)
-    assert scorer.contract.hash == EXPECTED["ranking"]["contract"]
-    rewards = scorer.score(EXPECTED["texts"])
-    np.testing.assert_allclose(rewards, EXPECTED["ranking"]["rewards"], rtol=0, atol=TOLERANCE)
-
-
-@both_kinds
-def test_an_earlier_reward_model_scores_the_same(kind: str, layout: ParallelLayout) -> None:
-    expected = EXPECTED[kind]
-    scorer = load_scorer(str(FILES / f"{kind}.nemo"), layout, micro_batch_tokens=4096)
     assert scorer.contract.hash == expected["contract"]
     assert list(scorer.attributes) == expected["attributes"]
     rewards = scorer.score(EXPECTED["texts"])
     np.testing.assert_allclose(rewards, expected["rewards"], rtol=0, atol=TOLERANCE)
 
 
-@both_kinds
-def test_an_earlier_reward_model_is_evaluated_the_same(kind: str, tmp_path: Path) -> None:
-    report, rewards = tmp_path / "evaluation.json", tmp_path / "rewards.jsonl"
-    tiny.run_script(
-        "examples/evaluate_reward_model.py",
-        f"rm_model_file={FILES / f'{kind}.nemo'}",
-        f"data.path={FILES / HELD_OUT[kind]}",
-        f"output={report}",
-        f"output_rewards={rewards}",
-    )
+@pytest.mark.parametrize("kind", HELD_OUT)
+def test_earlier_reward_model_scores_and_is_evaluated_the_same(
+    kind: str, today: tuple[Path, str], layout: ParallelLayout
+) -> None:
     expected: dict[str, Any] = EXPECTED[kind]
-    today = json.loads(report.read_text())
-    assert today["contract"] == expected["contract"]
+    check_rewards(FILES / f"{kind}.nemo", expected, layout)
+    report = json.loads((today[0] / f"{kind}.json").read_text())
+    assert report["contract"] == expected["contract"]
     # A temperature, or a correlation of four records, changes by more than what is rounded.
     wanted = pytest.approx(as_numbers(expected["evaluation"]), rel=1e-4, abs=TOLERANCE, nan_ok=True)
-    assert as_numbers({name: today["metrics"][name] for name in expected["evaluation"]}) == wanted
-    rows = [json.loads(line)["rewards"] for line in rewards.read_text().splitlines()]
+    assert as_numbers({name: report["metrics"][name] for name in expected["evaluation"]}) == wanted
+    lines = (today[0] / f"{kind}.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["rewards"] for line in lines]
     assert [list(row) for row in rows] == [list(row) for row in expected["evaluated_rewards"]]
     np.testing.assert_allclose(
         reward_rows(rows), reward_rows(expected["evaluated_rewards"]), rtol=0, atol=TOLERANCE

@@ -90,9 +90,8 @@ def found_in(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.slow(seconds=45)
 @pytest.mark.parametrize("writer", [0, 1], ids=["written here", "written there"])
-def test_the_other_version_scores_the_same_and_goes_on_as_the_writer_did(
+def test_megatron_version_scores_the_same_and_goes_on_as_another_did(
     environments: tuple[Environment, Environment], writer: int, tmp_path: Path
 ) -> None:
     written, reader = environments[writer].folder, environments[1 - writer]

@@ -1,169 +1,130 @@
-"""The same five steps at every layout: equal losses, gradient norms and, afterwards, rewards."""
+"""Five steps at every layout: the losses, norms, metrics and rewards of one process.
+
+This stands for what any folder would say of layouts: each kind of objective and head, LoRA, frozen
+layers, fp16, recomputing, products by oneDNN, gradients that are clipped, runs that go on from
+their own checkpoint. ``layouts.py`` has which is trained where; a launch trains all of a layout.
+"""
 
 from __future__ import annotations
 
-import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.parallel.layout import ParallelLayout
-from tests import tiny
-from tests.once import Once
+from tests.distributed import layouts
+from tests.distributed.layouts import CASES, STEPS, archive, curve, validated
 
-STEPS = 5
-LAYOUTS = {
-    "tp2": (2, ["model.tensor_model_parallel_size=2"]),
-    "tp2_sp": (2, ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]),
-    "pp2": (2, ["model.pipeline_model_parallel_size=2"]),
-    "dp2": (2, []),
-    "tp2_pp2": (
-        4,
-        ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"],
-    ),
-    "recompute": (1, ["model.activations_checkpoint_granularity=full"]),
-    "recompute_one_layer": (
-        1,
-        [
-            "model.activations_checkpoint_granularity=full",
-            "model.activations_checkpoint_num_layers=1",
-        ],
-    ),
-}
+EXACT = 1e-5
 
 
-def train(
-    folder: Path,
-    base: Path,
-    pairs: Path,
-    processes: int,
-    overrides: list[str],
-    script: str = "examples/train_reward_model.py",
-) -> Path:
-    """Run the training example, or another script that trains; its results folder."""
-    tiny.run_script(
-        script,
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train=[{pairs}]",
-        f"model.data.data_prefix.validation=[{pairs}]",
-        "model.data.allow_prompt_overlap=true",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "model.data.seq_length=128",
-        "model.micro_batch_tokens=160",
-        "model.global_batch_size=8",
-        "model.optim.lr=1e-3",
-        "model.optim.sched.warmup_steps=2",
-        f"trainer.rm.max_steps={STEPS}",
-        "trainer.rm.max_epochs=10",
-        f"trainer.rm.val_check_interval={STEPS}",
-        *overrides,
-        processes=processes,
-        fresh=processes > 2,
-    )
-    return folder
-
-
-def curves(folder: Path) -> dict[str, list[float]]:
-    """Loss and gradient norm of every step, as the CSV logger wrote them."""
-    (path,) = folder.rglob("metrics.csv")
-    with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("train/loss")]
-    return {name: [float(row[f"train/{name}"]) for row in rows] for name in ("loss", "grad_norm")}
-
-
-def validated(folder: Path) -> dict[str, float]:
-    """Every metric of the last validation: 37 pairs, so uneven shards and a last pack half full."""
-    (path,) = folder.rglob("metrics.csv")
-    with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("validation-pairs/loss")]
-    return {
-        name: float(value)
-        for name, value in rows[-1].items()
-        if name.startswith("validation-") and value
-    }
-
-
-def score(archive: Path, texts: Path, layout: ParallelLayout) -> np.ndarray:
-    """The rewards of the chosen replies, in one process."""
-    from nemo_aligner.scoring.scorer import load_scorer
-
-    rows = [json.loads(line) for line in texts.read_text().splitlines()]
-    conversations = [
-        [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["chosen"]},
-        ]
-        for row in rows
-    ]
-    return load_scorer(archive, layout).score(conversations)[:, 0]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", 37)
-
-
-@pytest.fixture(scope="module")
-def reference(once: Once, base: Path, pairs: Path) -> Path:
-    return once("one_process", lambda folder: train(folder, base, pairs, 1, []))
-
-
-def check_same(folder: Path, reference: Path, texts: Path, layout: ParallelLayout) -> None:
+def check_same(
+    got: Path, wanted: Path, case: layouts.Case, inputs: Path, layout: ParallelLayout
+) -> None:
     """Two runs had the same losses and gradient norms, and made the same reward model."""
-    got, wanted = curves(folder), curves(reference)
-    assert len(wanted["loss"]) == STEPS
-    np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-5)
-    np.testing.assert_allclose(got["grad_norm"], wanted["grad_norm"], rtol=1e-5)
-    metrics, expected = validated(folder), validated(reference)
-    assert {"validation-pairs/ece", "validation-pairs/reward_margin_p95"} <= set(expected)
-    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)
-    archives = [next(path.rglob("megatron_gpt.nemo")) for path in (folder, reference)]
-    rewards = [score(archive, texts, layout) for archive in archives]
+    for name in ("train/loss", "train/grad_norm"):
+        expected = curve(wanted, name)
+        assert len(expected) == STEPS
+        np.testing.assert_allclose(curve(got, name), expected, rtol=case.rtol, err_msg=name)
+    if case.rtol > EXACT:
+        return
+    metrics = validated(wanted)
+    assert len(metrics) > 10
+    assert validated(got) == pytest.approx(metrics, rel=1e-4, abs=1e-5, nan_ok=True)
+    rewards = [layouts.score(archive(folder), inputs, layout) for folder in (got, wanted)]
     assert np.ptp(rewards[1]) > 0.01
-    np.testing.assert_allclose(rewards[0], rewards[1], atol=1e-5)
+    np.testing.assert_allclose(*rewards, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+def check_cases(
+    got: Path, wanted: Path, names: Sequence[str], inputs: Path, layout: ParallelLayout
+) -> None:
+    """All that differ are told, by their names."""
+    wrong = {}
+    for name in names:
+        folders = got / name, wanted / (CASES[name].like or name)
+        try:
+            check_same(*folders, CASES[name], inputs, layout)
+        except AssertionError as error:
+            wrong[name] = str(error)
+    assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
+
+
+def check_evaluation(run: Path, wanted: dict[str, float]) -> None:
+    found = json.loads((run / "report.json").read_text())["metrics"]
+    for name in ("accuracy", "reward_margin", "reward_chosen_mean", "reward_margin_p95"):
+        assert found[name] == pytest.approx(wanted[f"validation-pairs/{name}"], abs=1e-5), name
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "dp2"])
 def test_layout_trains_like_one_process(
-    name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
+    name: str, inputs: Path, plain: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    processes, overrides = LAYOUTS[name]
-    folder = train(tmp_path, base, pairs, processes, overrides)
-    check_same(folder, reference, pairs, layout)
+    layouts.train(inputs, {name: layouts.PLAIN}, 2, tmp_path)
+    check_cases(tmp_path / name, plain, layouts.PLAIN, inputs, layout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tp2", "tp2_sp", "dp2", "recompute"])
-def test_products_by_onednn_train_alike(
-    name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
+def test_layout_trains_all_kinds_of_models_like_one_process(
+    inputs: Path, one_process: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    script = "tests/distributed/train_by_onednn.py"
-    folder = train(tmp_path, base, pairs, *LAYOUTS[name], script)
-    check_same(folder, reference, pairs, layout)
+    """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
+    at = {
+        "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
+        "tp2_sp": ("onednn",),
+        "pp2": ("pairs_and_ratings", "fp16"),
+        "dp2": ("onednn", "learned_ties", "quantiles"),
+    }
+    mixed = one_process / "pairs_and_ratings"
+    evaluated = tmp_path / "evaluated"
+    (evaluated / "checkpoints").mkdir(parents=True)
+    archive(evaluated).symlink_to(archive(mixed))
+    parallel = layouts.LAYOUTS["tp2_sp"]
+    evaluation = layouts.evaluate(evaluated, inputs / "pairs.jsonl", *parallel)
+    layouts.train(inputs, at, 2, tmp_path, evaluation)
+    for name, cases in at.items():
+        check_cases(tmp_path / name, one_process, cases, inputs, layout)
+    check_evaluation(evaluated, validated(mixed))
+    for folder in (tmp_path / "pp2/fp16", one_process / "fp16"):
+        assert curve(folder, "train/loss_scale") == [2.0**16] * STEPS
+        assert curve(folder, "train/skipped_steps") == [0.0] * STEPS
+    assert "resumed from" in (tmp_path / "pp2/fp16.said").read_text()
 
 
-@pytest.mark.slow
-def test_query_groups_of_zeros_do_not_train(
-    pairs: Path, tmp_path: Path, layout: ParallelLayout
+def test_layout_of_four_ranks_trains_like_one_process(
+    inputs: Path, one_process: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    """Three query groups and one of zeros at TP=2, against the three at one process."""
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    plain = tiny.write_base_nemo(tmp_path / "plain.nemo", **heads)
-    padded = tmp_path / "padded.nemo"
-    tiny.run_verb(
-        "convert",
-        f"--input={plain.with_suffix('.hf')}",
-        f"--output={padded}",
-        "--tensor-parallel=2",
-    )
-    folder = train(tmp_path / "tp2", padded, pairs, *LAYOUTS["tp2"])
-    check_same(folder, train(tmp_path / "one", plain, pairs, 1, []), pairs, layout)
+    """Of two stages by two replicas, that of the frozen layers has nothing to train."""
+    at = {"tp2_pp2": ("ranking",), "pp2_dp2": ("frozen",)}
+    layouts.train(inputs, at, 4, tmp_path)
+    for name, cases in at.items():
+        check_cases(tmp_path / name, one_process, cases, inputs, layout)
+    assert "resumed from" in (tmp_path / "pp2_dp2/frozen.said").read_text()
+
+
+def test_recomputing_trains_alike(inputs: Path, one_process: Path, layout: ParallelLayout) -> None:
+    names = ("recompute", "recompute_one_layer", "recompute_onednn")
+    check_cases(one_process, one_process, names, inputs, layout)
+
+
+def test_training_on_each_kind_of_data_learns_and_says_what_it_read(one_process: Path) -> None:
+    """By one process: what the layouts are compared with."""
+    for name in ("plackett_luce", "learned_ties"):
+        losses = curve(one_process / name, "train/loss")
+        assert losses[-1] < losses[0], name
+    metrics = validated(one_process / "pairs_and_ratings")
+    assert {"validation-pairs/accuracy", "validation-ratings/pearson_mean"} <= set(metrics)
+    assert "validation-pairs/pearson_mean" not in metrics
+    assert {"validation-pairs/ece", "validation-pairs/reward_margin_p95"} <= set(metrics)
+    _, contract = read_text_rules(archive(one_process / "pairs_and_ratings"))
+    assert contract is not None
+    assert contract.attributes == layouts.ATTRIBUTES
+    assert contract.attribute_weights == (0.8, -0.5)
+    said = (one_process / "formats.said").read_text()
+    assert [known.name for known in layouts.OF_PAIRS if f"({known.name})" not in said] == []
+    assert "1 read, 1 kept" in (one_process / "formats.evaluated").read_text()
+    check_evaluation(one_process / "fp16", validated(one_process / "fp16"))

@@ -1,4 +1,7 @@
-"""LoRA trains alike at every layout, resumes bit for bit, and scores the same wherever it goes."""
+"""LoRA learns, and scores the same wherever it goes.
+
+Others train it at layouts (test_layouts.py), and go on with it (../training/test_interruptions.py).
+"""
 
 from __future__ import annotations
 
@@ -16,64 +19,28 @@ from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.lora import LoraShape, is_of_adapter, read_lora
 from nemo_aligner.parallel.layout import ParallelLayout
 from tests import tiny
-from tests.distributed.test_layouts import LAYOUTS, check_same, curves, score, train, validated
+from tests.distributed import layouts
 from tests.environments import kept_environment, make_environment
-from tests.once import Once
-from tests.training import test_interruptions as interruptions
-
-LORA = [
-    "model.lora.rank=4",
-    "model.lora.alpha=8",
-    "model.lora.dropout=0.1",
-    "model.optim.lr=3e-3",
-]
 
 
 @pytest.fixture(scope="module")
-def base(once: Once) -> Path:
-    return once("base", lambda folder: tiny.write_base_nemo(make(folder) / "base.nemo")) / (
-        "base.nemo"
-    )
+def archive(plain: Path) -> Path:
+    return layouts.archive(plain / "lora")
 
 
-@pytest.fixture(scope="module")
-def pairs(once: Once) -> Path:
-    folder = once("pairs", lambda folder: tiny.write_pairs(make(folder) / "pairs.jsonl", 37))
-    return folder / "pairs.jsonl"
-
-
-@pytest.fixture(scope="module")
-def reference(once: Once, base: Path, pairs: Path) -> Path:
-    return once("lora", lambda folder: train(folder, base, pairs, 1, LORA))
-
-
-@pytest.fixture(scope="module")
-def archive(reference: Path) -> Path:
-    return reference / "checkpoints" / "megatron_gpt.nemo"
-
-
-def make(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@pytest.mark.slow(seconds=6)
-@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "dp2"])
-def test_layout_trains_like_one_process(
-    name: str, base: Path, pairs: Path, reference: Path, tmp_path: Path, layout: ParallelLayout
+@pytest.mark.smoke
+def test_lora_learns_keeps_what_is_trained_alone_and_is_evaluated_to_the_bit(
+    inputs: Path, archive: Path
 ) -> None:
-    processes, overrides = LAYOUTS[name]
-    folder = train(tmp_path, base, pairs, processes, [*overrides, *LORA])
-    check_same(folder, reference, pairs, layout)
-
-
-@pytest.mark.slow(seconds=6)
-def test_it_learns_and_keeps_what_is_trained_alone(base: Path, archive: Path) -> None:
-    losses = curves(archive.parents[1])["loss"]
+    run = archive.parents[1]
+    losses = layouts.curve(run, "train/loss")
     assert losses[-1] < 0.97 * losses[0]
+    found, wanted = json.loads((run / "report.json").read_text()), layouts.validated(run)
+    for name in ("loss", "reward_margin", "ece"):
+        assert found["metrics"][name] == wanted[f"validation-pairs/{name}"]
     (state,) = archive.parent.glob("step_*")
     stored = sum(path.stat().st_size for path in (state / "state").glob("*.distcp"))
-    with open_nemo(base) as before, open_nemo(archive) as after:
+    with open_nemo(inputs / "base.nemo") as before, open_nemo(archive) as after:
         assert read_lora(after.config) == LoraShape(4, 8.0, read_lora(after.config).targets)
         trained = {name for name in after.tensors if is_of_adapter(name)}
         assert len(trained) == 8  # of all layers at once
@@ -87,51 +54,8 @@ def test_it_learns_and_keeps_what_is_trained_alone(base: Path, archive: Path) ->
     assert 16 * sum(sizes) < stored < 4 * frozen
 
 
-@pytest.mark.slow(seconds=12)
-def test_a_killed_run_goes_on_bit_for_bit_and_on_the_same_weights_alone(
-    base: Path, tmp_path: Path, pairs: Path
-) -> None:
-    data = make(tmp_path / "data")
-    for name, count, seed in (("train", 37, 0), ("many", 11, 1), ("one", 1, 2)):
-        tiny.write_pairs(data / f"{name}.jsonl", count, seed=seed)
-    whole, killed = (
-        [*interruptions.arguments(base, data, tmp_path / name), *LORA] for name in ("a", "b")
-    )
-    interruptions.train(whole)
-    in_step_4 = (interruptions.FORWARD_BACKWARD, "", "4")
-    assert interruptions.interrupt(killed, "SIGKILL", in_step_4).returncode == -9
-    other = tiny.write_base_nemo(tmp_path / "other.nemo", initializer_range=0.11)
-    changed = f"pretrained_checkpoint.restore_from_path={other}"
-    refused = interruptions.train(killed, changed, check=False)
-    assert refused.returncode == 1
-    assert "frozen weights: the checkpoint has" in refused.stderr
-    assert "after 16 records" in interruptions.train(killed).stdout
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert interruptions.newest(b) == interruptions.newest(a)
-    got, wanted = interruptions.metrics(b), interruptions.metrics(a)
-    later = {key: value for key, value in wanted.items() if key[0] > 2}
-    assert {key: got[key] for key in later} == pytest.approx(later, abs=0, rel=0, nan_ok=True)
-
-
-@pytest.mark.slow(seconds=6)
-def test_evaluation_gives_the_bits_of_validation(
-    archive: Path, pairs: Path, tmp_path: Path
-) -> None:
-    tiny.run_verb(
-        "evaluate",
-        f"rm_model_file={archive}",
-        f"data.path={pairs}",
-        f"output={tmp_path / 'report.json'}",
-    )
-    report = json.loads((tmp_path / "report.json").read_text())
-    wanted = validated(archive.parents[1])
-    found = report["metrics"]
-    for name in ("loss", "reward_margin", "ece"):
-        assert found[name] == wanted[f"validation-pairs/{name}"]
-
-
-def test_training_goes_on_with_the_adapter_or_with_all_weights(
-    archive: Path, pairs: Path, layout: ParallelLayout, tmp_path: Path
+def test_lora_goes_on_with_the_adapter_or_with_all_weights(
+    archive: Path, layout: ParallelLayout
 ) -> None:
     lora = LoraShape(4, 8.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
     how = {"num_attributes": 1, "precision": Precision.fp32}
@@ -145,9 +69,8 @@ def test_training_goes_on_with_the_adapter_or_with_all_weights(
         load_pretrained(archive, layout, **how, lora=LoraShape(8, 8.0, ("linear_qkv",)))
 
 
-@pytest.mark.slow(seconds=10)
-def test_merged_archives_have_it_folded_into_their_weights(
-    archive: Path, pairs: Path, layout: ParallelLayout, tmp_path: Path
+def test_lora_is_folded_into_the_weights_of_merged_archives(
+    archive: Path, inputs: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
     from nemo_aligner.checkpoint.merge import merge_checkpoints
 
@@ -155,7 +78,9 @@ def test_merged_archives_have_it_folded_into_their_weights(
     with open_nemo(tmp_path / "merged.nemo") as folder:
         assert "lora" not in folder.config
         assert not any(map(is_of_adapter, folder.tensors))
-    got, wanted = (score(path, pairs, layout) for path in (tmp_path / "merged.nemo", archive))
+    got, wanted = (
+        layouts.score(path, inputs, layout) for path in (tmp_path / "merged.nemo", archive)
+    )
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
@@ -167,21 +92,15 @@ def peft_python() -> Path:
     return folder / "bin" / "python"
 
 
-@pytest.mark.slow(seconds=20)
-def test_peft_loads_the_adapter_with_the_same_rewards(
-    peft_python: Path,
-    base: Path,
-    archive: Path,
-    pairs: Path,
-    tmp_path: Path,
-    layout: ParallelLayout,
+def test_lora_is_loaded_by_peft_with_the_same_rewards(
+    peft_python: Path, inputs: Path, archive: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     adapter = tmp_path / "adapter"
     said = tiny.run_verb(
         "export",
         f"--input={archive}",
         f"--output={adapter}",
-        f"--adapter-of={base.with_suffix('.hf')}",
+        f"--adapter-of={inputs / 'base.hf'}",
     ).stdout
     assert "checked: 7 texts, alone and padded" in said
     done = subprocess.run(
@@ -189,16 +108,16 @@ def test_peft_loads_the_adapter_with_the_same_rewards(
             str(peft_python),
             "tests/distributed/score_by_peft.py",
             str(adapter),
-            str(pairs),
+            str(inputs / "pairs.jsonl"),
         ],
         env=tiny.environment(),
-        cwd=Path(__file__).parents[2],
+        cwd=tiny.ROOT,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     got = json.loads(done.stdout.splitlines()[-1])
-    wanted = score(archive, pairs, layout)
+    wanted = layouts.score(archive, inputs, layout)[:, 0]
     assert np.ptp(wanted) > 0.01
     np.testing.assert_allclose(got, wanted, atol=1e-4)

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +10,7 @@ import pytest
 
 from nemo_aligner.serving.client.reward import RewardClient
 from tests import tiny
+from tests.serving.servers import running
 
 pytest.importorskip("pytriton", reason="needs the extra [serving]")
 
@@ -33,7 +27,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A reward model trained at TP=2, and a held-out file of its kind."""
+    """A reward model trained at TP=2, and a held-out file of its kind.
+
+    Rankings are by torchrun and plain python, as a user starts them.
+    """
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "ranking":
         train = tiny.write_pairs(folder / "train.jsonl", 48)
@@ -60,38 +57,9 @@ def trained(
         "model.optim.lr=1e-3",
         *kind,
         processes=2,
-        fresh=True,
+        fresh=request.param == "ranking",
     )
     return folder / "run/checkpoints/megatron_gpt.nemo", heldout
-
-
-@contextmanager
-def server(archive: Path, folder: Path) -> Iterator[str]:
-    """``examples/serve_reward_model.py`` on a free port; its URL."""
-    ready = folder / "url"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            str(tiny.ROOT / "examples/serve_reward_model.py"),
-            f"rm_model_file={archive}",
-            "server.port=0",
-            f"server.ready_file={ready}",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny.ROOT)},
-        cwd=tiny.ROOT,
-    )
-    try:
-        deadline = time.monotonic() + 180
-        while not ready.exists():
-            assert process.poll() is None, f"the server ended with {process.returncode}"
-            assert time.monotonic() < deadline, "the server is not ready after 180 s"
-            time.sleep(0.2)
-        yield ready.read_text().strip()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def conversations(heldout: Path) -> list[list[dict[str, str]]]:
@@ -121,17 +89,19 @@ def evaluated(archive: Path, heldout: Path, folder: Path) -> tuple[dict, np.ndar
     return json.loads(report.read_text()), np.array(values)
 
 
-@pytest.mark.slow
-def test_evaluation_and_server_give_the_same_reward(
+def test_server_gives_the_rewards_of_the_evaluation(
     trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
     archive, heldout = trained
     report, wanted = evaluated(archive, heldout, tmp_path)
     assert report["counts"]["kept"] == len(wanted) == 9
     texts = conversations(heldout)
-    with server(archive, tmp_path) as url, RewardClient(url) as client:
-        together = client.score(texts)
-        alone = np.concatenate([client.score([text]) for text in texts])
+    served = [f"rm_model_file={archive}", "server.port=0"]
+    with running(tmp_path, "examples/serve_reward_model.py", *served) as server:
+        with RewardClient(server.url) as client:
+            together = client.score(texts)
+            alone = np.concatenate([client.score([text]) for text in texts])
+        assert server.stop() == [0], server.output()[-3000:]
     assert np.ptp(wanted) > 0.01
     np.testing.assert_allclose(together, wanted, atol=1e-5)
     np.testing.assert_allclose(alone, wanted, atol=1e-5)

@@ -25,8 +25,6 @@ PAIRS = "pairs/hh-rlhf/helpful-base-test.jsonl.gz"
 RATINGS = "ratings/just_eval_5attr.jsonl.gz"
 ATTRIBUTES = "helpfulness,clarity,factuality,depth,engagement"
 
-pytestmark = pytest.mark.slow
-
 
 def sample(name: str, folder: Path, count: int) -> Path:
     """The first ``count`` lines of a data file."""

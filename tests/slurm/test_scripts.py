@@ -109,15 +109,15 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     return FakeSlurm(tmp_path)
 
 
-@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(path: Path) -> None:
+def test_shell_scripts_have_nothing_that_shellcheck_finds() -> None:
     options = ["--external-sources", "--source-path=SCRIPTDIR", "--shell=bash"]
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("shellcheck")), *options, str(path)],
+        [str(Path(sys.executable).with_name("shellcheck")), *options, *map(str, SHELL)],
         capture_output=True,
         text=True,
         cwd=tiny.ROOT,
     )
+    assert len(SHELL) > 5
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -129,7 +129,7 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
         ("train_on_one_node.sbatch", ["--ntasks-per-node=3"], "gpu003", 3),
     ],
 )
-def test_every_task_is_a_rank(
+def test_task_of_slurm_is_a_rank(
     slurm: FakeSlurm, script: str, options: list[str], nodes: str, ranks: int
 ) -> None:
     slurm.add_fake_task()
@@ -149,7 +149,7 @@ def test_every_task_is_a_rank(
     assert [task["arguments"] for task in tasks] == [given] * ranks
 
 
-def test_an_array_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> None:
+def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> None:
     slurm.add_fake_task()
     done = slurm.sbatch("--array=3-5", "--job-name=mine", "scripts/slurm/train_seeds.sbatch", "a=b")
     assert done.returncode == 0, done.stderr
@@ -170,7 +170,7 @@ def test_an_array_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> None:
         ("1", 1, 1),
     ],
 )
-def test_a_job_whose_time_is_up_goes_on_where_something_is_left(
+def test_job_whose_time_is_up_goes_on_where_something_is_left(
     slurm: FakeSlurm, asked: str, code: int, starts: int
 ) -> None:
     slurm.add_fake_task()
@@ -184,15 +184,14 @@ def test_a_job_whose_time_is_up_goes_on_where_something_is_left(
     assert ("goes back into the queue" in slurm.log()) == (starts == 2)
 
 
-def test_an_error_ends_the_job(slurm: FakeSlurm) -> None:
+def test_job_ends_with_an_error_of_a_task(slurm: FakeSlurm) -> None:
     slurm.add_fake_task()
     done = slurm.sbatch("scripts/slurm/train_on_one_node.sbatch", FAKE_TASK_CODE="1")
     assert done.returncode in (1, 143)  # which of them comes first is a matter of luck
     assert "queue" not in slurm.log()
 
 
-@pytest.mark.slow(seconds=40)
-def test_a_run_that_is_stopped_and_preempted_ends_as_one_that_was_not(
+def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
     slurm: FakeSlurm, tmp_path: Path
 ) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")

@@ -1,10 +1,8 @@
-"""Tiny learners whose data holds poison: ``poisoned.py TP PP [sp]`` prints what every rank says."""
+"""Tiny learners whose data holds poison."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +21,7 @@ from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.prefix import prefix_of_all
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
@@ -133,26 +131,3 @@ def error_of(learner: RewardLearner) -> str:
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         return str(error) if same else "the weights were changed"
     return "nothing"
-
-
-def main(tp: str, pp: str, *sequence_parallel: str) -> None:
-    import torch.distributed as dist
-
-    from nemo_aligner.parallel.collectives import gather_objects
-    from nemo_aligner.parallel.launch import launch
-
-    with launch(60.0):
-        layout = initialize_layout(int(tp), int(pp), bool(sequence_parallel))
-        data = dataset((3, 4))
-        said = {"reward": error_of(build(layout, data, poison_rewards=True))}
-        learner = build(layout, dataset((5,)))
-        poison_gradients(learner.model)
-        said["gradient"] = error_of(learner)
-        everyone = gather_objects(said)
-        if dist.get_rank() == 0:
-            print(json.dumps(everyone))
-        destroy_layout()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -18,32 +18,27 @@ STEP = {
 }
 
 
-def steps_shown(total: int, start: int, output: str) -> list[int]:
+def steps_shown(total: int, output: str) -> list[int]:
     lines = [line for line in output.splitlines() if line.startswith("step ")]
     assert all(f"/{total}" in line for line in lines)
     return [int(line.split()[1].partition("/")[0]) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("total", "start", "shown"),
-    [
+def test_steps_of_a_short_run_are_shown_each(capsys: pytest.CaptureFixture[str]) -> None:
+    for total, start, shown in (
         (5, 0, [1, 2, 3, 4, 5]),
         (100, 95, [96, 97, 98, 99, 100]),
         (100, 0, [1, 100]),
         (100, 40, [41, 100]),
-    ],
-)
-def test_a_short_run_shows_every_step(
-    capsys: pytest.CaptureFixture[str], total: int, start: int, shown: list[int]
-) -> None:
-    progress = StepProgress(total, start, 10)
-    for step in range(start + 1, total + 1):
-        progress.show(step, STEP)
-    progress.close()
-    assert steps_shown(total, start, capsys.readouterr().out) == shown
+    ):
+        progress = StepProgress(total, start, 10)
+        for step in range(start + 1, total + 1):
+            progress.show(step, STEP)
+        progress.close()
+        assert steps_shown(total, capsys.readouterr().out) == shown
 
 
-def test_a_line_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_of_a_step_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress = StepProgress(1000, 0, 10)
     progress.show(1, STEP)
     lines = capsys.readouterr().out.splitlines()
@@ -56,7 +51,7 @@ def test_a_line_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
-def test_a_line_has_speed_device_and_the_best_checkpoint(
+def test_line_of_a_step_has_speed_device_and_the_best_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     saved = Saved(Path("step_00000500"), RunState(500, 4000, {"validation-heldout/accuracy": 0.71}))
@@ -68,13 +63,10 @@ def test_a_line_has_speed_device_and_the_best_checkpoint(
     shown = " ".join(" ".join(lines).split())
     ending = "123457 tokens/s MFU 41.2% GPU 61.2 GB 652 W best accuracy 0.71 at step 500"
     assert shown.endswith(ending)
-
-
-def test_without_validation_no_checkpoint_is_the_best() -> None:
     assert render_best(None, "validation-heldout/accuracy") is None
 
 
-def test_time_left_knows_steps_and_validations() -> None:
+def test_time_left_counts_steps_and_validations() -> None:
     now = 100.0
     progress = StepProgress(10, 0, 4)
     progress._now = lambda: now
@@ -86,7 +78,7 @@ def test_time_left_knows_steps_and_validations() -> None:
     assert progress.seconds_left(4) == 6 * 2.0 + 2 * 30.0
 
 
-def test_a_validation_before_the_first_step_tells_what_one_takes() -> None:
+def test_time_left_knows_of_a_validation_before_the_first_step() -> None:
     now = 100.0
     progress = StepProgress(10, 0, None)
     progress._now = lambda: now
@@ -97,7 +89,7 @@ def test_a_validation_before_the_first_step_tells_what_one_takes() -> None:
     assert progress.seconds_left(5) == 5.0 + 30.0
 
 
-def test_a_validation_is_told_set_by_set() -> None:
+def test_validation_is_told_set_by_set() -> None:
     names = ("loss", "accuracy", "ties", "reward_margin", "ece", "brier")
     lengths = ("accuracy_longer_chosen", "accuracy_shorter_chosen")
     metrics = {f"validation-pairs/{name}": 0.25 for name in (*names, *lengths)}

@@ -94,10 +94,10 @@ def run_layouts(names: str, processes: int, model: Path, folder: Path) -> dict[s
     ("names", "processes"),
     [
         ("one", 1),
-        pytest.param("tp2,tp2_sp,pp2,dp2", 2, marks=pytest.mark.slow(seconds=20)),
+        ("tp2,tp2_sp,pp2,dp2", 2),
     ],
 )
-def test_losses_and_weights_are_those_written_out(
+def test_critic_losses_and_weights_are_those_written_out(
     names: str,
     processes: int,
     model_folder: Path,
@@ -141,7 +141,9 @@ def opened(model_folder: Path, layout: Any, tmp_path_factory: pytest.TempPathFac
     return run, open_again
 
 
-def test_a_step_that_is_not_finite_leaves_the_weights_and_the_next_one_learns(opened: Any) -> None:
+def test_critic_step_that_is_not_finite_leaves_the_weights_and_the_next_one_learns(
+    opened: Any,
+) -> None:
     run, _ = opened
     bad, good = rollouts()[1], rollouts()[2]
     bad = replace(bad, returns=np.full_like(bad.returns, 3e38))
@@ -156,7 +158,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights_and_the_next_one_learns(op
     assert not any(map(torch.equal, before, run.learner.model.parameters()))
 
 
-def test_to_save_twice_is_to_save_once_and_only_the_newest_is_kept(opened: Any) -> None:
+def test_critic_that_is_saved_twice_is_saved_once_and_the_newest_is_kept(opened: Any) -> None:
     run, open_again = opened
     run.learner.train(rollouts()[1])
     path = run.save()
@@ -165,7 +167,9 @@ def test_to_save_twice_is_to_save_once_and_only_the_newest_is_kept(opened: Any) 
     assert open_again().learner.step == run.learner.step
 
 
-def test_another_run_and_one_that_may_not_go_on_are_refused(opened: Any) -> None:
+def test_critic_of_another_run_or_of_no_reward_model_is_refused(
+    opened: Any, tmp_path: Path
+) -> None:
     _, open_again = opened
     with pytest.raises(CheckpointError, match=r"model\.freeze_layers: the checkpoint has 0"):
         open_again("model.freeze_layers=1")
@@ -173,16 +177,12 @@ def test_another_run_and_one_that_may_not_go_on_are_refused(opened: Any) -> None
         open_again("exp_manager.resume_if_exists=false")
     with pytest.raises(ConfigError, match=r"model\.micro_batch_tokens: got 31, wanted at least"):
         open_again("model.micro_batch_tokens=31")
-
-
-def test_what_is_no_reward_model_is_refused(opened: Any, tmp_path: Path) -> None:
-    _, open_again = opened
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     with pytest.raises(CheckpointError, match="no scoring contract; wanted a reward model"):
         open_again(archive=base)
 
 
-def test_the_saved_critic_starts_another_run_with_its_values(
+def test_critic_that_is_saved_starts_another_run_with_its_values(
     opened: Any, layout: Any, tmp_path: Path
 ) -> None:
     run, _ = opened

@@ -1,13 +1,17 @@
+"""What a run says of the model that comes out of it."""
+
 from __future__ import annotations
 
 import importlib
 import shlex
 from pathlib import Path
 
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved
 from nemo_aligner.training.describe import describe_heldout, next_commands
+from nemo_aligner.training.export import render_candidates
 
 
-def test_held_out_figures_stand_beside_what_length_alone_gives() -> None:
+def test_heldout_figures_stand_beside_what_length_alone_gives() -> None:
     pairs = {"accuracy": 0.712, "longer_reply_accuracy": 0.548, "loss": 0.58, "ece": 0.04}
     ratings = {"pearson_mean": 0.61, "length_only_pearson_mean": 0.3, "loss": 0.9}
     metrics = {f"validation-a/{name}": value for name, value in pairs.items()}
@@ -18,13 +22,10 @@ def test_held_out_figures_stand_beside_what_length_alone_gives() -> None:
         "held out: validation-b",
         "  pearson_mean 0.61 (length of the reply alone: 0.3)  loss 0.9",
     ]
-
-
-def test_a_model_that_was_not_validated_says_so() -> None:
     assert describe_heldout({}) == "held out: it was not validated"
 
 
-def test_the_next_commands_can_be_typed() -> None:
+def test_next_commands_can_be_typed() -> None:
     shown = next_commands(Path("my run/checkpoints/model.nemo"), [])
     heading, *commands = shown.replace("\\\n", "").splitlines()
     assert heading == "next:"
@@ -36,3 +37,39 @@ def test_the_next_commands_can_be_typed() -> None:
         parser = importlib.import_module(f"nemo_aligner.cli.{verb}").new_parser()
         given = vars(parser.parse_args(arguments))
         assert any("my run/checkpoints/model.nemo" in str(value) for value in given.values())
+
+
+def saved(step: int, **metrics: float) -> Saved:
+    named = {f"validation-pairs/{name}": value for name, value in metrics.items()}
+    return Saved(Path(f"step_{step:08d}"), RunState(step, step * 8, named))
+
+
+def test_candidates_are_listed_with_what_decided() -> None:
+    checkpoints = RunCheckpoints("checkpoints", "validation-pairs/accuracy", save_top_k=2)
+    ranked = [saved(24, accuracy=1.0, loss=0.07), saved(5, accuracy=1.0, loss=0.565)]
+    assert render_candidates(checkpoints, ranked, saved(30)).splitlines() == [
+        "checkpoints, by validation-pairs/accuracy,",
+        "  equals by validation-pairs/loss:",
+        "  step 24      accuracy 1  loss 0.07  (chosen)",
+        "  step 5       accuracy 1  loss 0.565",
+        "  step 30      not validated",
+    ]
+
+
+def test_candidates_have_a_loss_once_and_without_a_validation_the_newest_is_chosen() -> None:
+    checkpoints = RunCheckpoints("checkpoints", "validation-pairs/loss")
+    newest = saved(9, loss=0.25, accuracy=0.5)
+    assert render_candidates(checkpoints, [newest], newest).splitlines() == [
+        "checkpoints, by validation-pairs/loss:",
+        "  step 9       loss 0.25  (chosen)",
+    ]
+    shown = render_candidates(RunCheckpoints("checkpoints"), [], saved(9))
+    assert shown.splitlines() == ["checkpoints:", "  step 9       not validated  (chosen)"]
+
+
+def test_candidates_that_are_many_are_cut() -> None:
+    checkpoints = RunCheckpoints("checkpoints", "validation-pairs/accuracy")
+    ranked = [saved(step, accuracy=1 / step, loss=0.5) for step in range(1, 31)]
+    lines = render_candidates(checkpoints, ranked, ranked[29]).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "  and 22 that are not as good"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,21 +16,12 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.data.loader import TrainLoader, validation_batches
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.step import infer
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.finite import StepRecords, check_rewards, check_validation
 from nemo_aligner.training.learner import RewardLearner
-from tests import tiny
 from tests.training import poisoned
 
 HIGH = 2.0**40  # a loss scale at which the gradients of any step overflow fp16
-
-
-@pytest.fixture
-def layout() -> Iterator[ParallelLayout]:
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
 
 
 def set_scale(learner: RewardLearner, scale: float) -> None:
@@ -44,9 +34,7 @@ def weights(learner: RewardLearner) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", Precision)
-def test_a_reward_that_is_not_finite_is_traced(
-    layout: ParallelLayout, precision: Precision
-) -> None:
+def test_reward_that_is_not_finite_is_traced(layout: ParallelLayout, precision: Precision) -> None:
     data = poisoned.dataset((3, 4))
     said = poisoned.error_of(poisoned.build(layout, data, precision, poison_rewards=True))
     one, two = poisoned.lines(data)
@@ -55,9 +43,13 @@ def test_a_reward_that_is_not_finite_is_traced(
     assert ("fp16 ends at 65504" in said) is (precision is Precision.fp16)
 
 
-def test_a_loss_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
-    data = poisoned.dataset()
-    records = StepRecords(7, range(8), [0] * 8, data, layout, torch.device("cpu"))
+@pytest.fixture
+def records(layout: ParallelLayout) -> StepRecords:
+    """Of step 7, the first eight."""
+    return StepRecords(7, range(8), [0] * 8, poisoned.dataset(), layout, torch.device("cpu"))
+
+
+def test_loss_that_is_not_finite_is_traced(records: StepRecords) -> None:
     rewards = torch.zeros(16, 1)
     rewards[6:8] = 2.0
     check_rewards(records, rewards, lambda got, labels: (got.sum(), torch.tensor(1)))
@@ -67,9 +59,7 @@ def test_a_loss_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
         check_rewards(records, rewards + 3e38, lambda got, _: (got[::2].sum(), torch.tensor(1)))
 
 
-def test_the_record_that_is_most_to_blame_is_named_first(layout: ParallelLayout) -> None:
-    data = poisoned.dataset()
-    records = StepRecords(7, range(8), [0] * 8, data, layout, torch.device("cpu"))
+def test_record_that_is_most_to_blame_is_named_first(records: StepRecords) -> None:
     rewards = torch.zeros(16, 1)
     rewards[4:14, 0] = torch.tensor([1e20, 1, 1e25, 1, math.nan, 1, 1e30, 1, 1e38, 1])
 
@@ -87,54 +77,40 @@ def test_labels_that_are_far_out_are_named_wherever_they_are(layout: ParallelLay
     values[10] = -1e38
     labels = LabelColumns.of(["help"], values)
     data = replace(data, records=replace(data.records, labels=labels))
-    said = str(
-        StepRecords(7, [0, 1], [0, 0], data, layout, torch.device("cpu")).error("a loss", [0], [1])
-    )
+    records = StepRecords(7, [0, 1], [0, 0], data, layout, torch.device("cpu"))
+    said = str(records.error("a loss", [0], [1]))
     assert "from pairs.jsonl:11; labels of train are far out: pairs.jsonl:101: help is -1e+" in said
 
 
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-def test_a_gradient_that_is_not_finite_is_traced(
-    layout: ParallelLayout, precision: Precision
-) -> None:
+def test_gradient_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
     data = poisoned.dataset((5,))
-    learner = poisoned.build(layout, data, precision)
-    poisoned.poison_gradients(learner.model)
-    said = poisoned.error_of(learner)
     (line,) = poisoned.lines(data)
-    assert "step 1: got a gradient norm of " in said
-    assert f", on rank 0, from {line}; " in said
-
-
-def test_a_gradient_that_no_record_has_alone(layout: ParallelLayout) -> None:
+    for precision in (Precision.fp32, Precision.bf16):
+        learner = poisoned.build(layout, data, precision)
+        poisoned.poison_gradients(learner.model)
+        said = poisoned.error_of(learner)
+        assert "step 1: got a gradient norm of " in said
+        assert f", on rank 0, from {line}; " in said, precision
     learner = poisoned.build(layout, poisoned.dataset())
     poisoned.poison_gradients(learner.model, lambda batch: len(batch.records) > 1)
     assert ", on rank 0, from no record alone; " in poisoned.error_of(learner)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "on"),
-    [
-        (("1", "1"), ("rank 0", "ranks 0, 1")),
-        (("2", "1"), ("ranks 0, 1", "ranks 0, 1")),
-        (("2", "1", "sp"), ("ranks 0, 1", "ranks 0, 1")),
-        (("1", "2"), ("ranks 0, 1", "ranks 0, 1")),
-    ],
-    ids=["dp2", "tp2", "tp2_sp", "pp2"],
-)
-def test_two_ranks_say_the_same(sizes: tuple[str, ...], on: tuple[str, str]) -> None:
-    done = tiny.run_script("tests/training/poisoned.py", *sizes, processes=2)
-    first, second = json.loads(done.stdout.strip().splitlines()[-1])
-    assert first == second
+def test_number_that_is_not_finite_is_told_alike_by_two_ranks(two_ranks: dict[str, Any]) -> None:
     one, two = (poisoned.lines(poisoned.dataset(indices)) for indices in ((5,), (3, 4)))
-    assert f"step 1: got a gradient norm of nan, on {on[0]}, from {one[0]}; " in first["gradient"]
-    assert f"a reward that is not finite, on {on[1]}, from " in first["reward"]
-    named = first["reward"].partition("from ")[2].partition(";")[0]
-    assert sorted(named.split(", ")) == sorted(two)
+    for name, (first, second) in two_ranks["errors"].items():
+        assert first == second, name
+        # Of data parallel ranks the first has the record.
+        of_gradient = "rank 0" if name == "dp2" else "ranks 0, 1"
+        said = f"step 1: got a gradient norm of nan, on {of_gradient}, from {one[0]}; "
+        assert said in first["gradient"], name
+        assert "a reward that is not finite, on ranks 0, 1, from " in first["reward"], name
+        named = first["reward"].partition("from ")[2].partition(";")[0]
+        assert sorted(named.split(", ")) == sorted(two), name
+    assert set(two_ranks["errors"]) == {"dp2", "tp2", "tp2_sp", "pp2"}
 
 
-def test_the_rank_that_is_named_is_the_one_whose_packs_hold_the_record() -> None:
+def test_rank_that_is_named_is_the_one_whose_packs_hold_the_record() -> None:
     for index in range(poisoned.BATCH):
         data = poisoned.dataset((index,))
         plans = [
@@ -150,7 +126,7 @@ def test_the_rank_that_is_named_is_the_one_whose_packs_hold_the_record() -> None
         assert sum(holds) == 1
 
 
-def test_many_records_are_counted(layout: ParallelLayout) -> None:
+def test_records_to_blame_are_counted_where_they_are_many(layout: ParallelLayout) -> None:
     data = poisoned.dataset()
     ids = [3, 0, 3, 1, 2, 5, 4, 6]
     records = StepRecords(7, ids, [0] * 8, data, layout, torch.device("cpu"))
@@ -174,7 +150,7 @@ def test_fp16_rewards_are_near_those_of_fp32(layout: ParallelLayout) -> None:
     torch.testing.assert_close(half, single, atol=0.01 * float(single.std()), rtol=0)
 
 
-def test_overflows_are_skipped_and_counted(layout: ParallelLayout) -> None:
+def test_fp16_overflows_are_skipped_and_counted(layout: ParallelLayout) -> None:
     learner = poisoned.build(layout, poisoned.dataset(), Precision.fp16)
     set_scale(learner, HIGH)
     before, lr = weights(learner), learner.optimizer.lr
@@ -208,7 +184,7 @@ def test_fp16_trains_as_fp32_does(layout: ParallelLayout) -> None:
         assert "loss_scale" not in single
 
 
-def test_an_overflow_at_the_lowest_scale_is_traced(layout: ParallelLayout) -> None:
+def test_fp16_overflow_at_the_lowest_scale_is_traced(layout: ParallelLayout) -> None:
     data = poisoned.dataset((4,))
     learner = poisoned.build(layout, data, Precision.fp16)
     poisoned.poison_gradients(learner.model)
@@ -218,7 +194,7 @@ def test_an_overflow_at_the_lowest_scale_is_traced(layout: ParallelLayout) -> No
     assert f"overflows fp16 at a loss scale of 1, on rank 0, from {line}; " in said
 
 
-def test_the_scale_comes_back(layout: ParallelLayout, tmp_path: Path) -> None:
+def test_fp16_scale_comes_back(layout: ParallelLayout, tmp_path: Path) -> None:
     first, second = (poisoned.build(layout, poisoned.dataset(), Precision.fp16) for _ in range(2))
     first.train_step(0)
     set_scale(first, HIGH)
@@ -239,7 +215,7 @@ def test_the_scale_comes_back(layout: ParallelLayout, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(first), weights(second), strict=True))
 
 
-def test_a_reward_of_a_validation_set_is_traced() -> None:
+def test_reward_of_a_validation_set_is_traced() -> None:
     data = poisoned.dataset()
     rewards = torch.zeros(2 * len(data), 1)
     check_validation(data, rewards)

@@ -30,20 +30,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, power: int | Exception) 
     monkeypatch.setattr(torch.cuda, "power_draw", power_draw)
 
 
-def test_a_known_gpu_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gauges_of_a_known_gpu_an_unknown_one_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Gauges.of("cpu", Precision.fp32).read(1e12, 1.0) == {}
     pretend(monkeypatch, "NVIDIA H200", 652_000)
-    gauges = Gauges.of("cuda:0", Precision.bf16)
-    assert gauges.read(989e12, 4.0) == {
+    assert Gauges.of("cuda:0", Precision.bf16).read(989e12, 4.0) == {
         "mfu": pytest.approx(0.25),
         "gpu_memory_gb": 81.0,
         "gpu_power_watts": 652.0,
     }
-
-
-def test_what_a_gpu_does_not_say_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What it does not say is left out.
     pretend(monkeypatch, "NVIDIA something new", ModuleNotFoundError("pynvml"))
     assert Gauges.of("cuda:0", Precision.bf16).read(1e12, 1.0) == {"gpu_memory_gb": 81.0}
-
-
-def test_a_cpu_says_nothing() -> None:
-    assert Gauges.of("cpu", Precision.fp32).read(1e12, 1.0) == {}

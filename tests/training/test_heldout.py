@@ -46,7 +46,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_every_pair_of_ranked_replies_has_a_line(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_heldout_has_every_pair_of_ranked_replies(tmp_path: Path, tokenizer: Tokenizer) -> None:
     held = tmp_path / "held.jsonl"
     rows = [
         tiny.ranked("one?", (2, "bad"), (0, "good"), (1, "so so")),
@@ -68,7 +68,7 @@ def test_every_pair_of_ranked_replies_has_a_line(tmp_path: Path, tokenizer: Toke
     ]
 
 
-def test_of_many_records_the_same_few_are_drawn(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_heldout_records_are_the_same_few_of_many(tmp_path: Path, tokenizer: Tokenizer) -> None:
     held = tiny.write_pairs(tmp_path / "held.jsonl", 40, seed=1)
     data, heldout = build(tmp_path, tokenizer, held)
     rewards = torch.arange(80.0)[:, None]
@@ -86,7 +86,7 @@ def test_of_many_records_the_same_few_are_drawn(tmp_path: Path, tokenizer: Token
         assert row["texts"]["chosen"][-1]["content"] == asked["chosen"]
 
 
-def test_ratings_have_their_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_heldout_ratings_have_their_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
     names = ("helpful", "brief")
     held = tiny.write_ratings(tmp_path / "held.jsonl", 5, names, seed=1)
     data, heldout = build(tmp_path, tokenizer, held, names)
@@ -98,7 +98,7 @@ def test_ratings_have_their_labels(tmp_path: Path, tokenizer: Tokenizer) -> None
         assert row["texts"]["response"][-1]["content"] == wanted["response"]
 
 
-def test_a_file_that_is_gone_is_said_and_stops_nothing(
+def test_heldout_file_that_is_gone_is_said_and_stops_nothing(
     tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import csv
 import math
-import subprocess
+import re
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
+from tests.distributed.layouts import LORA
 from tests.once import Once
+from tests.training import jobs
+
+Where = tuple[str, str, str]
+Numbers = dict[tuple[int, str], float]
 
 STEPS = 6
 RUN_STATE = "nemo_aligner.checkpoint.runs"
 TORCH = "torch.distributed.checkpoint.filesystem"
 FORWARD_BACKWARD = "nemo_aligner.training.learner:forward_backward"
+WRITE = f"{TORCH}:FileSystemWriter.write_data"
+NO_TIME = "trainer.max_time=00:00:00:00"
 # Where a run dies, one after the other; whether what it saves is written by the next step or never
 # (see interrupted.py); and its newest checkpoint afterwards (0: none). Saves are at steps 2, 4 and
 # 6, a checkpoint has its name one step later; the metric is ever the same and the loss on that set
@@ -55,7 +62,7 @@ ACCIDENTS = {
 }
 
 
-def arguments(base: Path, data: Path, folder: Path) -> list[str]:
+def settings(base: Path, data: Path, folder: Path, *more: str) -> list[str]:
     return [
         f"pretrained_checkpoint.restore_from_path={base}",
         f"model.data.data_prefix.train=[{data / 'train.jsonl'}]",
@@ -72,37 +79,24 @@ def arguments(base: Path, data: Path, folder: Path) -> list[str]:
         "trainer.rm.max_epochs=10",
         "trainer.rm.val_check_interval=2",
         "trainer.rm.save_interval=2",
+        *more,
     ]
 
 
-def train(
-    settings: list[str], *more: str, processes: int = 1, check: bool = True
-) -> subprocess.CompletedProcess[str]:
-    return tiny.run_script(
-        "examples/train_reward_model.py", *settings, *more, processes=processes, check=check
-    )
+def train(run: list[str], *more: str, fails: bool = False) -> jobs.Job:
+    return jobs.Job("train", [*run, *more], fails=fails)
 
 
-def interrupt(
-    settings: list[str],
+def interrupted(
+    run: list[str],
     accident: str,
-    where: tuple[str, str, str],
+    where: Where,
     rank: int = 0,
-    processes: int = 1,
     writes: str = "prompt",
-    env: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    return tiny.run_script(
-        "tests/training/interrupted.py",
-        accident,
-        *where,
-        str(rank),
-        writes,
-        *settings,
-        processes=processes,
-        check=False,
-        env=env,
-    )
+    environment: dict[str, str] | None = None,
+) -> jobs.Job:
+    told = (accident, *where, str(rank), writes)
+    return jobs.Job("train", run, told, environment=environment or {}, fails=True)
 
 
 def newest(folder: Path) -> dict[str, bytes]:
@@ -111,9 +105,9 @@ def newest(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(state.glob("*.distcp"))}
 
 
-def metrics(folder: Path) -> dict[tuple[int, str], float]:
+def metrics(folder: Path) -> Numbers:
     """Every number logged by (step, name), without times; a name is logged once a step."""
-    found: dict[tuple[int, str], float] = {}
+    found: Numbers = {}
     with (folder / "csv" / "metrics.csv").open(newline="") as lines:
         for row in csv.DictReader(lines):
             step = int(row.pop("step"))
@@ -133,128 +127,146 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    tiny.write_pairs(folder / "train.jsonl", 37)
-    tiny.write_pairs(folder / "many.jsonl", 11, seed=1)
-    tiny.write_pairs(folder / "one.jsonl", 1, seed=2)
+    for seed, (name, count) in enumerate({"train": 37, "many": 11, "one": 1}.items()):
+        tiny.write_pairs(folder / f"{name}.jsonl", count, seed)
     return folder
 
 
 @pytest.fixture(scope="module")
 def undisturbed(once: Once, base: Path, data: Path) -> Path:
-    return once("undisturbed", lambda folder: train(arguments(base, data, folder)))
+    return once("undisturbed", lambda folder: jobs.run([train(settings(base, data, folder))]))
 
 
-@pytest.mark.slow(seconds=100)
-def test_killed_again_and_again(base: Path, data: Path, undisturbed: Path, tmp_path: Path) -> None:
-    settings = arguments(base, data, tmp_path)
-    checkpoints = tmp_path / "checkpoints"
+def test_resume_after_every_kind_of_kill_ends_with_the_bits_of_a_run_left_alone(
+    base: Path, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = settings(base, data, tmp_path)
+    killed = [
+        interrupted(run, "SIGKILL", where, writes=writes) for where, writes, _ in ACCIDENTS.values()
+    ]
+    *accidents, done, refused = jobs.run(
+        [*killed, train(run), train(run, "model.global_batch_size=4", fails=True)]
+    )
     before = 0
-    for moment, (where, writes, saved) in ACCIDENTS.items():
-        done = interrupt(settings, "SIGKILL", where, writes=writes)
-        assert done.returncode == -9, (moment, done.stdout, done.stderr)
-        assert ("resumed" in done.stdout) == (before > 0), (moment, done.stdout)
-        whole = sorted(checkpoints.glob("step_????????"))
-        assert [int(path.name[5:]) for path in whole][-1:] == ([saved] if saved else []), moment
+    for (moment, (_, _, saved)), accident in zip(ACCIDENTS.items(), accidents, strict=True):
+        assert accident.returncode == -9, (moment, accident.stdout, accident.stderr)
+        # What the one before had left whole.
+        assert goes_on_from(accident) == before, (moment, accident.stdout)
         before = saved
-    done = train(settings)
+    assert goes_on_from(done) == before
     assert "wrote" in done.stdout
-    left = {path.name for path in checkpoints.iterdir()}
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"step_00000002", "step_00000006", "megatron_gpt.nemo"}
     assert newest(tmp_path) == newest(undisturbed)
     assert metrics(tmp_path) == metrics(undisturbed)
 
-    refused = train(settings, "model.global_batch_size=4", check=False)
     assert refused.returncode == 1
     assert "model.global_batch_size: the checkpoint has 8, this run 4" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert "loading" not in refused.stdout  # a weight
 
 
-@pytest.mark.slow(seconds=60)
-def test_two_ranks_stopped_killed_and_moved(
+def goes_on_from(done: jobs.Done) -> int:
+    """Of which step the checkpoint is that a run began with."""
+    told = re.search(r"resumed\s+from\s+\S+step_(\d{8}),", done.stdout)
+    return int(told[1]) if told else 0
+
+
+def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     base: Path, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    settings = arguments(base, data, tmp_path)
-    # Rank 1 alone is told to stop, and alone has the time: both save and leave, with success.
-    done = interrupt(
-        settings,
-        "SIGTERM",
-        (FORWARD_BACKWARD, "", "3"),
-        rank=1,
+    two = "model.tensor_model_parallel_size=2"
+    run, full, heard = (settings(base, data, tmp_path / name) for name in ("run", "full", "heard"))
+    alone, bits = (settings(base, data, tmp_path / name, two) for name in ("alone", "bits"))
+    save = (f"{RUN_STATE}:RunCheckpoints.save", "", "1")
+    infer = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
+    stopped, timed, at_save, at_write, _, no_space, goes_on, ctrl_c, later, _, ended, _ = jobs.run(
+        [
+            # Rank 1 alone is told to stop, and alone has the time: both save and leave.
+            interrupted(run, "SIGTERM", (FORWARD_BACKWARD, "", "3"), rank=1),
+            train(run, NO_TIME),
+            interrupted(run, "SIGKILL", save, rank=1),
+            interrupted(run, "SIGKILL", (WRITE, "", "1"), rank=1),
+            # To another layout, which computes the same up to rounding.
+            train(run, two),
+            interrupted(full, "ENOSPC", (WRITE, "", "2"), rank=1),
+            train(full, "trainer.rm.max_steps=3"),
+            # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
+            interrupted(heard, "SIGINT", infer, rank=1),
+            train(heard, "trainer.rm.max_steps=3"),
+            train(alone),
+            train(bits, NO_TIME),
+            train(bits),
+        ],
         processes=2,
     )
-    assert done.returncode == 0, done.stderr
-    assert "stopped by SIGTERM after step 3" in done.stdout
-    done = train(settings, "trainer.max_time=00:00:00:00", processes=2)
-    assert "stopped by the time limit (trainer.max_time=00:00:00:00) after step 4" in done.stdout
-    for where in (f"{RUN_STATE}:RunCheckpoints.save", f"{TORCH}:FileSystemWriter.write_data"):
-        done = interrupt(settings, "SIGKILL", (where, "", "1"), rank=1, processes=2)
-        assert done.returncode != 0
-    assert not list((tmp_path / "checkpoints").glob("step_00000006"))
-    # To another layout, which computes the same up to rounding.
-    train(settings, "model.tensor_model_parallel_size=2", processes=2)
-    got, wanted = metrics(tmp_path), metrics(undisturbed)
-    # A run that is asked to stop at step 4 does not stay to validate.
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped by SIGTERM after step 3" in stopped.stdout
+    assert f"stopped by the time limit ({NO_TIME}) after step 4" in timed.stdout
+    assert at_save.returncode != 0
+    assert at_write.returncode != 0
+    assert goes_on_from(at_write) == 4  # nothing came of the save of step 6
+    check_moved(metrics(tmp_path / "run"), metrics(undisturbed))
+
+    assert no_space.returncode != 0
+    assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in no_space.stderr
+    assert "CheckpointError: " in no_space.stderr
+    assert 'File "nemo_aligner' not in no_space.stderr
+    assert "step_00000002, after 16 records" in goes_on.stdout
+
+    assert ctrl_c.returncode == 0, ctrl_c.stderr
+    assert "step 2: the validation was left" in ctrl_c.stdout
+    assert "stopped by Ctrl-C after step 2, which is saved" in ctrl_c.stdout
+    assert goes_on_from(later) == 2
+
+    assert "after step 1" in ended.stdout
+    assert newest(tmp_path / "bits") == newest(tmp_path / "alone")
+
+
+def check_moved(got: Numbers, wanted: Numbers) -> None:
+    """A run that is asked to stop at step 4 does not stay to validate."""
     missing = {key for key in wanted if key not in got}
-    assert missing == {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
+    assert missing <= {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
     for key, value in got.items():
         assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6, nan_ok=True), key
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("accident", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_run_that_is_stopped_while_it_loads_leaves_nothing(
-    base: Path, data: Path, tmp_path: Path, accident: str, code: int
+def test_stopped_run_that_still_loads_leaves_nothing(
+    base: Path, data: Path, tmp_path: Path
 ) -> None:
+    where = ("nemo_aligner.checkpoint.nemo.reward_model:load_backbone", "", "1")
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
-    done = interrupt(
-        arguments(base, data, tmp_path / "run"),
-        accident,
-        ("nemo_aligner.checkpoint.nemo.reward_model:load_backbone", "", "1"),
-        env=tiny.temporary_files_in(unpacked),
-    )
-    assert done.returncode == code, done.stderr
-    assert "stopped before the first step; there is nothing to save" in done.stderr
-    assert "Traceback" not in done.stderr
+    codes = {"SIGINT": 130, "SIGTERM": 143}
+    run, files = settings(base, data, tmp_path / "run"), tiny.temporary_files_in(unpacked)
+    found = jobs.run([interrupted(run, name, where, environment=files) for name in codes])
+    for done, (name, code) in zip(found, codes.items(), strict=True):
+        assert done.returncode == code, (name, done.stderr)
+        assert "stopped before the first step; there is nothing to save" in done.stderr, name
+        assert "Traceback" not in done.stderr, name
     assert list(unpacked.iterdir()) == []
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_a_validation_leaves_it_and_saves(base: Path, data: Path, tmp_path: Path) -> None:
-    settings = arguments(base, data, tmp_path)
-    # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
-    where = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
-    done = interrupt(settings, "SIGINT", where, rank=1, processes=2)
-    assert done.returncode == 0, done.stderr
-    assert "step 2: the validation was left, and has no result" in done.stdout
-    assert "stopped by Ctrl-C after step 2, which is saved" in done.stdout
-    assert "resumed from" in train(settings, processes=2).stdout
-
-
-@pytest.mark.slow
-def test_two_ranks_resume_bit_for_bit(base: Path, data: Path, tmp_path: Path) -> None:
-    runs = [arguments(base, data, tmp_path / name) for name in ("left_alone", "stopped")]
-    layout = "model.tensor_model_parallel_size=2"
-    train(runs[0], layout, processes=2)
-    done = train(runs[1], layout, "trainer.max_time=00:00:00:00", processes=2)
-    assert "after step 1" in done.stdout
-    train(runs[1], layout, processes=2)
-    assert newest(tmp_path / "stopped") == newest(tmp_path / "left_alone")
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
+@pytest.mark.smoke
+def test_resume_of_a_killed_run_with_lora_is_bit_for_bit_and_on_the_same_weights_alone(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
-    settings = arguments(base, data, tmp_path)
-    where = (f"{TORCH}:FileSystemWriter.write_data", "", "2")
-    done = interrupt(settings, "ENOSPC", where, rank=1, processes=2)
-    assert done.returncode != 0
-    assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in done.stderr
-    assert "CheckpointError: " in done.stderr
-    assert 'File "nemo_aligner' not in done.stderr
-    done = train(settings, processes=2)
-    assert "resumed from" in done.stdout
-    assert "step_00000002, after 16 records" in done.stdout
+    """Killed in step 4, it goes on from step 2."""
+    other = tiny.write_base_nemo(tmp_path / "other.nemo", initializer_range=0.11)
+    whole, killed = (settings(base, data, tmp_path / name, *LORA) for name in ("a", "b"))
+    changed = f"pretrained_checkpoint.restore_from_path={other}"
+    _, done, refused, resumed = jobs.run(
+        [
+            train(whole),
+            interrupted(killed, "SIGKILL", (FORWARD_BACKWARD, "", "4")),
+            train(killed, changed, fails=True),
+            train(killed),
+        ]
+    )
+    assert done.returncode == -9
+    assert refused.returncode == 1
+    assert "frozen weights: the checkpoint has" in refused.stderr
+    assert "step_00000002, after 16 records" in resumed.stdout
+    assert newest(tmp_path / "b") == newest(tmp_path / "a")
+    assert metrics(tmp_path / "b") == metrics(tmp_path / "a")

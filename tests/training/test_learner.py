@@ -47,7 +47,7 @@ def test_monitor_is_one_of_the_metrics() -> None:
     } <= set(names)
 
 
-def test_the_work_of_a_step_is_that_of_its_packs() -> None:
+def test_work_of_a_step_is_that_of_its_packs() -> None:
     data = dataset([30, 12, 55, 7, 41, 9])
     record_ids = [2, 0, 1]
     packs = pack_records(data, record_ids, 100)
@@ -60,7 +60,7 @@ def test_the_work_of_a_step_is_that_of_its_packs() -> None:
     assert counted.keys * counted.tokens == pytest.approx(keys)
 
 
-def test_the_mode_suits_the_metric_unless_it_is_set() -> None:
+def test_monitor_mode_suits_the_metric_unless_it_is_set() -> None:
     config = ExpManagerConfig()
     better = {"loss": 0.1, "accuracy": 0.9, "ece": 0.1, "reward_margin_p05": 0.9}
     for name, value in better.items():

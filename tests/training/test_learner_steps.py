@@ -23,7 +23,7 @@ def learner(layout: Any) -> RewardLearner:
     return poisoned.build(layout, poisoned.dataset())
 
 
-def test_a_step_tells_the_rate_it_took_and_the_tokens_it_saw(learner: RewardLearner) -> None:
+def test_step_tells_the_rate_it_took_and_the_tokens_it_saw(learner: RewardLearner) -> None:
     data = learner.data.train
     for step in range(2):
         batch = learner._loader.global_batch(step)
@@ -35,14 +35,14 @@ def test_a_step_tells_the_rate_it_took_and_the_tokens_it_saw(learner: RewardLear
         assert not {"loss_scale", "skipped", "skipped_steps"} & set(found)
 
 
-def test_a_step_in_fp16_tells_its_loss_scale(layout: Any) -> None:
+def test_step_in_fp16_tells_its_loss_scale(layout: Any) -> None:
     found = poisoned.build(layout, poisoned.dataset(), Precision.fp16).train_step(0)
     assert found["loss_scale"] == 2.0**16
     assert (found["skipped"], found["skipped_steps"]) == (0.0, 0.0)
     assert type(found["skipped"]) is float
 
 
-def test_a_validation_changes_nothing_and_the_next_step_trains(learner: RewardLearner) -> None:
+def test_validation_changes_nothing_and_the_next_step_trains(learner: RewardLearner) -> None:
     learner.train_step(0)
     sets = [replace(dataset([9, 5, 4, 4, 3, 8]), name=name) for name in ("first", "second")]
     reversed_ids = [ids[::-1] for ids in dataset([6, 5] * 3).sequences]
@@ -68,11 +68,11 @@ def test_gradients_do_not_add_up_over_steps(layout: Any, learner: RewardLearner)
     assert learner.train_step(1)["grad_norm"] == pytest.approx(anew.train_step(1)["grad_norm"])
 
 
-def test_the_imbalance_is_that_of_the_loader(learner: RewardLearner) -> None:
+def test_imbalance_is_that_of_the_loader(learner: RewardLearner) -> None:
     assert learner.imbalance(range(2)) == learner._loader.imbalance(range(2))
 
 
-def test_the_spread_of_rewards_is_told_with_what_labels_were_centred_on() -> None:
+def test_spread_of_rewards_is_told_with_what_labels_were_centred_on() -> None:
     data = dataset([2, 3, 4], RecordKind.rating)
     rewards = torch.tensor([[1.0, -1.0], [2.0, 0.0], [6.0, 4.0]])
     found = describe_rewards(MaskedMse(("x", "y")), data, rewards)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import math
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,11 +15,6 @@ from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_lo
 from nemo_aligner.training.metrics_file import MetricsFile, read_metrics
 
 
-def read(folder: Path) -> list[dict[str, str]]:
-    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
-        return [{k: v for k, v in row.items() if v} for row in csv.DictReader(lines)]
-
-
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -27,62 +23,58 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 5)) for event in events.Scalars(name)]
 
 
-def test_csv_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
-    first = build_loggers(config, {"model": {"seed": 1}}, 0)
-    for step in (1, 2, 3):
-        first.log({"train/loss": step / 10}, step)
-    first.log({"validation/accuracy": 0.5}, 2)
-    first.close()
+ROWS = [
+    (0, {"validation/loss": 0.7}),
+    (1, {"train/loss": 0.1}),
+    (2, {"train/loss": 0.2}),
+    (2, {"validation/loss": 0.5}),
+    (3, {"train/loss": 0.3}),
+    (3, {"validation/loss": 0.3}),
+]
+LATER = [(3, {"train/loss": 0.33, "train/new": 1.0})]
+Rows = list[tuple[int, dict[str, float]]]
+
+
+def log(folder: Path, start: int, rows: Rows) -> None:
+    logger = build_loggers(ExpManagerConfig(explicit_log_dir=str(folder)), {}, start)
+    for step, metrics in rows:
+        logger.log(metrics, step)
+    logger.close()
+
+
+def logged(folder: Path) -> dict[str, Rows]:
+    """What each file has of a run; TensorBoard has its numbers by name."""
+    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+    found = {"csv": rows, "metrics.jsonl": list(read_metrics(folder / "metrics.jsonl"))}
+    return {name: [(int(row.pop("step")), row) for row in kept] for name, kept in found.items()}
+
+
+def check_logged(folder: Path, wanted: Rows) -> None:
+    assert logged(folder) == {"csv": wanted, "metrics.jsonl": wanted}
+    for name in ("train/loss", "validation/loss"):
+        of_name = [(step, row[name]) for step, row in wanted if name in row]
+        assert scalars(folder, name) == of_name
+
+
+def test_logs_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    log(tmp_path, 0, ROWS)
     # Killed while it wrote a line.
-    with (tmp_path / "csv" / "metrics.csv").open("a") as lines:
-        lines.write("4,0.")
-    second = build_loggers(config, {"model": {"seed": 1}}, 2)
-    second.log({"train/loss": 0.33, "train/new": 1.0}, 3)
-    second.close()
-    assert read(tmp_path) == [
-        {"step": "1", "train/loss": "0.1"},
-        {"step": "2", "train/loss": "0.2"},
-        {"step": "2", "validation/accuracy": "0.5"},
-        {"step": "3", "train/loss": "0.33", "train/new": "1.0"},
-    ]
+    for name, text in (("csv/metrics.csv", "4,0."), ("metrics.jsonl", '{"step": 4, "train/lo')):
+        with (tmp_path / name).open("a") as lines:
+            lines.write(text)
+    log(tmp_path, 2, LATER)
+    check_logged(tmp_path, [*ROWS[:4], *LATER])
 
 
-def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
-    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
-    for value in (1.0, 2.0):
-        logger = build_loggers(config, {}, 0)
-        logger.log({"validation/loss": value}, 0)
-        logger.log({"train/loss": value}, 1)
-        logger.close()
-    assert read(tmp_path) == [
-        {"step": "0", "validation/loss": "2.0"},
-        {"step": "1", "train/loss": "2.0"},
-    ]
+def test_logs_of_a_new_run_take_the_place_of_one_without_a_checkpoint(tmp_path: Path) -> None:
+    log(tmp_path, 0, ROWS)
+    rows = [(0, {"validation/loss": 0.9}), (1, {"train/loss": 0.8})]
+    log(tmp_path, 0, rows)
+    check_logged(tmp_path, rows)
 
 
-def test_a_new_run_takes_the_place_of_one_without_a_checkpoint(tmp_path: Path) -> None:
-    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_csv_logger=False)
-    for value in (1.0, 2.0):
-        logger = build_loggers(config, {}, 0)
-        for step in (0, 1):
-            logger.log({"validation/loss": value}, step)
-        logger.close()
-    assert scalars(tmp_path, "validation/loss") == [(0, 2.0), (1, 2.0)]
-    assert [row["validation/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2, 2]
-
-
-def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
-    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_csv_logger=False)
-    for start, values in ((0, (0.1, 0.2, 0.3)), (2, (0.33,))):
-        logger = build_loggers(config, {}, start)
-        for step, value in enumerate(values, start=start + 1):
-            logger.log({"train/loss": value}, step)
-        logger.close()
-    assert scalars(tmp_path, "train/loss") == [(1, 0.1), (2, 0.2), (3, 0.33)]
-
-
-def test_a_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"create_wandb_logger: .* wandb is not installed"):
         check_loggers(ExpManagerConfig(create_tensorboard_logger=False, create_wandb_logger=True))
@@ -106,9 +98,7 @@ class Failing:
         raise AssertionError("it is told no more")
 
 
-def test_a_logger_that_fails_ends_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logger_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failing, other = Failing(), Mock()
     logger = MetricLoggers(MetricsFile(tmp_path / "metrics.jsonl", 0), [failing, other])
     for step in (1, 2, 3):
@@ -123,8 +113,19 @@ def test_a_logger_that_fails_ends_no_run(
     ]
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_metrics_file_names_a_full_disk(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", 0)
     file._lines = Mock(**{"flush.side_effect": OSError(errno.ENOSPC, "No space left on device")})
     with pytest.raises(CheckpointError, match="metrics of step 7 cannot be written: No space"):
         file.log({"train/loss": 0.5}, 7)
+
+
+def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    assert list(read_metrics(path)) == []
+    file = MetricsFile(path, 0)
+    file.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 2}, 1)
+    assert path.read_text() == '{"step": 1, "a": null, "b": null, "c": null, "d": 2.0}\n'
+    file.close()

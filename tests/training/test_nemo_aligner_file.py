@@ -9,10 +9,10 @@ import pytest
 
 from tests import tiny
 from tests.config.nemo_aligner_files import write_file
+from tests.training import jobs
 
 
-@pytest.mark.slow(seconds=30)
-def test_the_training_file_trains_and_measures_its_test_set(tmp_path: Path) -> None:
+def test_file_of_nemo_aligner_trains_and_measures_its_test_set(tmp_path: Path) -> None:
     base = tiny.write_base_nemo(tmp_path / "base.nemo")
     train, validation, other, test = (
         tiny.write_pairs(tmp_path / f"{name}.jsonl", count, seed)
@@ -32,10 +32,16 @@ def test_the_training_file_trains_and_measures_its_test_set(tmp_path: Path) -> N
         "trainer.precision=32",
         "model.data.allow_prompt_overlap=true",
     ]
-    refused = tiny.run_verb("train", *command, check=False)
+    model = tmp_path / "run/checkpoints/megatron_gpt.nemo"
+    evaluated = [f"rm_model_file={model}", f"data.path={test}", f"output={tmp_path / 'found.json'}"]
+    refused, done, _ = jobs.run(
+        [
+            jobs.Job("train", command, fails=True),
+            jobs.Job("train", [*command, "model.optim.sched.constant_steps=0"]),
+            jobs.Job("evaluate", evaluated),
+        ]
+    )
     assert "model.optim.sched.constant_steps: got 1000, wanted at most 0" in refused.stderr
-
-    done = tiny.run_verb("train", *command, "model.optim.sched.constant_steps=0")
     assert "trainer.devices, trainer.num_nodes: ignored: the launcher says" in done.stdout
     assert "best checkpoint by: validation-b/loss" in done.stdout
     assert "held out: test-d" in done.stdout
@@ -43,11 +49,5 @@ def test_the_training_file_trains_and_measures_its_test_set(tmp_path: Path) -> N
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     (tested,) = [row for row in rows if "test-d/accuracy" in row]
     assert tested["step"] == rows[-1]["step"]
-    tiny.run_verb(
-        "evaluate",
-        f"rm_model_file={tmp_path / 'run/checkpoints/megatron_gpt.nemo'}",
-        f"data.path={test}",
-        f"output={tmp_path / 'metrics.json'}",
-    )
-    found = json.loads((tmp_path / "metrics.json").read_text())
+    found = json.loads((tmp_path / "found.json").read_text())
     assert found["metrics"]["loss"] == pytest.approx(tested["test-d/loss"], rel=1e-6)

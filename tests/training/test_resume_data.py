@@ -29,7 +29,7 @@ def data_of(contracts: Contracts, *paths: Path) -> TrainingData:
     return build_training_data(config, contracts(), contracts.tokenizer)
 
 
-def test_several_files_of_a_version_without_digests_are_known_by_their_tokens(
+def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens(
     tmp_path: Path, contracts: Contracts
 ) -> None:
     files = [tiny.write_pairs(tmp_path / f"{seed}.jsonl", 9, seed) for seed in range(2)]

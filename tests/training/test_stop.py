@@ -29,7 +29,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_stops_when_the_time_is_up() -> None:
+def test_time_limit_stops_a_run() -> None:
     now = 5.0
     stop = StopRequest("00:00:01:00", now=lambda: now)
     now = 64.9
@@ -47,7 +47,7 @@ def test_stops_when_the_time_is_up() -> None:
         (signal.SIGUSR1, "SIGUSR1", 138),
     ],
 )
-def test_the_first_signal_stops_a_run_that_trains(
+def test_signal_stops_a_run_that_trains(
     said: list[str], number: signal.Signals, name: str, code: int
 ) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
@@ -67,7 +67,7 @@ def test_the_first_signal_stops_a_run_that_trains(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
 )
-def test_before_the_first_step_a_run_ends_at_once(
+def test_signal_before_the_first_step_ends_a_run_at_once(
     said: list[str], number: signal.Signals, code: int
 ) -> None:
     cleaned = []
@@ -89,7 +89,7 @@ def test_before_the_first_step_a_run_ends_at_once(
     ]
 
 
-def test_what_a_rank_says_of_others_that_were_stopped_is_not_told(said: list[str]) -> None:
+def test_signal_is_told_and_not_what_other_ranks_say_of_it(said: list[str]) -> None:
     def load() -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
@@ -101,7 +101,7 @@ def test_what_a_rank_says_of_others_that_were_stopped_is_not_told(said: list[str
     assert caught.value.code == 130
 
 
-def test_after_the_last_step_the_model_is_still_written(said: list[str]) -> None:
+def test_signal_after_the_last_step_leaves_the_model_to_be_written(said: list[str]) -> None:
     with StopRequest() as stop:
         with stop.while_training():
             pass
@@ -122,7 +122,7 @@ def test_after_the_last_step_the_model_is_still_written(said: list[str]) -> None
         (signal.SIGTERM, signal.SIGTERM, 1.5, False),
     ],
 )
-def test_a_second_wish_a_second_later_leaves_at_once(
+def test_signal_a_second_later_again_leaves_at_once(
     said: list[str],
     monkeypatch: pytest.MonkeyPatch,
     first: signal.Signals,

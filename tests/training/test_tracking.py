@@ -55,21 +55,20 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, dict[str,
     return FakeRun.told
 
 
+def config_of(folder: Path, **more: Any) -> ExpManagerConfig:
+    plain = {"create_tensorboard_logger": False, "create_csv_logger": False}
+    return ExpManagerConfig(explicit_log_dir=str(folder), **plain, **more)
+
+
 def run(folder: Path, start: int, *rows: tuple[int, dict[str, float]], **options: Any) -> None:
     """A run that goes on after ``start``, logs these rows, and is killed."""
-    config = ExpManagerConfig(
-        explicit_log_dir=str(folder),
-        create_tensorboard_logger=False,
-        create_csv_logger=False,
-        create_wandb_logger=True,
-        wandb_logger_kwargs=options,
-    )
+    config = config_of(folder, create_wandb_logger=True, wandb_logger_kwargs=options)
     loggers = build_loggers(config, {}, start)
     for step, metrics in rows:
         loggers.log(metrics, step)
 
 
-def test_no_number_is_told_twice(tmp_path: Path, told: dict[str, Any]) -> None:
+def test_numbers_are_told_once(tmp_path: Path, told: dict[str, Any]) -> None:
     run(tmp_path, 0, *((step, {"loss": step}) for step in (1, 2, 3)))
     # Killed again, before it came as far, and once more in the same step.
     run(tmp_path, 1, (2, {"loss": 2.5}))
@@ -86,75 +85,42 @@ def test_no_number_is_told_twice(tmp_path: Path, told: dict[str, Any]) -> None:
     assert told == {"run 0": rows}
 
 
-def test_a_run_that_begins_anew_is_another_one(tmp_path: Path, told: dict[str, Any]) -> None:
+def test_run_that_begins_anew_is_another_one(tmp_path: Path, told: dict[str, Any]) -> None:
     run(tmp_path, 0, (1, {"loss": 1}))
     run(tmp_path, 0, (1, {"loss": 1}))
-    assert told == {"run 0": [(1, {"loss": 1})], "run 1": [(1, {"loss": 1})]}
-
-
-def test_a_service_that_comes_later_hears_of_all_from_then_on(
-    tmp_path: Path, told: dict[str, Any]
-) -> None:
-    plain = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
-    loggers = build_loggers(plain, {}, 0)
+    wanted = {"run 0": [(1, {"loss": 1})], "run 1": [(1, {"loss": 1})]}
+    assert told == wanted
+    # Also where it began without the service, which then hears of all from now on.
+    loggers = build_loggers(config_of(tmp_path), {}, 0)
     for step in (1, 2, 3):
         loggers.log({"loss": step}, step)
     run(tmp_path, 1, (2, {"loss": 2}), (3, {"loss": 3}))
-    assert told == {"run 0": [(2, {"loss": 2}), (3, {"loss": 3})]}
+    assert told == {**wanted, "run 2": [(2, {"loss": 2}), (3, {"loss": 3})]}
 
 
-def test_a_service_that_fails_does_not_end_the_run_and_hears_of_the_next(
+def test_service_that_fails_does_not_end_the_run_and_hears_of_the_next(
     tmp_path: Path, told: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(
-        tmp_path,
-        0,
-        (1, {"loss": 1}),
-        (2, {"loss": 2, "bad": 1}),
-        (3, {"loss": 3}),
-        (4, {"loss": 4}),
-    )
+    losses = [(step, {"loss": step}) for step in (1, 2, 3, 4)]
+    run(tmp_path, 0, losses[0], (2, {"loss": 2, "bad": 1}), *losses[2:])
     said = capsys.readouterr().out
     assert said.startswith("wandb: it hears no more of this run (OSError: no route to host);")
     assert said.count("\n") == 1
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    run(tmp_path, 1, (2, {"loss": 2}), (3, {"loss": 3}))
-    run(tmp_path, 1, (3, {"loss": 3}), (4, {"loss": 4}))
-    assert told == {"run 0": [(step, {"loss": step}) for step in (1, 2, 3, 4)]}
-
-
-def test_a_run_that_cannot_be_logged_is_known_when_it_can(
-    tmp_path: Path, told: dict[str, Any]
-) -> None:
-    run(tmp_path, 0, (1, {"loss": 1}))
-    with pytest.raises(ConfigError, match="unexpected 'mode'"):
-        run(tmp_path, 1, mode="x")
-    run(tmp_path, 1, (2, {"loss": 2}))
-    assert told == {"run 0": [(1, {"loss": 1}), (2, {"loss": 2})]}
-
-
-def test_ids_of_a_run_that_began_anew_without_services_are_forgotten(
-    tmp_path: Path, told: dict[str, Any]
-) -> None:
-    run(tmp_path, 0, (1, {"loss": 1}))
-    build_loggers(
-        ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False), {}, 0
-    ).log({"loss": 5}, 1)
-    run(tmp_path, 1, (2, {"loss": 6}))
-    assert told == {"run 0": [(1, {"loss": 1})], "run 1": [(2, {"loss": 6})]}
-
-
-def test_what_a_service_does_not_take_is_one_error(tmp_path: Path, told: dict[str, Any]) -> None:
+    run(tmp_path, 1, *losses[1:3])
+    # Not even where it is told what it does not take.
     wanted = r"create_wandb_logger: got true, .*TypeError: unexpected 'mode'.*wandb_logger_kwargs"
     with pytest.raises(ConfigError, match=wanted):
-        run(tmp_path, 0, mode="x")
+        run(tmp_path, 1, mode="x")
+    run(tmp_path, 1, *losses[2:])
+    assert told == {"run 0": losses}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"wandb": 3}', '{"wandb": {"id": "a"}}'])
-def test_a_damaged_file_of_ids_is_named(tmp_path: Path, told: dict[str, Any], text: str) -> None:
-    (tmp_path / "tracking.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"tracking\.json: "):
-        run(tmp_path, 1)
+def test_damaged_file_of_ids_is_named(tmp_path: Path, told: dict[str, Any]) -> None:
+    for text in ("{", "[]", '{"wandb": 3}', '{"wandb": {"id": "a"}}'):
+        (tmp_path / "tracking.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"tracking\.json: "):
+            run(tmp_path, 1)
 
 
 def arguments(folder: Path) -> list[str]:
@@ -180,8 +146,7 @@ def arguments(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.slow(seconds=60)
-def test_a_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(tmp_path: Path) -> None:
+def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(tmp_path: Path) -> None:
     environment = kept_environment(
         "trackers", REQUIREMENTS, lambda folder: make_environment(folder, *REQUIREMENTS)
     )

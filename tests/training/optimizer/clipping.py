@@ -1,20 +1,17 @@
-"""Steps of the optimizer beside AdamW written out: ``clipping.py`` prints those of two ranks."""
+"""Steps of the optimizer beside AdamW written out."""
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.optimizer.build import build_optimizer
 from tests.training import poisoned
 
@@ -89,16 +86,3 @@ def compare(layout: ParallelLayout, limit: float) -> dict[str, Any]:
     pairs = zip(parameters, written_out.weights, strict=True)
     difference = max(float((got.detach() - weight).abs().max()) for got, weight in pairs)
     return {"norms": norms, "wanted": wanted, "difference": difference}
-
-
-def main() -> None:
-    with launch(60.0):
-        layout = initialize_layout()
-        found = compare(layout, LIMIT)
-        if dist.get_rank() == 0:
-            print(json.dumps(found))
-        destroy_layout()
-
-
-if __name__ == "__main__":
-    main()

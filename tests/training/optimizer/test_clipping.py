@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests import tiny
 from tests.training.optimizer import clipping
 
 # float32 beside float64, after a few steps of 0.01.
@@ -20,15 +18,15 @@ def check(found: dict[str, Any]) -> None:
     assert found["difference"] < TOLERANCE
 
 
-def test_the_weights_move_as_by_adamw_on_the_clipped_gradient(layout: Any) -> None:
+def test_clipping_moves_the_weights_as_adamw_on_the_clipped_gradient(layout: Any) -> None:
     check(clipping.compare(layout, clipping.LIMIT))
 
 
-def test_a_limit_of_zero_clips_nothing(layout: Any) -> None:
+def test_clipping_at_zero_clips_nothing(layout: Any) -> None:
     check(clipping.compare(layout, 0.0))
 
 
-@pytest.mark.slow(seconds=5)
-def test_two_ranks_clip_by_the_norm_of_the_whole_gradient() -> None:
-    done = tiny.run_script("tests/training/optimizer/clipping.py", processes=2)
-    check(json.loads(done.stdout.strip().splitlines()[-1]))
+def test_clipping_on_two_ranks_is_by_the_norm_of_the_whole_gradient(
+    two_ranks: dict[str, Any],
+) -> None:
+    check(two_ranks["clipping"])

@@ -53,7 +53,7 @@ class CountsByGroup(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("chunk_bytes", "chunks"), [(8 * 40, [[30, 10], [10], [50], [5]]), (2**30, None), (1, None)]
 )
-def test_chunks_make_the_same_updates(kind: Any, chunk_bytes: int, chunks: Any) -> None:
+def test_moments_in_chunks_make_the_same_updates(kind: Any, chunk_bytes: int, chunks: Any) -> None:
     ours, plain = parameters(), parameters()
     offloaded, optimizer = kind(ours), kind(plain)
     inner, seen = offloaded.step, []
@@ -112,7 +112,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_loads_go_to_the_device_and_what_is_in_them_comes_back(count: int, streams: Stream) -> None:
+def test_ferry_brings_loads_to_the_device_and_back(count: int, streams: Stream) -> None:
     ferry = _Ferry(torch.device("cpu"))
     loads = [[torch.full((3,), float(n)), torch.full((n + 1, 2), n + 0.5)] for n in range(count)]
     held = [list(load) for load in loads]

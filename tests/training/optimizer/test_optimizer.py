@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +13,9 @@ from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.optimizer.build import build_optimizer
 from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
-from tests import tiny
 
 SHAPE = ModelShape.from_config(
     {
@@ -33,13 +28,6 @@ SHAPE = ModelShape.from_config(
         "make_vocab_size_divisible_by": 16,
     }
 )
-
-
-@pytest.fixture
-def layout() -> Iterator[ParallelLayout]:
-    with launch():
-        yield initialize_layout()
-        destroy_layout()
 
 
 def build(
@@ -101,19 +89,19 @@ def test_learning_rates(layout: ParallelLayout) -> None:
     assert rates(layout, 2, warmup_steps=9) == pytest.approx([0.001, 0.002])
 
 
+def view(wrapped: Any, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
+    """What a checkpoint would hold."""
+    metadata = {"non_homogeneous_layers": True}
+    weights = wrapped.module.sharded_state_dict(prefix="model.", metadata=metadata)
+    return optimizer.sharded_state_dict(weights, is_loading=is_loading)
+
+
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize(("freeze", "offload"), [(0, False), (1, False), (0, True)])
 def test_state_comes_back(
     layout: ParallelLayout, precision: Precision, freeze: int, offload: bool
 ) -> None:
-    """From one optimizer to a new one, by way of what a checkpoint would hold."""
-
-    def view(wrapped: Any, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
-        weights = wrapped.module.sharded_state_dict(
-            prefix="model.", metadata={"non_homogeneous_layers": True}
-        )
-        return optimizer.sharded_state_dict(weights, is_loading=is_loading)
-
+    """From one optimizer to a new one."""
     first = build(layout, precision, freeze, warmup_steps=0)
     second = build(layout, precision, freeze, cpu_offload=offload, warmup_steps=0)
     for _ in range(2):
@@ -131,15 +119,9 @@ def test_state_comes_back(
         assert torch.equal(got, wanted)
 
 
-def test_a_run_that_goes_on_takes_its_settings_and_not_those_of_its_checkpoint(
+def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
     layout: ParallelLayout,
 ) -> None:
-    def view(wrapped: Any, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
-        weights = wrapped.module.sharded_state_dict(
-            prefix="model.", metadata={"non_homogeneous_layers": True}
-        )
-        return optimizer.sharded_state_dict(weights, is_loading=is_loading)
-
     def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         names = ("max_lr", "min_lr", "weight_decay", "betas", "eps")
         return [
@@ -186,7 +168,7 @@ def _fill(target: dict[str, Any], source: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("gradient", [math.nan, math.inf, 1e30])
-def test_a_norm_that_is_not_finite_changes_nothing(
+def test_norm_that_is_not_finite_changes_nothing(
     layout: ParallelLayout, precision: Precision, gradient: float
 ) -> None:
     wrapped, optimizer = build(layout, precision)
@@ -201,32 +183,27 @@ def test_a_norm_that_is_not_finite_changes_nothing(
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.slow(seconds=4)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_buckets_are_reduced_and_gathered_beside_the_computing(
-    tmp_path: Path, precision: str
-) -> None:
+def test_buckets_are_reduced_and_gathered_beside_the_computing(two_ranks: dict[str, Any]) -> None:
     """Many buckets train, save and resume as one does."""
-    folder = str(tmp_path / "run")
-    done = tiny.run_script("tests/training/optimizer/buckets.py", precision, folder, processes=2)
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found["buckets"] > 3
-    assert found["losses"]["many"] == found["losses"]["whole"]
-    # The first step learns which gradients come; then all reductions begin in the backward pass.
-    assert found["reduced"] == [0, *[found["buckets"]] * 3]
-    # Weights are gathered as they are needed, or for a checkpoint.
-    assert found["gathered"] == [0, found["buckets"]]
-    assert "already been dispatched" not in done.stderr
-    assert found["difference"] == 0
-    assert found["resumed_is_same"]
+    assert set(two_ranks["buckets"]) == {"fp32", "bf16"}
+    for precision, found in two_ranks["buckets"].items():
+        assert found["buckets"] > 3
+        assert found["losses"]["many"] == found["losses"]["whole"], precision
+        # The first step learns which gradients come; then all reductions begin in the backward
+        # pass.
+        assert found["reduced"] == [0, *[found["buckets"]] * 3], precision
+        # Weights are gathered as they are needed, or for a checkpoint.
+        assert found["gathered"] == [0, found["buckets"]], precision
+        assert found["difference"] == 0, precision
+        assert found["resumed_is_same"], precision
+    assert "already been dispatched" not in two_ranks["stderr"]
 
 
-@pytest.mark.slow(seconds=3)
-def test_a_rank_without_records_to_validate_on_gathers_the_weights_too() -> None:
+def test_validation_gathers_the_weights_on_a_rank_without_records_too(
+    two_ranks: dict[str, Any],
+) -> None:
     """The others would wait for it in the middle of the model."""
-    done = tiny.run_script("tests/training/validation.py", processes=2, timeout=120)
-    ranks = json.loads(done.stdout.strip().splitlines()[-1])
-    for found in ranks:
+    for found in two_ranks["validation"]:
         assert found["buckets"] > 3
         assert (found["gathered"], found["under_way"]) == (found["buckets"], 0)
-        assert found["metrics"] == [ranks[0]["metrics"][1]] * 2
+        assert found["metrics"] == [two_ranks["validation"][0]["metrics"][1]] * 2

@@ -1,0 +1,268 @@
+"""Trainings that several layouts make alike: what is trained on what, and where."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.scoring.scorer import load_scorer
+from tests import tiny
+from tests.training import jobs
+
+STEPS, PART = 5, 2
+ATTRIBUTES = ("helpful", "clear")
+LORA = (
+    "model.lora.rank=4",
+    "model.lora.alpha=8",
+    "model.lora.dropout=0.1",
+    "model.optim.lr=3e-3",
+)
+REGRESSION = (
+    "model.reward_model_type=regression",
+    f"model.regression.attributes=[{','.join(ATTRIBUTES)}]",
+)
+MLP_HEAD = ("model.head.bias=true", "model.head.mlp_size=24")
+FROZEN = ("model.freeze_layers=2", "model.optim.sched.name=constant")
+RECOMPUTE = "model.activations_checkpoint_granularity=full"
+# A file of no known format, whose fields are named.
+NAMED = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+OF_PAIRS = [known for known in FORMATS.values() if known.kind is RecordKind.comparison]
+THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, and the one of one process that it has to be like (its own, if not named).
+
+    Attributes:
+        stops: after PART steps, and goes on.
+        wide: the base model has three query groups; at TP=2 a fourth, of zeros.
+        evaluated: on which data the model of one process is evaluated afterwards, if any.
+        rtol: of losses and gradient norms; above a hundred-thousandth of nothing else.
+    """
+
+    settings: tuple[str, ...] = ()
+    data: tuple[str, ...] = ("pairs",)
+    like: str = ""
+    by_onednn: bool = False
+    stops: bool = False
+    wide: bool = False
+    evaluated: str = ""
+    rtol: float = 1e-5
+
+
+CASES = {
+    "ranking": Case(),
+    "onednn": Case(like="ranking", by_onednn=True),
+    "recompute": Case((RECOMPUTE,), like="ranking"),
+    "recompute_one_layer": Case(
+        (RECOMPUTE, "model.activations_checkpoint_num_layers=1"), like="ranking"
+    ),
+    "recompute_onednn": Case((RECOMPUTE,), like="ranking", by_onednn=True),
+    "lora": Case(LORA, evaluated="pairs"),
+    "zero_groups": Case(wide=True),
+    "plackett_luce": Case(("model.objective=plackett_luce",), ("rankings",)),
+    "learned_ties": Case(
+        ("model.objective=rao_kupper", "model.objective_kwargs.learned=true"), ("rankings",)
+    ),
+    "bins": Case(
+        (*REGRESSION, "model.objective=ordinal_bins", *MLP_HEAD), ("ratings",), evaluated="ratings"
+    ),
+    "quantiles": Case(
+        (*REGRESSION, "model.objective=quantiles"), ("ratings",), evaluated="ratings"
+    ),
+    "pairs_and_ratings": Case(
+        (
+            *REGRESSION,
+            "model.objective=ranking_and_regression",
+            "model.regression.attribute_weights={clear: -0.5, helpful: 0.8}",
+            *MLP_HEAD,
+            "model.head.reads=reply_mean",
+        ),
+        ("pairs", "ratings"),
+    ),
+    "formats": Case(
+        (
+            "model.data.seq_length=512",
+            "model.micro_batch_tokens=2048",
+            "model.global_batch_size=4",
+        ),
+        tuple(known.name for known in OF_PAIRS),
+        evaluated="named",
+    ),
+    "frozen": Case(FROZEN, stops=True),
+    "fp16": Case((*FROZEN, "trainer.precision=fp16"), stops=True, evaluated="pairs", rtol=1e-3),
+}
+PLAIN = ("ranking", "lora")  # what every kind of layout trains
+TP2 = ("model.tensor_model_parallel_size=2",)
+PP2 = ("model.pipeline_model_parallel_size=2",)
+LAYOUTS = {
+    "one": (),
+    "tp2": TP2,
+    "tp2_sp": (*TP2, "model.sequence_parallel=true"),
+    "pp2": PP2,
+    "dp2": (),
+    "tp2_pp2": (*TP2, *PP2),
+    "pp2_dp2": PP2,
+}
+
+
+def write_inputs(folder: Path) -> None:
+    """Base checkpoints and data sets."""
+    tiny.write_base_nemo(folder / "base.nemo")
+    wide = tiny.write_base_nemo(folder / "wide.nemo", **THREE_GROUPS)
+    tiny.run_verb(
+        "convert",
+        f"--input={wide.with_suffix('.hf')}",
+        f"--output={folder / 'padded.nemo'}",
+        "--tensor-parallel=2",
+    )
+    tiny.write_pairs(folder / "pairs.jsonl", 37)
+    tiny.write_ratings(folder / "ratings.jsonl", 37, ATTRIBUTES)
+    write_lines(folder / "rankings.jsonl", rankings(26))
+    for known in OF_PAIRS:
+        write_lines(folder / f"{known.name}.jsonl", known.sample)
+    values = {"prompt": "why", "chosen": "a cat", "rejected": "no"}
+    write_lines(folder / "named.jsonl", [{NAMED[key]: values[key] for key in NAMED}])
+
+
+def write_lines(path: Path, records: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def rankings(count: int) -> Iterator[dict[str, Any]]:
+    """Of two to four replies, some of them tied: the more often one thanks, the better it is."""
+    rng = random.Random(0)
+    for number in range(count):
+        ranks = [0, *rng.choices(range(4), k=rng.randint(1, 3))]
+        rng.shuffle(ranks)
+        ranked = [[rank, "thank you " * (3 - rank) + tiny.sentence(rng, 2, 5)] for rank in ranks]
+        yield {"question": f"{tiny.sentence(rng, 2, 4)} {number}", "ranked": ranked}
+
+
+def settings(inputs: Path, case: Case, layout: str, folder: Path) -> list[str]:
+    base = ("padded" if layout == "tp2" else "wide") if case.wide else "base"
+    data = ",".join(str(inputs / f"{name}.jsonl") for name in case.data)
+    return [
+        f"pretrained_checkpoint.restore_from_path={inputs / base}.nemo",
+        f"model.data.data_prefix.train=[{data}]",
+        f"model.data.data_prefix.validation=[{data}]",
+        "model.data.allow_prompt_overlap=true",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=160",
+        "model.global_batch_size=8",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        "trainer.rm.max_epochs=10",
+        f"trainer.rm.val_check_interval={STEPS}",
+        *case.settings,
+        *LAYOUTS[layout],
+    ]
+
+
+def train(
+    inputs: Path,
+    layouts: Mapping[str, Sequence[str]],
+    ranks: int,
+    folder: Path,
+    *others: jobs.Job,
+) -> None:
+    """By one launch FOLDER/LAYOUT/CASE for each case of each layout, and with its name two files.
+
+    CASE.said and CASE.evaluated have what its training and its evaluation said. ``others`` are
+    done, too.
+    """
+    listed = {
+        folder / layout / name: train_in_parts(inputs, CASES[name], layout, folder / layout / name)
+        for layout, names in layouts.items()
+        for name in names
+    }
+    trained = [job for parts in listed.values() for job in parts]
+    done = iter(jobs.run([*trained, *others], processes=ranks))
+    for path, parts in listed.items():
+        for job in parts:
+            said = path.with_suffix(".said" if job.verb == "train" else ".evaluated")
+            with said.open("a") as file:
+                file.write(next(done).stdout)
+
+
+def train_in_parts(inputs: Path, case: Case, layout: str, folder: Path) -> list[jobs.Job]:
+    """A training, or two where it is to go on from the first; of one process its evaluation."""
+    is_stopped = case.stops and layout != "one"
+    parts = [
+        jobs.Job(
+            "train",
+            [*settings(inputs, case, layout, folder), f"trainer.rm.max_steps={steps}"],
+            by_onednn=case.by_onednn,
+        )
+        for steps in ((PART, STEPS) if is_stopped else (STEPS,))
+    ]
+    is_evaluated = case.evaluated and layout == "one"
+    return [*parts, evaluate(folder, inputs / f"{case.evaluated}.jsonl")] if is_evaluated else parts
+
+
+def evaluate(run: Path, data: Path, *settings: str) -> jobs.Job:
+    """Of what a run wrote: RUN/report.json and RUN/rewards.jsonl."""
+    keys = [f"data.{key}_key={name}" for key, name in NAMED.items()] if "named" in data.stem else []
+    files = [f"output={run / 'report.json'}", f"output_rewards={run / 'rewards.jsonl'}"]
+    given = [f"rm_model_file={archive(run)}", f"data.path={data}", *keys, *files, *settings]
+    return jobs.Job("evaluate", given)
+
+
+def train_plain(inputs: Path, folder: Path) -> None:
+    train(inputs, {"one": PLAIN}, 1, folder)
+
+
+def train_one_process(inputs: Path, plain: Path, folder: Path) -> None:
+    """What the layouts are compared with: a run of each case."""
+    names = [name for name in CASES if name not in (*PLAIN, "onednn")]
+    train(inputs, {"one": names}, 1, folder)
+    for name in PLAIN:
+        (folder / "one" / name).symlink_to(plain / name)
+
+
+def curve(folder: Path, name: str) -> list[float]:
+    """A number of every step, as the CSV logger wrote them."""
+    with (folder / "csv/metrics.csv").open(newline="") as lines:
+        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
+
+
+def validated(folder: Path) -> dict[str, float]:
+    """Every metric of the last validation, of uneven shards and a last pack half full."""
+    with (folder / "csv/metrics.csv").open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["step"] == str(STEPS)]
+    return {
+        name: float(value)
+        for row in rows
+        for name, value in row.items()
+        if name.startswith("validation-") and value
+    }
+
+
+def archive(folder: Path) -> Path:
+    return folder / "checkpoints/megatron_gpt.nemo"
+
+
+def score(path: Path, inputs: Path, layout: ParallelLayout) -> np.ndarray:
+    """The rewards ``[37, attributes]`` of the chosen replies of the pairs, in one process."""
+    rows = [json.loads(line) for line in (inputs / "pairs.jsonl").read_text().splitlines()]
+    texts = [
+        [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["chosen"]},
+        ]
+        for row in rows
+    ]
+    return load_scorer(path, layout).score(texts)

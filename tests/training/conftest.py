@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.once import Once
+
+
+@pytest.fixture(scope="session")
+def two_ranks(once: Once) -> dict[str, Any]:
+    """What ``two_ranks.py`` found, by one launch for all files."""
+
+    def build(folder: Path) -> None:
+        done = tiny.run_script("tests/training/two_ranks.py", str(folder), processes=2)
+        (folder / "stderr").write_text(done.stderr)
+
+    folder = once("two_ranks", build)
+    found = json.loads((folder / "found.json").read_text())
+    return {**found, "stderr": (folder / "stderr").read_text()}
