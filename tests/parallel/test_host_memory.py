@@ -1,4 +1,4 @@
-"""Page-locked memory, with a stand-in for CUDA's runtime."""
+"""Page-locked memory, with a stand-in for CUDA's runtime; copies to it, in their time on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import gc
 import pytest
 import torch
 
+from nemo_aligner.parallel.host_copies import before_writing, copy_beside
 from nemo_aligner.parallel.host_memory import host_zeros
+from tests.parallel.late_copies import play_late_copies
 
 
 class Runtime:
@@ -54,11 +56,11 @@ def check(found: list[torch.Tensor]) -> None:
     assert all(bool((tensor == n + 1).all()) for n, tensor in enumerate(found))
 
 
-def test_without_a_gpu_it_is_plain_memory() -> None:
+def test_host_memory_without_a_gpu_is_plain() -> None:
     check(host_zeros(LIKE))
 
 
-def test_with_a_gpu_it_is_locked_in_one_piece_until_the_last_tensor_is_gone(
+def test_host_memory_with_a_gpu_is_locked_in_one_piece_until_the_last_tensor_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = Runtime()
@@ -75,7 +77,44 @@ def test_with_a_gpu_it_is_locked_in_one_piece_until_the_last_tensor_is_gone(
     assert not runtime.locked
 
 
-def test_a_refusal_says_how_much_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_is_refused_is_an_error_that_says_how_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use(monkeypatch, Runtime(code=2))
     with pytest.raises(RuntimeError, match=r"CUDA error 2: 1\.0 GiB of host memory could not be"):
         host_zeros([torch.ones(2**28, device="meta")])
+
+
+def test_host_copies_on_a_cpu_are_made_at_once() -> None:
+    host, source = torch.zeros(3), torch.ones(3)
+    arrived = copy_beside([(host, source)])
+    assert host.tolist() == [1, 1, 1]
+    source.zero_()
+    before_writing()
+    arrived()
+    assert host.tolist() == [1, 1, 1]
+
+
+def test_host_copy_is_there_when_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = play_late_copies(monkeypatch.setattr)
+    hosts, source = [torch.zeros(3) for _ in range(2)], torch.ones(3)
+    copy_beside([(hosts[0], source)])
+    arrived = copy_beside([(hosts[1], source)])
+    assert stream.num_left == 2
+    arrived()
+    # What began before is there, too.
+    assert [host.tolist() for host in hosts] == [[1, 1, 1]] * 2
+
+
+def test_host_copy_has_nothing_that_is_written_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_late_copies(monkeypatch.setattr)
+    hosts, source = [torch.zeros(3) for _ in range(2)], torch.ones(3)
+    arrived = copy_beside([(hosts[0], source)])
+    before_writing()
+    source.fill_(2)
+    arrived()
+    assert hosts[0].tolist() == [1, 1, 1]
+    arrived = copy_beside([(hosts[1], source)])
+    source.fill_(3)  # who does not ask spoils it
+    arrived()
+    assert hosts[1].tolist() == [3, 3, 3]

@@ -1,4 +1,4 @@
-"""A process group of one, with a launcher and without."""
+"""A process group of one, with a launcher and without; which layouts fit a world."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch.distributed as dist
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel import launch as launching
 from nemo_aligner.parallel.launch import launch, single_process
+from nemo_aligner.parallel.layout import LayoutSizes, ParallelLayout, check_sizes
 from nemo_aligner.processes import Process
 from tests import tiny
 from tests.launching import TORCHRUN
 
 
-def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_of_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in TORCHRUN:
         monkeypatch.delenv(key, raising=False)
     with launch() as launched:
@@ -27,7 +28,7 @@ def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_conversion_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in TORCHRUN:
         monkeypatch.delenv(key, raising=False)
     with single_process():
@@ -70,17 +71,31 @@ def select(monkeypatch: pytest.MonkeyPatch, local_rank: int, gpus: int, torchrun
     return str(launching._select_device(process, use_cuda=True))
 
 
-def test_each_local_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_of_a_local_rank_is_its_own_or_the_only_one_that_slurm_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert select(monkeypatch, 2, gpus=4, torchrun=True) == "cuda:2"
     assert select(monkeypatch, 2, gpus=4, torchrun=False) == "cuda:2"
-
-
-def test_slurm_may_show_each_task_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select(monkeypatch, 2, gpus=1, torchrun=False) == "cuda:0"
-
-
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="local rank 2 has no GPU of its own: this node shows 1"):
         select(monkeypatch, 2, gpus=1, torchrun=True)
     with pytest.raises(ConfigError, match="this node shows 2"):
         select(monkeypatch, 2, gpus=2, torchrun=False)
+
+
+def test_layout_sizes_leave_the_rest_to_data_parallelism_or_do_not_fit() -> None:
+    for ranks, tp, pp, dp in ((1, 1, 1, 1), (8, 2, 2, 2), (8, 8, 1, 1), (6, 1, 3, 2)):
+        assert check_sizes(ranks, tp, pp, sequence_parallel=tp > 1) == dp
+    with pytest.raises(ConfigError, match="got 6 processes, wanted a multiple of 4"):
+        check_sizes(6, 2, 2, False)
+    with pytest.raises(ConfigError, match=r"model\.sequence_parallel: got true"):
+        check_sizes(2, 1, 2, True)
+
+
+def test_layout_is_written_in_one_way() -> None:
+    sizes = {"tp": 2, "pp": 3, "dp": 4, "sequence_parallel": True}
+    ranks = {"tp_rank": 1, "pp_rank": 2, "dp_rank": 0}
+    layout = ParallelLayout(**sizes, **ranks)  # type: ignore[arg-type]
+    assert str(layout) == str(LayoutSizes(**sizes)) == "TP=2+SP PP=3 DP=4"  # type: ignore[arg-type]
+    assert layout.num_ranks == 24
+    assert str(LayoutSizes()) == "TP=1 PP=1 DP=1"

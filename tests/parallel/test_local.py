@@ -8,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests import tiny
 from tests.launching import ROOT
 
@@ -53,7 +51,7 @@ def wait_for_two(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def test_the_ranks_meet_and_succeed(tmp_path: Path) -> None:
+def test_local_ranks_meet_and_succeed(tmp_path: Path) -> None:
     program = """
 import torch.distributed as dist
 from nemo_aligner.console import say
@@ -67,24 +65,24 @@ for _ in range(2):
     assert run(program, tmp_path) == (0, 2 * once, "")
 
 
-def test_the_first_failing_rank_gives_the_exit_code_and_ends_the_others(tmp_path: Path) -> None:
+def test_local_rank_that_fails_first_gives_the_exit_code_and_ends_the_others(
+    tmp_path: Path,
+) -> None:
     program = "begin()\nif rank: sys.exit(7)\ntime.sleep(100)"
     assert run(program, tmp_path) == (7, "", "")
 
 
-def test_a_rank_that_is_killed_cannot_say_so(tmp_path: Path) -> None:
+def test_local_rank_that_is_killed_is_named_by_what_started_it(tmp_path: Path) -> None:
     program = "begin()\nif rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)"
     assert run(program, tmp_path) == (137, "", "rank 1: it was ended by SIGKILL\n")
 
 
-@pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_request_to_stop_is_passed_on_once_and_waited_for(
-    order: signal.Signals, tmp_path: Path
-) -> None:
+def test_local_ranks_are_asked_to_stop_once_and_waited_for(tmp_path: Path) -> None:
     """Though one that was asked ends at once, and not with 0."""
-    program = f"""
+    program = """
 asked = []
-signal.signal({int(order)}, lambda number, frame: asked.append(number))
+for order in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(order, lambda number, frame: asked.append(number))
 begin()
 while not asked:
     time.sleep(0.01)
@@ -93,14 +91,21 @@ if rank == 0:
 time.sleep(0.5)
 print("saved after", asked)
 """
-    process = start(program, tmp_path)
-    wait_for_two(tmp_path)
-    process.send_signal(order)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (9, f"saved after [{int(order)}]\n", "")
+    orders = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    started = {}
+    for order in orders:
+        folder = tmp_path / order.name
+        folder.mkdir()
+        started[order] = start(program, folder)
+    for order, process in started.items():
+        wait_for_two(tmp_path / order.name)
+        process.send_signal(order)
+    for order, process in started.items():
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (9, f"saved after [{int(order)}]\n", "")
 
 
-def test_asked_twice_they_end_at_once(tmp_path: Path) -> None:
+def test_local_ranks_asked_twice_to_stop_end_at_once(tmp_path: Path) -> None:
     program = """
 signal.signal(signal.SIGINT, lambda number, frame: (folder / f"asked{rank}").touch())
 begin()
@@ -117,7 +122,7 @@ while True:
     assert (process.returncode, err) == (137, "")
 
 
-def test_no_rank_is_left_where_one_cannot_be_started(tmp_path: Path) -> None:
+def test_local_ranks_are_ended_where_one_cannot_be_started(tmp_path: Path) -> None:
     program = (
         STARTER
         + """
@@ -142,7 +147,7 @@ except OSError as error:
     assert done.stdout == f"no more processes {-signal.SIGKILL}\n", done.stderr
 
 
-def test_what_a_launcher_told_this_process_is_not_told_to_the_ranks(tmp_path: Path) -> None:
+def test_local_ranks_are_not_told_what_a_launcher_told_this_process(tmp_path: Path) -> None:
     program = """
 import json
 seen = {key: value for key, value in os.environ.items() if key.startswith("TORCHELASTIC")}

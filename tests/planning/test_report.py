@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemo_aligner.cli.main import main
 from tests import tiny
 
-VERB = "plan"
 CONFIG = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -34,16 +34,32 @@ def rows(shown: str) -> list[dict[str, str]]:
     return [dict(zip(names, re.split(r" {2,}", line.strip()), strict=False)) for line in table]
 
 
-def error_of(*arguments: str) -> str:
-    done = tiny.run_verb(VERB, *arguments, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+class Plan:
+    """``nemo-aligner plan`` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def shown(self, *arguments: str) -> str:
+        code = main(["plan", *arguments])
+        out, err = self._capsys.readouterr()
+        assert (code, err) == (0, "")
+        return out
+
+    def error(self, *arguments: str) -> str:
+        code = main(["plan", *arguments])
+        said = self._capsys.readouterr().err
+        assert (code, said.count("\n")) == (1, 1), said
+        return said
 
 
-def test_layouts_come_fastest_first_and_fit() -> None:
-    done = tiny.run_verb(VERB, "--params=8B", "--gpus=8", "--top=50")
-    found = rows(done.stdout)
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    return Plan(capsys)
+
+
+def test_plan_has_layouts_that_fit_fastest_first(plan: Plan) -> None:
+    found = rows(plan.shown("--params=8B", "--gpus=8", "--top=50"))
     speeds = [float(row["tokens/s"].replace(",", "")) for row in found]
     assert len(found) > 5
     assert speeds == sorted(speeds, reverse=True)
@@ -58,8 +74,8 @@ def test_layouts_come_fastest_first_and_fit() -> None:
     assert float(alone["weights"]) == pytest.approx(2 * 7.504 / 1.0737, abs=0.1)
 
 
-def test_where_memory_is_short_layers_are_recomputed() -> None:
-    (row,) = rows(tiny.run_verb(VERB, "--params=8B", "--gpus=1", "--gpu-memory=141").stdout)
+def test_plan_recomputes_layers_where_memory_is_short(plan: Plan) -> None:
+    (row,) = rows(plan.shown("--params=8B", "--gpus=1", "--gpu-memory=141"))
     layers = int(row["recompute"].removesuffix(" layers"))
     assert 0 < layers < 32
     # One less would be too much.
@@ -67,72 +83,71 @@ def test_where_memory_is_short_layers_are_recomputed() -> None:
     assert float(row["GiB"]) <= 137 < more
 
 
-def test_what_would_fit_is_said_where_nothing_does() -> None:
-    message = error_of("--params=70B", "--gpus=8")
+def test_plan_says_what_would_fit_where_nothing_does(plan: Plan) -> None:
+    message = plan.error("--params=70B", "--gpus=8")
     assert "no layout fits on 8 GPUs" in message
     enough = int(re.search(r"the least that fits is (\d+) GPUs, as TP=8\+SP", message)[1])  # type: ignore[index]
     assert enough > 8
-    tiny.run_verb(VERB, "--params=70B", f"--gpus={enough}")
+    plan.shown("--params=70B", f"--gpus={enough}")
 
 
-def test_settings_are_those_of_training(tmp_path: Path) -> None:
+def test_plan_has_settings_of_training(plan: Plan) -> None:
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.training import TrainConfig
 
-    done = tiny.run_verb(VERB, "--params=70B", "--gpus=64", "--top=1")
-    settings = [line.strip() for line in done.stdout.splitlines() if line.startswith("  model.")]
+    shown = plan.shown("--params=70B", "--gpus=64", "--top=1")
+    settings = [line.strip() for line in shown.splitlines() if line.startswith("  model.")]
     model = load_config(TrainConfig, settings).model
-    row = rows(done.stdout)[0]["layout"]
+    row = rows(shown)[0]["layout"]
     assert f"TP={model.tensor_model_parallel_size}" in row
     assert f"PP={model.pipeline_model_parallel_size}" in row
 
 
-def test_a_model_config_and_an_archive_s_folder(tmp_path: Path) -> None:
+def test_plan_of_a_model_config_and_of_an_archive_s_folder(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "model_config.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
     (tmp_path / "model_weights").mkdir()
     options = ("--gpus=4", "--precision=fp32", "--top=50")
-    of_file = tiny.run_verb(VERB, f"--config={path}", *options).stdout
-    of_folder = tiny.run_verb(VERB, f"--config={tmp_path}", *options).stdout
+    of_file = plan.shown(f"--config={path}", *options)
+    of_folder = plan.shown(f"--config={tmp_path}", *options)
     assert rows(of_file) == rows(of_folder)
     # Two query groups do not split over four.
     assert not [row for row in rows(of_file) if "TP=4" in row["layout"]]
 
 
-def test_several_numbers_of_gpus_have_a_line_each() -> None:
-    found = rows(tiny.run_verb(VERB, "--params=70B", "--gpus", "8", "64").stdout)
+def test_plan_of_several_numbers_of_gpus_has_a_line_each(plan: Plan) -> None:
+    found = rows(plan.shown("--params=70B", "--gpus", "8", "64"))
     assert [row["GPUs"] for row in found] == ["8", "64"]
     assert found[0]["layout"] == "none fits"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--params=9B"], "--params: got 9B, wanted one of 1B, 3B"),
-        (["--config=nowhere.yaml"], "--config: got nowhere.yaml, which is not there"),
-        (["--params=8B", "--micro-batch-tokens=100"], "--micro-batch-tokens: got 100, wanted 2048"),
-        (["--params=8B", "--gpu-memory=3"], "--gpu-memory: got 3, wanted more than the 4 of"),
-        (["--params=8B", "--mfu=1.5"], "--mfu: got 1.5, wanted more than 0, at most 1"),
-        (["--params=8B", "--tflops=0"], "--tflops: got 0, wanted a number above 0"),
-        (["--params=8B", "--freeze-layers=32"], "--freeze-layers: got 32, wanted 0 to 31"),
-        (["--params=70B", "--gpus=7"], "no layout fits on 7 GPUs"),
-        (["--params=8B", "--gpus=37", "--global-batch-size=4"], "--gpus: got 37, wanted a number"),
-    ],
-)
-def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
-    message = error_of("--gpus=8", *arguments)
-    assert message.startswith(f"ConfigError: {expected}")
+# A flag, and what was got and wanted.
+REFUSED = [
+    (["--params=9B"], "--params: got 9B, wanted one of 1B, 3B"),
+    (["--config=nowhere.yaml"], "--config: got nowhere.yaml, which is not there"),
+    (["--params=8B", "--micro-batch-tokens=100"], "--micro-batch-tokens: got 100, wanted 2048"),
+    (["--params=8B", "--gpu-memory=3"], "--gpu-memory: got 3, wanted more than the 4 of"),
+    (["--params=8B", "--mfu=1.5"], "--mfu: got 1.5, wanted more than 0, at most 1"),
+    (["--params=8B", "--tflops=0"], "--tflops: got 0, wanted a number above 0"),
+    (["--params=8B", "--freeze-layers=32"], "--freeze-layers: got 32, wanted 0 to 31"),
+    (["--params=70B", "--gpus=7"], "no layout fits on 7 GPUs"),
+    (["--params=8B", "--gpus=37", "--global-batch-size=4"], "--gpus: got 37, wanted a number"),
+]
 
 
-def test_a_config_that_is_no_model_s_is_refused(tmp_path: Path) -> None:
+def test_plan_errors_are_one_line(plan: Plan, tmp_path: Path) -> None:
+    said = {expected: plan.error("--gpus=8", *arguments) for arguments, expected in REFUSED}
+    wrong = {key: got for key, got in said.items() if not got.startswith(f"ConfigError: {key}")}
+    assert not wrong
+
     path = tmp_path / "model_config.yaml"
     path.write_text("num_layers: 4\n")
-    assert "it lacks hidden_size" in error_of(f"--config={path}", "--gpus=1")
+    assert "it lacks hidden_size" in plan.error(f"--config={path}", "--gpus=1")
     path.write_text("a: [b\n")
-    assert f"--config: {path}: " in error_of(f"--config={path}", "--gpus=1")
+    assert f"--config: {path}: " in plan.error(f"--config={path}", "--gpus=1")
 
 
-def test_help_and_plans_import_no_torch() -> None:
+def test_plan_and_its_help_import_no_torch() -> None:
     """A machine that only plans needs none, and an answer takes no seconds."""
     program = (
         "import sys\n"

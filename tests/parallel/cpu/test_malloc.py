@@ -59,7 +59,7 @@ def grow(kind: str) -> tuple[float, int]:
 
 
 @needs_glibc
-def test_blocks_of_ever_other_sizes_take_ever_more_unless_gaps_are_given_back() -> None:
+def test_memory_of_ever_other_sizes_takes_ever_more_unless_gaps_are_given_back() -> None:
     # A step has 4 to 12 MiB at once, 480 in all.
     unbounded, _ = grow("unbounded")
     bounded, given_back = grow("bounded")
@@ -69,7 +69,7 @@ def test_blocks_of_ever_other_sizes_take_ever_more_unless_gaps_are_given_back() 
 
 
 @needs_glibc
-def test_giving_back_leaves_what_is_in_use_as_it_was() -> None:
+def test_gaps_given_back_leave_what_is_in_use_as_it_was() -> None:
     blocks = [bytes([value]) * 2**17 for value in range(100)]
     del blocks[::2]
     give_back_gaps()
@@ -94,22 +94,17 @@ def given_back(freed: FreedMemory, steps: list[int]) -> list[bool]:
 def test_gaps_are_given_back_where_more_is_resident_than_the_first_steps_needed(
     resident: list[int],
 ) -> None:
+    """And then the need is learnt anew; steady steps give nothing back."""
     resident += [100, 160, 120, 200, 199, 201]
     assert given_back(FreedMemory(fraction=0.25, steps=3), resident) == [False] * 5 + [True]
-
-
-def test_after_gaps_were_given_back_the_need_is_learnt_anew(resident: list[int]) -> None:
     freed = FreedMemory(fraction=0.25, steps=2)
     resident += [100, 100, 130, 400, 90, 490, 510]
     assert given_back(freed, resident) == [False, False, True, False, False, False, True]
-
-
-def test_steady_steps_give_nothing_back(resident: list[int]) -> None:
     resident += [1000, 990, 1001] * 40
     assert not any(given_back(FreedMemory(), resident))
 
 
-def test_without_proc_nothing_is_known_and_nothing_given_back(
+def test_gaps_are_not_given_back_without_proc(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def missing(self: Path, *unused: object) -> str:

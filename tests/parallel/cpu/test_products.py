@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,28 +11,26 @@ from nemo_aligner.parallel.cpu import processor, products
 from nemo_aligner.parallel.cpu.products import LinearByPieces, add_weight_gradient, linear_by_pieces
 
 
-@pytest.mark.parametrize("rows", [1, 31, 32, 33, 511, 512, 513, 1100])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_product_is_that_of_torch(rows, with_bias):
-    generator = torch.Generator().manual_seed(rows)
-    x = torch.randn(rows, 1, 96, generator=generator)
-    weight = torch.randn(40, 96, generator=generator)
-    bias = torch.randn(40, generator=generator) if with_bias else None
-    found = linear_by_pieces(x, weight, bias)
-    assert found.shape == (rows, 1, 40)
-    torch.testing.assert_close(
-        found, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-5
-    )
+def test_products_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(40, 96, generator=generator), torch.randn(40, generator=generator)
+    for rows in (1, 31, 32, 33, 511, 512, 513, 1100):
+        x = torch.randn(rows, 1, 96, generator=generator)
+        for added in (None, bias):
+            found = linear_by_pieces(x, weight, added)
+            assert found.shape == (rows, 1, 40)
+            wanted = torch.nn.functional.linear(x, weight, added)
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
 
 
 def test_products_are_of_few_sizes(monkeypatch):
     """oneDNN keeps what it has made for each."""
     sizes = set()
-    product = torch.ops.mkldnn._linear_pointwise
+    pointwise = torch.ops.mkldnn._linear_pointwise
 
     def noting(rows, *others):
         sizes.add(len(rows))
-        return product(rows, *others)
+        return pointwise(rows, *others)
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noting)
     weight = torch.ones(8, 8)
@@ -47,29 +47,28 @@ def slow_mkl(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [9, 64, 1100])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_gradients_are_those_of_torch(rows, fused, with_bias, slow_mkl):
+def test_product_gradients_are_those_of_torch(rows, slow_mkl):
     generator = torch.Generator().manual_seed(rows)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     x, weight, bias, grad = draw(rows, 1, 96), draw(40, 96), draw(40), draw(rows, 1, 40)
-    found, wanted = (
-        [each.clone().requires_grad_() for each in (x, weight, bias)[: 2 + with_bias]]
-        for _ in range(2)
-    )
-    found[1].main_grad = torch.ones(40, 96)
-    found[1].grad_added_to_main_grad = False
-    LinearByPieces.apply(*found[:2], *(found[2:] or [None]), fused, None).backward(grad)
-    torch.nn.functional.linear(*wanted).backward(grad)
-    own = found[1].main_grad - 1 if fused else found[1].grad
-    assert found[1].grad_added_to_main_grad is fused
-    for ours, theirs in [(own, wanted[1].grad)] + [
-        (found[n].grad, wanted[n].grad) for n in (0, 2)[: 1 + with_bias]
-    ]:
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+    for fused, with_bias in product((False, True), (False, True)):
+        found, wanted = (
+            [each.clone().requires_grad_() for each in (x, weight, bias)[: 2 + with_bias]]
+            for _ in range(2)
+        )
+        found[1].main_grad = torch.ones(40, 96)
+        found[1].grad_added_to_main_grad = False
+        LinearByPieces.apply(*found[:2], *(found[2:] or [None]), fused, None).backward(grad)
+        torch.nn.functional.linear(*wanted).backward(grad)
+        own = found[1].main_grad - 1 if fused else found[1].grad
+        assert found[1].grad_added_to_main_grad is fused
+        for ours, theirs in [(own, wanted[1].grad)] + [
+            (found[n].grad, wanted[n].grad) for n in (0, 2)[: 1 + with_bias]
+        ]:
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
-def test_a_frozen_weight_has_no_gradient_and_its_input_has(slow_mkl):
+def test_product_with_a_frozen_weight_has_a_gradient_of_its_input(slow_mkl):
     x, weight = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8)
     LinearByPieces.apply(x, weight, None, True, None).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(20, 8))
@@ -77,7 +76,7 @@ def test_a_frozen_weight_has_no_gradient_and_its_input_has(slow_mkl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_gradient_is_added(dtype, slow_mkl):
+def test_product_s_weight_gradient_is_added(dtype, slow_mkl):
     x, grad = torch.randn(70, 1, 8).to(dtype), torch.randn(70, 1, 4).to(dtype)
     found = torch.ones(4, 8)
     add_weight_gradient(found, x, grad)
@@ -85,17 +84,17 @@ def test_a_weight_gradient_is_added(dtype, slow_mkl):
     torch.testing.assert_close(found, wanted, atol=0.3 if dtype is torch.bfloat16 else 1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("capability", "vendor", "slow"),
-    [
-        ("AVX512", "AuthenticAMD", True),
-        ("AVX512", "GenuineIntel", False),
-        ("AVX2", "AuthenticAMD", False),
-    ],
-)
-def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path, capability, vendor, slow):
+def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
-    info.write_text(f"vendor_id : {vendor}\n")
     monkeypatch.setattr(processor, "_CPUINFO", info)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert processor.is_slow_with_mkl.__wrapped__() is slow
+    wanted = {
+        ("AVX512", "AuthenticAMD"): True,
+        ("AVX512", "GenuineIntel"): False,
+        ("AVX2", "AuthenticAMD"): False,
+    }
+    found = {}
+    for capability, vendor in wanted:
+        info.write_text(f"vendor_id : {vendor}\n")
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
+        found[capability, vendor] = processor.is_slow_with_mkl.__wrapped__()
+    assert found == wanted

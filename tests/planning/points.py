@@ -1,0 +1,23 @@
+"""``points.py JOBS``: the benchmarks' memory of each job of a JSON list, a line each."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+
+from tests.launching import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import scaling_point
+
+
+def main(jobs: str) -> None:
+    for job in json.loads(jobs):
+        sys.argv[1:] = [json.dumps(job)]
+        scaling_point.main()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
