@@ -243,9 +243,7 @@ def _new_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
         raise ConfigError(f"env: got {got} of url and rm_model_file, wanted one of them")
     if config.url:
         token = find_token(None, config.token_variable, "env.token")
-        return RewardClient(
-            config.url, wait_s=config.wait_s, retry_s=config.retry_s, token=token
-        )
+        return RewardClient(config.url, wait_s=config.wait_s, retry_s=config.retry_s, token=token)
     from nemo_aligner.integrations.in_process import InProcessScorer
 
     return InProcessScorer.load(config)

@@ -41,9 +41,7 @@ def run_server(config: ServeConfig) -> int:
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        servable = RewardModelServable(
-            scorer, config.server, shaper, turn_end=models[0].turn_end()
-        )
+        servable = RewardModelServable(scorer, config.server, shaper, turn_end=models[0].turn_end())
         return serve([servable], config.server)
 
 

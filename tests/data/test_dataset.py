@@ -86,9 +86,7 @@ def test_dataset_names_a_record_the_template_refuses(tmp_path: Path, contracts: 
     assert "malformed" not in str(caught.value)
 
 
-def test_malformed_records_of_all_files_are_one_error(
-    tmp_path: Path, contracts: Contracts
-) -> None:
+def test_malformed_records_of_all_files_are_one_error(tmp_path: Path, contracts: Contracts) -> None:
     bad = [{**pair("a", "b"), "chosen": n} for n in range(12)]
     train = write(tmp_path / "train.jsonl", *bad, pair("a", "b"))
     valid = write(tmp_path / "valid.jsonl", *bad[:1], pair("c", "d", "y"))

@@ -21,9 +21,7 @@ from tests.data.files import write
 VERB = "data inspect"
 
 
-def test_inspect_pairs_with_a_tokenizer(
-    tokenizer_folder: Path, tmp_path: Path, run: Run
-) -> None:
+def test_inspect_pairs_with_a_tokenizer(tokenizer_folder: Path, tmp_path: Path, run: Run) -> None:
     train = write(tmp_path / "train.jsonl", {"prompt": "why", "chosen": "a", "rejected": "b"})
     path = write(
         tmp_path / "pairs.jsonl",

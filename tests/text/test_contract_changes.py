@@ -17,9 +17,7 @@ from tests.contracts import Contracts
 from tests.text.test_contract import FIXED
 
 
-def test_start_decides_what_is_left_open(
-    contracts: Contracts, tokenizer: Tokenizer
-) -> None:
+def test_start_decides_what_is_left_open(contracts: Contracts, tokenizer: Tokenizer) -> None:
     start = contracts(template="plain", add_bos=True, add_eos=True)
     config = contracts.config()
     contract = build_contract(config, tokenizer, Precision.fp32, start)

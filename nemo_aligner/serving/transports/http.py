@@ -130,9 +130,7 @@ class _Endpoint:
             failure = Failure(one_line(error), FailureKind.bad_request)
         return route.refuse(failure, body), failure.retry_after_s
 
-    async def _scored(
-        self, asked: ScoreRequest
-    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+    async def _scored(self, asked: ScoreRequest) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
         if self._completion is not None:
             try:
                 asked, completed = await self._completion.complete(asked)

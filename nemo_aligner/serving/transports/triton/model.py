@@ -95,9 +95,7 @@ def _sent_tokens(request: Any) -> list[bytes]:
     """Triton hands headers on among a request's parameters, by the names that they were sent by."""
     parameters = request.parameters or {}
     return [
-        str(value).encode()
-        for name, value in parameters.items()
-        if name.lower() == _TOKEN_HEADER
+        str(value).encode() for name, value in parameters.items() if name.lower() == _TOKEN_HEADER
     ]
 
 
