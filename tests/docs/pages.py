@@ -14,8 +14,8 @@ PAGES = sorted(
     if path.is_file()
 )
 PROGRAMS = re.compile(
-    r"(?:\w+=\S+ )*(?:nemo-aligner|bash|curl|docker|for|git|kubectl|pip|python[\d.]*|sbatch|source|"
-    r"srun|torchrun|\S+/pip) "
+    r"(?:\w+=\S+ )*(?:nemo-aligner|bash|curl|docker|export|for|git|kubectl|pip|python[\d.]*|sbatch|"
+    r"source|srun|torchrun|\S+/pip) "
 )
 # What a command begins with, and the verb that the rest is for.
 STARTS = {

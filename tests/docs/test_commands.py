@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -68,6 +69,7 @@ COLUMNS = 100  # that a training's log has
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
 MODULE = re.compile(r"# (\w+\.py)\n")
+EXPORT = re.compile(r"export (\w+)=(.*)")
 
 
 def is_run_here(command: str) -> bool:
@@ -117,6 +119,7 @@ class Page:
 
     def __init__(self, page: Path, folder: Path, logs: Path, stack: ExitStack) -> None:
         self._folder, self._logs, self._stack = folder, logs, stack
+        self._servers: dict[str, ExitStack] = {}
         modules = [text for text in blocks(page, "python") if MODULE.match(text)]
         for text in modules:
             (folder / MODULE.findall(text)[0]).write_text(text)
@@ -129,17 +132,28 @@ class Page:
             step = step.replace(f"127.0.0.1:{port}", f"127.0.0.1:{self._ports[stands_for]}")
         if step.startswith("PYTHON\n"):
             exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
+        elif exported := EXPORT.fullmatch(step):
+            self._env[exported[1]] = self._run_in_bash(f"printf %s {exported[2]}")
         elif is_server(step):
             self._serve(*split_verb(shlex.split(step)[1:]))
         elif "nemo-aligner " in step:
             words = shlex.split(step, comments=True)
             self._run(*split_verb(words[words.index("nemo-aligner") + 1 :]))
         else:
-            path = f"{Path(sys.executable).parent}:{tiny.environment()['PATH']}"
-            environment = tiny.environment(PATH=path)
-            subprocess.run(
-                ["bash", "-ec", step], cwd=self._folder, env=environment, check=True, timeout=120
-            )
+            self._run_in_bash(step)
+
+    def _run_in_bash(self, step: str) -> str:
+        """What it prints."""
+        path = f"{Path(sys.executable).parent}:{tiny.environment()['PATH']}"
+        return subprocess.run(
+            ["bash", "-ec", step],
+            cwd=self._folder,
+            env=tiny.environment(PATH=path),
+            check=True,
+            timeout=120,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
 
     def _run(self, verb: str, arguments: list[str]) -> None:
         if "--output" in arguments:
@@ -176,12 +190,20 @@ class Page:
         here = [f"{prefix}.host=127.0.0.1", f"{prefix}.port={self._ports[SERVERS[verb]]}"]
         if any(FREEZE in argument for argument in arguments):
             here.append(FROZEN)
-        logs = self._logs / verb
-        logs.mkdir()
+        if verb in self._servers:
+            self._servers[verb].close()
+        self._servers[verb] = self._stack.enter_context(ExitStack())
+        logs = Path(tempfile.mkdtemp(prefix=verb, dir=self._logs))
         server = running(
-            logs, "nemo_aligner/__main__.py", verb, *arguments, *here, current=self._folder
+            logs,
+            "nemo_aligner/__main__.py",
+            verb,
+            *arguments,
+            *here,
+            current=self._folder,
+            variables=self._env,
         )
-        started: Server = self._stack.enter_context(server)
+        started: Server = self._servers[verb].enter_context(server)
         assert started.url.endswith(f":{self._ports[SERVERS[verb]]}")
 
     def _remove(self, path: Path) -> None:
@@ -218,6 +240,7 @@ def test_every_command_is_run_or_has_its_reason() -> None:
     for start in (*ELSEWHERE, *NEEDS):
         assert any(command.startswith(start) for command in every), f"no page has {start}"
     runners = (
+        "export ",
         "nemo-aligner ",
         "python examples/data/",
         "for part in ",

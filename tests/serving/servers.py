@@ -15,9 +15,10 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.launching import ROOT, free_port, rank_environment
@@ -97,11 +98,12 @@ def running(
     ranks: int = 1,
     torchrun: bool = False,
     current: Path = ROOT,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
     """Start ``script`` with a ready file, and make sure that it is gone afterwards.
 
     By ``torchrun`` it is the one process that ``ranks`` of the server has. ``folder`` is for what
-    it writes, ``current`` is its current one.
+    it writes, ``current`` is its current one, ``variables`` are added to its environment.
     """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
     command = [sys.executable, str(ROOT / script), *arguments]
@@ -109,7 +111,7 @@ def running(
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command[1:1], ranks = launcher, 1
     command.append(f"{prefix(script, arguments)}ready_file=")
-    with turn, _running(folder, command, ranks, current) as server:
+    with turn, _running(folder, command, ranks, current, variables) as server:
         yield server
 
 
@@ -117,12 +119,14 @@ def running(
 def gateway(folder: Path, *settings: str) -> Iterator[Server]:
     """A gateway in a process of its own, at any free port, that is gone afterwards."""
     command = [sys.executable, "-m", "nemo_aligner", "gateway", "gateway.port=0", *settings]
-    with _running(folder, [*command, "gateway.ready_file="], 1, ROOT) as started:
+    with _running(folder, [*command, "gateway.ready_file="], 1, ROOT, {}) as started:
         yield started
 
 
 @contextlib.contextmanager
-def _running(folder: Path, command: list[str], ranks: int, current: Path) -> Iterator[Server]:
+def _running(
+    folder: Path, command: list[str], ranks: int, current: Path, added: Mapping[str, str]
+) -> Iterator[Server]:
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
     environment = {
@@ -132,19 +136,20 @@ def _running(folder: Path, command: list[str], ranks: int, current: Path) -> Ite
         "CUDA_VISIBLE_DEVICES": "",
         "TEST_MARK": mark,
         "PYTRITON_HOME": str(home),
+        **added,
     }
     port = free_port()
     server = Server("", [], log, mark, home)
     command[-1] += str(ready)
     with log.open("wb") as output:
         for rank in range(ranks):
-            variables = {} if ranks == 1 else rank_environment(rank, ranks, port)
+            of_rank = {} if ranks == 1 else rank_environment(rank, ranks, port)
             server.ranks.append(
                 subprocess.Popen(
                     command,
                     stdout=output,
                     stderr=output,
-                    env={**environment, **variables},
+                    env={**environment, **of_rank},
                     cwd=current,
                 )
             )
