@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nemo_aligner.checkpoint.weights.index import INDEX_NAME, read_metadata
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, short
 
 COMMON_NAME = "common.pt"
 # As megatron-core names an object that is whole in one piece: a list of nothing but it.
@@ -62,4 +62,4 @@ def _plain(source: Path | BytesIO, name: Path | str) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{name}: refused or unreadable: {error}") from error
+        raise CheckpointError(f"{name}: refused or unreadable: {short(error)}") from error

@@ -2,11 +2,14 @@
 
 ``.metadata`` is a pickle, and torch reads it with ``pickle.load``. Here only the record types of
 torch.distributed.checkpoint can be built, so a file that passes may be handed to torch afterwards.
+A pickle may name one object many times: tuples in tuples make a key of a few bytes that takes hours
+to hash or to print. So what is hashed or called with is small, each part as often as it is named.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from types import FunctionType
@@ -16,10 +19,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from nemo_aligner.checkpoint.weights.private_names import PythonUnpickler
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, short, shown
 
 INDEX_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
+_MOST_PARTS = 10_000  # of a key or of arguments, which have a dozen
 _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -48,11 +52,57 @@ def _enum_member(owner: Any, name: Any) -> Any:
     """What ``getattr`` may do in an index: Python 3.11.0 to 3.11.3 write enum members with it."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
-    raise pickle.UnpicklingError(f"it asks for attribute {name!r} of {owner!r}")
+    raise pickle.UnpicklingError(f"it asks for attribute {shown(name)} of {shown(owner)}")
+
+
+def _check_small(value: Any) -> None:
+    waiting, parts = [value], 0
+    while waiting:
+        one = waiting.pop()
+        inside: Any = ()
+        if isinstance(one, dict):
+            inside = [*one, *one.values()]
+        elif isinstance(one, tuple | list | set | frozenset):
+            inside = one
+        elif not isinstance(one, type | FunctionType | Enum):
+            inside = getattr(one, "__dict__", {}).values()
+        parts += 1 + len(inside) + (len(one) if isinstance(one, str | bytes) else 0)
+        if parts > _MOST_PARTS:
+            raise pickle.UnpicklingError(
+                f"it has a key or an argument of more than {_MOST_PARTS} parts"
+            )
+        waiting += inside
+
+
+# What each of these takes from the stack that Python hashes, or may print in an error.
+_KEYS_AND_ARGUMENTS: dict[bytes, Callable[[list[Any]], list[Any]]] = {
+    pickle.SETITEM: lambda stack: stack[-2:-1],
+    pickle.SETITEMS: lambda stack: stack[::2],
+    pickle.DICT: lambda stack: stack[::2],
+    pickle.ADDITEMS: list,
+    pickle.FROZENSET: list,
+    pickle.REDUCE: lambda stack: stack[-1:],
+    pickle.NEWOBJ: lambda stack: stack[-1:],
+}
+
+
+def _of_small_ones(
+    load: Callable[[Any], None], taken: Callable[[list[Any]], list[Any]]
+) -> Callable[[Any], None]:
+    def checked(unpickler: Any) -> None:
+        for value in taken(unpickler.stack):
+            _check_small(value)
+        load(unpickler)
+
+    return checked
 
 
 class _AllowListUnpickler(PythonUnpickler):
     dispatch = dict(PythonUnpickler.dispatch)  # noqa: RUF012
+    for _code, _taken in _KEYS_AND_ARGUMENTS.items():
+        dispatch[_code[0]] = _of_small_ones(dispatch[_code[0]], _taken)
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no record is written with these
+        del dispatch[_code[0]]
 
     def load_build(self) -> None:
         # A pickle may set attributes of what it made, but not of the classes it named.
@@ -87,7 +137,7 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = _AllowListUnpickler(stream).load()
         _check_structure(metadata)
     except Exception as error:  # a broken pickle may raise anything, and lack anything
-        raise CheckpointError(f"{path}: refused or unreadable: {error}") from error
+        raise CheckpointError(f"{path}: refused or unreadable: {short(error)}") from error
     _check_locations(path, metadata)
     return metadata
 
@@ -97,29 +147,39 @@ def _check_structure(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
         raise TypeError(f"got {type(metadata).__name__}, wanted a checkpoint index")
     for name, entry in metadata.state_dict_metadata.items():
+        _check_name(name)
         if isinstance(entry, TensorStorageMetadata):
             shapes = [entry.size]
             for chunk in entry.chunks:
                 shapes += [chunk.offsets, chunk.sizes]
-            if not isinstance(entry.properties.dtype, torch.dtype) or not isinstance(name, str):
-                raise TypeError(f"{name!r}: got {entry.properties.dtype!r}, wanted a dtype")
+            dtype = entry.properties.dtype
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
-                raise ValueError(f"{name}: a shape has other than whole numbers")
+                raise ValueError(f"{shown(name)}: a shape has other than whole numbers")
     for index, info in (metadata.storage_data or {}).items():
+        _check_name(index.fqn)
         numbers = info.offset, info.length
         if not isinstance(info.relative_path, str) or any(
             type(number) is not int or number < 0 for number in numbers
         ):
+            got = ", ".join(type(value).__name__ for value in (info.relative_path, *numbers))
             raise ValueError(
-                f"{index}: got {(info.relative_path, *numbers)}, wanted a file, an offset in it "
-                "and a length"
+                f"{shown(index.fqn)}: got {got}, wanted a file, an offset in it and a length"
             )
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"got {type(name).__name__}, wanted the name of a tensor")
 
 
 def _check_locations(path: Path, metadata: Metadata) -> None:
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
-            raise CheckpointError(f"{path}: the data file {name!r} is not in its folder")
+            raise CheckpointError(f"{path}: the data file {shown(name)} is not in its folder")
         if (path.parent / name).is_symlink():
-            raise CheckpointError(f"{path}: the data file {name!r} is a link, wanted a plain file")
+            raise CheckpointError(
+                f"{path}: the data file {shown(name)} is a link, wanted a plain file"
+            )

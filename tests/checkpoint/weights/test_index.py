@@ -142,3 +142,77 @@ def test_an_index_that_lacks_something_is_refused(
     damage(metadata)
     (unpacked / "model_weights" / ".metadata").write_bytes(pickle.dumps(metadata))
     refuse(unpacked, layout, r"\.metadata|word_embeddings\.weight: got none")
+
+
+def index_of(key: bytes) -> bytes:
+    """An index in which the object that ``key`` makes is the key of a dict."""
+    return b"}" + key + b"Ns."
+
+
+def test_index_of_objects_in_objects_is_refused_at_once(tmp_path: Path) -> None:
+    """Each level names the one below twice: 40 of them would take hours to hash."""
+    module = b"torch.distributed.checkpoint."
+    record = b"c" + module + b"metadata\nMetadataIndex\n)\x81"
+    tuples = b")" + b"2\x86" * 40
+    records = (
+        record
+        + b"q\x00"
+        + b"".join(
+            b"0%bq%c}(X\x03\x00\x00\x00fqnh%cX\x06\x00\x00\x00offseth%cub"
+            % (record, level, level - 1, level - 1)
+            for level in range(1, 40)
+        )
+    )
+    pickles = {
+        "tuples": index_of(tuples),
+        "put and got": index_of(b")" + b"q\x00h\x00\x86" * 40),
+        "records": index_of(records),
+        "in a set": b"\x8f(" + tuples + b"\x90.",
+        "in a frozen set": b"(" + tuples + b"\x91.",
+        "an argument": b"c" + module + b"planner\nWriteItemType\n" + tuples + b"R.",
+        "lists": b"c"
+        + module
+        + b"planner\nWriteItemType\n]"
+        + b"q\x00](h\x00h\x00e" * 40
+        + b"\x85R.",
+    }
+    for name, content in pickles.items():
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match="of more than 10000 parts"):
+            read_metadata(tmp_path)
+        assert len(content) < 5000, name
+
+
+def test_index_that_is_wrong_is_told_in_few_words(saved: Path) -> None:
+    whole = (saved / ".metadata").read_bytes()
+    long = "x" * 10**6
+    much: Any = [1]
+    for _ in range(40):
+        much = [much, much]
+
+    def change_dtype(metadata: Any, value: Any) -> None:
+        entries = metadata.state_dict_metadata.values()
+        properties = next(each.properties for each in entries if hasattr(each, "properties"))
+        object.__setattr__(properties, "dtype", value)
+
+    def change_file(metadata: Any, value: Any) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = value
+
+    def name_file(metadata: Any, value: Any) -> None:
+        info = next(iter(metadata.storage_data.values()))
+        metadata.storage_data[MetadataIndex(value)] = info
+
+    for change, value, wanted in (
+        (change_dtype, much, "got list, wanted a dtype"),
+        (change_dtype, long, "got str, wanted a dtype"),
+        (change_file, much, "got list, "),
+        (change_file, f"{long}/", "is not in its folder"),
+        (name_file, (1, 2), "got tuple, wanted the name of a tensor"),
+    ):
+        (saved / ".metadata").write_bytes(whole)
+        metadata = read_metadata(saved)
+        change(metadata, value)
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match=wanted) as caught:
+            read_metadata(saved)
+        assert len(str(caught.value)) < 1000
