@@ -96,7 +96,11 @@ def test_earlier_run_goes_on_as_it_would_have(
     assert f"resumed from {run / 'checkpoints' / 'step_00000004'}, after 16 records" in today[1]
     logged = logged_in(run)
     for name, expected in EXPECTED["ranking"]["logged"].items():
-        assert logged[name] == pytest.approx(expected, rel=0, abs=TOLERANCE), name
+        # The earlier run was stopped before a validation, which is made up today.
+        made_up = {"4"} if name.startswith("validation-") else set()
+        assert logged[name].keys() == expected.keys() | made_up, name
+        found = {step: logged[name][step] for step in expected}
+        assert found == pytest.approx(expected, rel=0, abs=TOLERANCE), name
     check_rewards(run / "checkpoints" / "megatron_gpt.nemo", EXPECTED["ranking"], layout)
 
 
