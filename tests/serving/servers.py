@@ -26,6 +26,7 @@ from tests.once import TURNS
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"
+SERVE = "examples/serve_reward_model.py"
 QUICK = ("heartbeat_secs=0.5", "exit_timeout_secs=10")
 
 
@@ -188,6 +189,15 @@ def json_request(name: str, datatype: str, rows: list[list[Any]]) -> dict[str, A
     """One input of a KServe v2 request, as plain JSON."""
     flat = [value for row in rows for value in row]
     return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}
+
+
+def tokens_request(rows: list[list[int]], *lengths: int) -> list[dict[str, Any]]:
+    """The inputs of token ids; without lengths each row is whole."""
+    lengths = lengths or tuple(map(len, rows))
+    return [
+        json_request("tokens", "INT64", rows),
+        json_request("sequence_lengths", "INT64", [[length] for length in lengths]),
+    ]
 
 
 def batches(server: Server) -> list[tuple[int, int]]:

@@ -15,15 +15,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.scoring.scorer import RewardScorer
 from tests import tiny
 from tests.once import Once
-from tests.serving.servers import running
+from tests.serving.servers import Server
 
 pytestmark = pytest.mark.slow(seconds=20)
 
 REQUIREMENT = "nemo-aligner==0.7.0"
-SERVE = "examples/serve_reward_model.py"
 CLOSE = {"rtol": 0, "atol": 2.5e-6}
 LONGEST = 48
 
@@ -40,20 +39,9 @@ def fetch(folder: Path) -> None:
         archive.extractall(folder, filter="data")
 
 
-@pytest.fixture(scope="module")
-def source(once: Once) -> Path:
+def client_source(once: Once) -> Path:
     (folder,) = once("nemo_aligner_client", fetch).glob("*/nemo_aligner")
     return folder.parent
-
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo")
-
-
-@pytest.fixture(scope="module")
-def scorer(reward_model: Path, layout: Any) -> RewardScorer:
-    return load_scorer(reward_model, layout)
 
 
 @dataclass(frozen=True)
@@ -71,12 +59,6 @@ class Batch:
         return {"tokens": rows, "lengths": lengths, "pad_to_length": self.pad_to_length}
 
 
-def ask(source: Path, port: int | None, batches: list[Batch], folder: Path) -> list[dict[str, Any]]:
-    """What the client gets for each batch; all are sent before the first is waited for."""
-    job = {"port": port, "batches": [batch.job() for batch in batches]}
-    return run_client("aligner_client.py", source, job, folder)
-
-
 def run_client(script: str, source: Path, job: dict[str, Any], folder: Path) -> Any:
     """What comes of a job for the client in ``script``, which has the last line."""
     done = subprocess.run(
@@ -92,10 +74,9 @@ def run_client(script: str, source: Path, job: dict[str, Any], folder: Path) -> 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_rewards_are_those_of_the_scorer(
-    source: Path, reward_model: Path, scorer: RewardScorer, tmp_path: Path
+def test_aligner_client_gets_the_rewards_of_the_scorer(
+    model_server: Server, scorer: RewardScorer, once: Once, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     rng = random.Random(3)
     texts = [[rng.randrange(3, 300) for _ in range(rng.randint(1, LONGEST))] for _ in range(12)]
     seq_length = scorer.contract.seq_length
@@ -109,9 +90,10 @@ def test_rewards_are_those_of_the_scorer(
         *(Batch([text], pad_to_length=64) for text in texts),
     ]
     bad = Batch([texts[0], [5] * (seq_length + 1)])
-    settings = [f"rm_model_file={reward_model}", "server.port=0"]
-    with running(tmp_path, SERVE, *settings) as server:
-        *found, refused = ask(source, urlsplit(server.url).port, [*good, bad], tmp_path)
+    # All are sent before the first is waited for.
+    batches = [batch.job() for batch in (*good, bad)]
+    job = {"port": urlsplit(model_server.url).port, "batches": batches}
+    *found, refused = run_client("aligner_client.py", client_source(once), job, tmp_path)
     for batch, answer in zip(good, found, strict=True):
         assert answer["dtype"] == "torch.float32"
         wanted = scorer.score_tokens(batch.token_lists)

@@ -6,17 +6,16 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import tiny
-from tests.serving.servers import Server, json_request, running
-from tests.serving.test_reward_model import SERVE
+from tests.serving.conftest import MAX_ROWS
+from tests.serving.servers import Server, json_request, tokens_request
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("pytriton")
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.slow
 
 CLIENTS = 64
 REQUESTS = 10_000
-MAX_ROWS = 16
 LARGE = 2_000_000
 ATOL = 2e-5
 
@@ -86,8 +84,7 @@ class Traffic:
             lists = [self._tokens[row] for row in rows]
             width = max(map(len, lists)) + self._rng.randint(0, 5)
             padded = [ids + [0] * (width - len(ids)) for ids in lists]
-            lengths = column("sequence_lengths", [len(ids) for ids in lists])
-            body = body_of(json_request("tokens", "INT64", padded), lengths)
+            body = body_of(*tokens_request(padded, *map(len, lists)))
             return Request(body, self._rewards["sentences"][rows])
         if form == "sentences":
             body = body_of(column(form, [self._texts[row] for row in rows]))
@@ -108,13 +105,7 @@ class Traffic:
             (body_of(column("conversations", ["{"])), 400, "conversations, row 0: not JSON"),
             (body_of(tokens), 400, "tokens and sequence_lengths together"),
             (body_of(tokens, column("sequence_lengths", [4])), 400, "row 0: got 4, wanted 1 to 3"),
-            (
-                body_of(
-                    json_request("tokens", "INT64", [[10**6]]), column("sequence_lengths", [1])
-                ),
-                400,
-                "row 0: got token id 1000000",
-            ),
+            (body_of(*tokens_request([[10**6]])), 400, "row 0: got token id 1000000"),
             (body_of(column("sentences", ["a"] * (MAX_ROWS + 1))), 400, str(MAX_ROWS)),
             (body_of(json_request("sentences", "BYTES", [["a", "b"]])), 400, "shape"),
             (body_of(json_request("tokens", "FP32", [[1.0]])), 400, "data-type"),
@@ -150,43 +141,30 @@ async def send_all(url: str, requests: Sequence[Request], clients: int = CLIENTS
 
 
 @pytest.fixture(scope="module")
-def traffic(scorer_and_path) -> Traffic:
-    return Traffic(scorer_and_path[0])
+def traffic(scorer: Any) -> Traffic:
+    return Traffic(scorer)
 
 
-@pytest.fixture(scope="module")
-def server(scorer_and_path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = [
-        f"rm_model_file={scorer_and_path[1]}",
-        "server.port=0",
-        "model.micro_batch_tokens=2048",
-        f"server.max_batch_size={MAX_ROWS}",
-        "server.report_every_secs=2",
-    ]
-    with running(tmp_path_factory.mktemp("fire"), SERVE, *settings) as started:
-        yield started
-        assert started.stop() == [0], started.output()[-3000:]
-        started.assert_nothing_is_left()
-
-
-def test_every_request_of_ten_thousand_has_its_own_answer_and_good_ones_go_on(server, traffic):
+def test_server_gives_every_request_of_ten_thousand_its_own_answer_and_good_ones_go_on(
+    model_server: Server, traffic: Traffic
+) -> None:
     probe = traffic.good()
-    asyncio.run(send_all(server.url, [probe] * 3))
+    asyncio.run(send_all(model_server.url, [probe] * 3))
     alone, among = [], []
     for _ in range(4):  # in turns, of which the fastest count: the machine has other work at times
         good = [traffic.good() for _ in range(500)]
-        alone.append(asyncio.run(send_all(server.url, good)))
-        among.append(asyncio.run(send_all(server.url, traffic.mixed(REQUESTS // 4))))
+        alone.append(asyncio.run(send_all(model_server.url, good)))
+        among.append(asyncio.run(send_all(model_server.url, traffic.mixed(REQUESTS // 4))))
     print("rows/s alone", alone, "among others", among)
-    asyncio.run(send_all(server.url, [probe]))
+    asyncio.run(send_all(model_server.url, [probe]))
     assert max(among) >= 0.5 * max(alone)
-    assert " requests/s | " in server.output()
+    assert " requests/s | " in model_server.output()
 
 
-def test_clients_that_leave_harm_nobody(server, traffic):
+def test_server_is_not_harmed_by_clients_that_leave(model_server: Server, traffic: Traffic) -> None:
     async def leave() -> None:
         for _ in range(30):
-            _, writer = await asyncio.open_connection(*server.url[7:].split(":"))
+            _, writer = await asyncio.open_connection(*model_server.url[7:].split(":"))
             body = traffic.good().body
             head = f"POST /v2/models/reward_model/infer HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
             writer.write(head.encode() + b"Host: x\r\n\r\n" + body[: random.randint(1, len(body))])
@@ -194,22 +172,9 @@ def test_clients_that_leave_harm_nobody(server, traffic):
             writer.close()
 
     async def both() -> None:
-        await asyncio.gather(leave(), send_all(server.url, [traffic.good() for _ in range(200)]))
+        await asyncio.gather(
+            leave(), send_all(model_server.url, [traffic.good() for _ in range(200)])
+        )
 
     asyncio.run(both())
-    asyncio.run(send_all(server.url, [traffic.good() for _ in range(50)]))
-
-
-def test_a_corrupt_model_is_an_error_before_the_port_opens(tmp_path, scorer_and_path):
-    broken = tmp_path / "broken.nemo"
-    content = bytearray(Path(scorer_and_path[1]).read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 64] = bytes(64)
-    broken.write_bytes(content)
-    with (
-        pytest.raises(AssertionError, match="did not start") as caught,
-        running(tmp_path, SERVE, f"rm_model_file={broken}", "server.port=0"),
-    ):
-        pass
-    assert "CheckpointError" in str(caught.value)
-    assert "Serving" not in str(caught.value)
+    asyncio.run(send_all(model_server.url, [traffic.good() for _ in range(50)]))

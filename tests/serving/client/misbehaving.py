@@ -153,6 +153,14 @@ def sentences(body: bytes, length: int) -> list[str]:
     return texts
 
 
+def eventually(condition: Callable[[], Any]) -> bool:
+    """Whether it holds within 20 seconds."""
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(condition())
+
+
 def seconds(work: Any, *given: Any) -> tuple[float, str]:
     """How long it took to fail, and the error."""
     start = time.monotonic()

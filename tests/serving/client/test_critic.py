@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class MisbehavingCritic(Misbehaving):
 
 
 @pytest.fixture
-def critic() -> Any:
+def critic() -> Iterator[MisbehavingCritic]:
     server = MisbehavingCritic()
     server.come()
     yield server
@@ -42,7 +43,9 @@ def answer(*outputs: dict[str, Any]) -> Answer:
     return 200, {"outputs": list(outputs)}
 
 
-def test_values_are_cut_to_each_sequence_and_long_calls_are_split(critic: Any) -> None:
+def test_critic_client_cuts_values_to_each_sequence_and_splits_long_calls(
+    critic: MisbehavingCritic,
+) -> None:
     critic.limit = 2
     values = output("values", "FP32", [2, 3], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     critic.said = answer(values, output("rewards", "FP32", [2, 1], [7.0, 8.0]))
@@ -54,7 +57,7 @@ def test_values_are_cut_to_each_sequence_and_long_calls_are_split(critic: Any) -
     assert [name for name, _ in critic.asked] == ["critic_infer"] * 2
 
 
-def test_too_many_bytes_at_once_are_sent_in_parts(critic: Any) -> None:
+def test_critic_client_sends_too_many_bytes_at_once_in_parts(critic: MisbehavingCritic) -> None:
     large = "got a request of 9 bytes, wanted at most 8 (server.max_request_bytes)"
 
     def post(path: str, body: bytes, headers: Any) -> Answer:
@@ -65,35 +68,40 @@ def test_too_many_bytes_at_once_are_sent_in_parts(critic: Any) -> None:
             return 400, {"error": large}
         return answer(output("values", "FP32", [1, width], [float(width)] * width))
 
-    critic._post = post
+    critic._post = post  # type: ignore[method-assign]
     with RewardCriticClient(critic.url) as client:
         found = client.infer([[1, 2, 3], [4], [5, 6]])
     assert [row.tolist() for row in found.values] == [[3, 3, 3], [1], [2, 2]]
     assert sorted(critic.asked) == [1, 1, 1, 2, 3]
 
 
-def test_nothing_is_asked_about_nothing(critic: Any) -> None:
-    with RewardCriticClient(critic.url) as client:
-        assert client.infer([]).values == []
-    assert critic.asked == []
-
-
-@pytest.mark.parametrize("verb", ["train", "save"])
-@pytest.mark.parametrize(
-    "said", [Die(), *((status, {"error": "gone; retry after 0.1 s"}) for status in (502, 504))]
-)
-def test_what_changes_a_critic_is_sent_once_though_its_answer_is_lost(
-    verb: str, said: Answer | Die, critic: Any
+def test_critic_client_asks_a_server_of_rewards_where_there_is_one(
+    critic: MisbehavingCritic, lone: Misbehaving
 ) -> None:
-    critic.said = said
-    with RewardCriticClient(critic.url, retry_s=30) as client:
-        took, error = seconds(getattr(client, verb), *(ROLLOUT if verb == "train" else []))
-    assert "it is not sent again, as it may have been done" in error
-    assert took < 5
-    assert [name for name, _ in critic.asked] == [f"critic_{verb}"]
+    critic.said = answer(output("values", "FP32", [1, 2], [0.5, 1.5]))
+    rewards = answer(output("rewards", "FP32", [1, 1], [7.0]))
+    lone._post = lambda path, body, headers: rewards  # type: ignore[method-assign]
+    with RewardCriticClient(critic.url, reward_url=lone.url) as client:
+        found = client.infer([[5, 6]])
+    assert found.rewards is not None
+    assert (found.rewards.tolist(), [row.tolist() for row in found.values]) == ([7], [[0.5, 1.5]])
 
 
-def test_a_rollout_is_sent_as_it_is(critic: Any) -> None:
+def test_critic_client_sends_once_what_changes_a_critic_though_its_answer_is_lost(
+    critic: MisbehavingCritic,
+) -> None:
+    lost = [(status, {"error": "gone; retry after 0.1 s"}) for status in (502, 504)]
+    for critic.said in (Die(), *lost):
+        for verb, given in (("train", ROLLOUT), ("save", [])):
+            critic.asked.clear()
+            with RewardCriticClient(critic.url, retry_s=30) as client:
+                took, error = seconds(getattr(client, verb), *given)
+            assert "it is not sent again, as it may have been done" in error, critic.said
+            assert took < 5
+            assert [name for name, _ in critic.asked] == [f"critic_{verb}"]
+
+
+def test_critic_client_sends_a_rollout_as_it_is(critic: MisbehavingCritic) -> None:
     critic.said = answer(output("loss_mean", "FP32", [1], [0.25]))
     with RewardCriticClient(critic.url) as client:
         assert client.train_future(*ROLLOUT).result(30) == 0.25
@@ -102,7 +110,9 @@ def test_a_rollout_is_sent_as_it_is(critic: Any) -> None:
     assert critic.asked == [["critic_train", shapes]]
 
 
-def test_an_answer_without_what_was_asked_for_is_an_error(critic: Any) -> None:
+def test_critic_client_says_that_an_answer_is_without_what_was_asked_for(
+    critic: MisbehavingCritic,
+) -> None:
     critic.said = answer(output("other", "FP32", [1], [0.0]))
     with RewardCriticClient(critic.url) as client:
         with pytest.raises(ServingError, match="the answer has no values"):
@@ -111,7 +121,7 @@ def test_an_answer_without_what_was_asked_for_is_an_error(critic: Any) -> None:
             client.train(*ROLLOUT)
 
 
-def test_nobody_listens_and_urls_that_are_none() -> None:
+def test_critic_client_says_that_nobody_listens_or_a_url_is_none() -> None:
     with RewardCriticClient(f"http://127.0.0.1:{free_port()}") as client:
         _, error = seconds(client.save)
     assert "connection refused" in error
@@ -121,9 +131,14 @@ def test_nobody_listens_and_urls_that_are_none() -> None:
         RewardCriticClient(expect="abc")
 
 
-def test_what_is_no_rollout_or_list_of_tokens_is_not_sent(critic: Any) -> None:
+def test_critic_client_does_not_send_what_is_no_rollout_or_list_of_tokens(
+    critic: MisbehavingCritic,
+) -> None:
     critic.limit = 1
     critic.said = answer(output("values", "FP32", [1, 1], [0.0]))
+    with RewardCriticClient(critic.url) as client:
+        assert client.infer([]).values == []
+    assert critic.asked == []
     tokens, *others = ROLLOUT
     with RewardCriticClient(critic.url) as client:
         with pytest.raises(ServingError, match="row 1: it has no tokens"):

@@ -15,18 +15,58 @@ import pytest
 from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.serving.client import RefusedError, RewardClient
 from tests.launching import free_port
-from tests.serving.client.misbehaving import Die, Misbehaving, output, refuse, seconds
+from tests.serving.client.misbehaving import (
+    Die,
+    Misbehaving,
+    eventually,
+    output,
+    refuse,
+    seconds,
+)
 from tests.serving.fake_server import CONTRACT, total
 
 
-def eventually(condition: Any) -> bool:
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
+def test_client_gives_the_same_rewards_and_errors_by_future_and_by_asyncio(
+    lone: Misbehaving,
+) -> None:
+    texts, wanted = ["a", "bc", "d" * 50], "reward_model: row 1: no good$"
+    with RewardClient(lone.url) as client:
+
+        async def both() -> list[Any]:
+            return await asyncio.gather(client.score_async(texts), client.score_async(texts[:1]))
+
+        future = client.score_future(texts)
+        all_three, first = asyncio.run(both())
+        for found in (client.score(texts), future.result(), all_three):
+            assert found[:, 0].tolist() == [total(text) for text in texts]
+        assert first[:, 0].tolist() == [97]
+        for ask in (client.score, lambda texts: client.score_future(texts).result()):
+            with pytest.raises(ServingError, match=wanted):
+                ask(["a", "!good"])
+        with pytest.raises(ServingError, match=wanted):
+            asyncio.run(client.score_async(["a", "!good"]))
 
 
-def test_in_a_loop_of_its_own_caller_it_scores_without_a_thread(
+def test_client_may_expect_a_contract(lone: Misbehaving) -> None:
+    for expect in (CONTRACT, CONTRACT.hash):
+        with RewardClient(lone.url, expect=expect) as client:
+            assert client.contract() == CONTRACT
+            assert client.score(["a"])[0, 0] == 97
+    wanted = replace(CONTRACT, seq_length=9, add_eos=False)
+    with RewardClient(lone.url, expect=wanted) as client:
+        _, error = seconds(client.score, ["a"])
+    differ = "model.data.add_eos: False -> True; model.data.seq_length: 9 -> 64"
+    assert f"{CONTRACT.hash}, wanted {wanted.hash}: {differ}" in error
+    with (
+        RewardClient(lone.url, expect="0" * 64) as client,
+        pytest.raises(ServingError, match=f"{CONTRACT.hash}, wanted 000"),
+    ):
+        asyncio.run(client.score_async(["a"]))
+    with pytest.raises(ConfigError, match="expect: got 'abc', wanted a ScoringContract or"):
+        RewardClient(lone.url, expect="abc")
+
+
+def test_client_in_its_callers_loop_scores_without_a_thread(
     servers: list[Misbehaving],
 ) -> None:
     one, other = servers[0].come(), servers[1].come()
@@ -50,9 +90,8 @@ def test_in_a_loop_of_its_own_caller_it_scores_without_a_thread(
     assert contract_hash == CONTRACT.hash
 
 
-class TestNobody:
-    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-    def test_listens(self, host: str) -> None:
+def test_client_says_at_once_that_nobody_listens_at_any_of_its_urls() -> None:
+    for host in ("127.0.0.1", "localhost"):
         url = f"http://{host}:{free_port()}"
         with RewardClient(url) as client:
             for _ in range(2):
@@ -60,295 +99,304 @@ class TestNobody:
                 assert took < 2
                 assert error.startswith(f"{url}, reward_model: connection refused")
                 assert error.endswith("; wait_s=60 waits for one to come up")
-
-    def test_of_several_listens(self) -> None:
-        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-        with RewardClient(urls) as client:
-            took, error = seconds(client.score, ["a"])
-        assert took < 2
-        assert all(f"{url}, reward_model: connection refused" in error for url in urls)
-
-    def test_has_such_a_name(self) -> None:
-        with RewardClient("http://nobody.invalid:5555") as client:
-            assert "no such host: nobody.invalid" in seconds(client.score, ["a"])[1]
-
-    def test_is_waited_for_as_long_as_was_said(self) -> None:
-        with RewardClient(f"http://127.0.0.1:{free_port()}", wait_s=0.5) as client:
-            took, error = seconds(client.score, ["a"])
-        assert 0.5 <= took < 3
-        assert "none was ready within 0.5 s (wait_s)" in error
-
-    def test_is_a_server_of_kserve(self, lone: Misbehaving) -> None:
-        lone.not_ready = 401, {"detail": "no token"}
-        with RewardClient(lone.url) as client:
-            _, error = seconds(client.score, ["a"])
-        assert "this is no KServe server, or it asks for a token" in error
-        assert "wait_s" not in error
-
-    def test_comes_up_later(self, lone: Misbehaving) -> None:
-        lone.go()
-        with RewardClient(lone.url, wait_s=10) as client:
-            future = client.score_future(["a"])
-            time.sleep(0.3)
-            assert not future.done()
-            lone.come()
-            assert future.result(timeout=10)[0, 0] == 97
-
-    def test_answers(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            with RewardClient(url, timeout_s=0.3) as client:
-                took, error = seconds(client.score, ["a"])
-        assert took < 2
-        assert error == (f"{url}, reward_model: timed out: no answer within 0.3 s (timeout_s)")
-
-    def test_is_asked_for_nothing(self) -> None:
-        with RewardClient(f"http://127.0.0.1:{free_port()}") as client:
-            assert client.score([]).shape == (0, 1)
-            assert client.score_tokens_future([]).result().shape == (0, 1)
-        with RewardClient(f"http://127.0.0.1:{free_port()}", expect=CONTRACT) as client:
-            assert client.score([]).shape == (0, 2)
-
-    @pytest.mark.parametrize("url", ["ftp://somewhere", "http://", []])
-    def test_lives_at_what_is_no_url(self, url: Any) -> None:
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    with RewardClient(urls) as client:
+        took, error = seconds(client.score, ["a"])
+    assert took < 2
+    assert all(f"{url}, reward_model: connection refused" in error for url in urls)
+    with RewardClient("http://nobody.invalid:5555") as client:
+        assert "no such host: nobody.invalid" in seconds(client.score, ["a"])[1]
+    wrong: list[Any] = ["ftp://somewhere", "http://", []]
+    for url in wrong:
         with pytest.raises(ConfigError, match="wanted http://host:port"):
             RewardClient(url)
 
 
-class TestTrouble:
-    def test_no_room_is_tried_again_when_the_server_says(self, lone: Misbehaving) -> None:
-        full = [(503, {"error": "the queue is full (9 rows wait); retry after 0.3 s"})] * 2
-        lone.answer = lambda texts: full.pop() if full else None
-        with RewardClient(lone.url, retry_s=0) as client:
-            start = time.monotonic()
-            assert client.score(["a"])[0, 0] == 97
-            assert time.monotonic() - start >= 0.6
-        assert len(lone.asked) == 3
+def test_client_waits_for_a_server_as_long_as_was_said(lone: Misbehaving) -> None:
+    lone.go()
+    with RewardClient(lone.url, wait_s=0.5) as client:
+        took, error = seconds(client.score, ["a"])
+    assert 0.5 <= took < 3
+    assert "none was ready within 0.5 s (wait_s)" in error
+    with RewardClient(lone.url, wait_s=10) as client:
+        future = client.score_future(["a"])
+        time.sleep(0.3)
+        assert not future.done()
+        lone.come()
+        assert future.result(timeout=10)[0, 0] == 97
 
-    def test_no_room_after_a_lost_connection(self, lone: Misbehaving) -> None:
-        troubles: list[Any] = [(503, {"error": "full; retry after 0.4 s"}), Die()]
 
-        def answer(texts: list[str]) -> Any:
-            trouble = troubles.pop() if troubles else None
-            if isinstance(trouble, Die):
-                raise trouble
-            return trouble
+def test_client_says_that_it_meets_no_kserve_server(lone: Misbehaving) -> None:
+    lone.not_ready = 401, {"detail": "no token"}
+    with RewardClient(lone.url) as client:
+        _, error = seconds(client.score, ["a"])
+    assert "this is no KServe server, or it asks for a token" in error
+    assert "wait_s" not in error
 
-        lone.answer = answer
-        with RewardClient(lone.url, retry_s=0.3, timeout_s=5) as client:
-            assert client.score(["a"])[0, 0] == 97
 
-    def test_no_room_for_too_long_is_an_error(self, lone: Misbehaving) -> None:
-        lone.answer = lambda texts: (503, {"error": "Exceeds maximum queue size"})
-        with RewardClient(lone.url, retry_s=0.3) as client:
-            took, error = seconds(client.score, ["a"])
-        assert 0.3 <= took < 3
-        assert "HTTP 503: Exceeds maximum queue size; none came back within 0.3 s" in error
+def test_client_says_that_no_answer_came(lone: Misbehaving) -> None:
+    """Of what nothing is heard, and of a server that is ready but has no rewards."""
+    hold = threading.Event()
+    lone.answer = lambda texts: hold.wait(20) and None
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for url in (f"http://127.0.0.1:{silent.getsockname()[1]}", lone.url):
+            with RewardClient(url, timeout_s=0.3) as client:
+                took, error = seconds(client.score, ["a"])
+            assert took < 2
+            assert f"{url}, reward_model: " in error
+            assert "timed out: no answer within 0.3 s (timeout_s)" in error
+    hold.set()
 
-    def test_the_deadline_is_for_all_tries(self, lone: Misbehaving) -> None:
-        lone.answer = lambda texts: (503, {"error": "full; retry after 0.2 s"})
-        with RewardClient(lone.url, timeout_s=0.7) as client:
-            took, error = seconds(client.score, ["a"])
-        assert 0.7 <= took < 3
-        assert "no answer within 0.7 s (timeout_s); " in error
-        assert "HTTP 503: full" in error
 
-    def test_an_answer_that_does_not_come(self, lone: Misbehaving) -> None:
-        hold = threading.Event()
-        lone.answer = lambda texts: hold.wait(20) and None
-        with RewardClient(lone.url, timeout_s=0.3) as client:
-            took, error = seconds(client.score, ["a"])
-            hold.set()
-        assert took < 2
-        assert "timed out" in error
+def test_client_that_is_asked_for_nothing_asks_nobody() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with RewardClient(url) as client:
+        assert client.score([]).shape == (0, 1)
+        assert client.score_tokens_future([]).result().shape == (0, 1)
+        with pytest.raises(TypeError, match="wanted a list"):
+            client.score("oops")
+    with RewardClient(url, expect=CONTRACT) as client:
+        assert client.score([]).shape == (0, 2)
 
-    @pytest.mark.parametrize("words", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
-    def test_an_answer_that_breaks_off_is_asked_for_again(
-        self, lone: Misbehaving, words: bytes, caplog: pytest.LogCaptureFixture
-    ) -> None:
+
+def test_client_comes_again_when_a_server_without_room_says(lone: Misbehaving) -> None:
+    full = [(503, {"error": "the queue is full (9 rows wait); retry after 0.3 s"})] * 2
+    lone.answer = lambda texts: full.pop() if full else None
+    with RewardClient(lone.url, retry_s=0) as client:
+        start = time.monotonic()
+        assert client.score(["a"])[0, 0] == 97
+        assert time.monotonic() - start >= 0.6
+    assert len(lone.asked) == 3
+
+
+def test_client_comes_again_to_a_server_without_room_after_a_lost_connection(
+    lone: Misbehaving,
+) -> None:
+    troubles: list[Any] = [(503, {"error": "full; retry after 0.4 s"}), Die()]
+
+    def answer(texts: list[str]) -> Any:
+        trouble = troubles.pop() if troubles else None
+        if isinstance(trouble, Die):
+            raise trouble
+        return trouble
+
+    lone.answer = answer
+    with RewardClient(lone.url, retry_s=0.3, timeout_s=5) as client:
+        assert client.score(["a"])[0, 0] == 97
+
+
+def test_client_gives_up_on_a_server_without_room_by_either_deadline(lone: Misbehaving) -> None:
+    lone.answer = lambda texts: (503, {"error": "Exceeds maximum queue size"})
+    with RewardClient(lone.url, retry_s=0.3) as client:
+        took, error = seconds(client.score, ["a"])
+    assert 0.3 <= took < 3
+    assert "HTTP 503: Exceeds maximum queue size; none came back within 0.3 s" in error
+    lone.answer = lambda texts: (503, {"error": "full; retry after 0.2 s"})
+    with RewardClient(lone.url, timeout_s=0.7) as client:
+        took, error = seconds(client.score, ["a"])
+    assert 0.7 <= took < 3
+    assert "no answer within 0.7 s (timeout_s); " in error
+    assert "HTTP 503: full" in error
+
+
+def test_client_asks_again_for_an_answer_that_breaks_off(
+    lone: Misbehaving, caplog: pytest.LogCaptureFixture
+) -> None:
+    for words in (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"):
         deaths = [Die(words), Die(words)]
 
-        def answer(texts: list[str]) -> None:
+        def answer(texts: list[str], deaths: list[Die] = deaths) -> None:
             if deaths:
                 raise deaths.pop()
 
         lone.answer = answer
         with RewardClient(lone.url) as client:
             assert client.score(["a"])[0, 0] == 97
-        assert len(lone.asked) == 3
-        (said,) = caplog.messages
+    assert len(lone.asked) == 6
+    assert len(caplog.messages) == 2
+    for said in caplog.messages:
         assert said.endswith(
             "connection lost before the whole answer came; the request is sent again"
         )
 
-    def test_answers_that_always_break_off_are_an_error(self, lone: Misbehaving) -> None:
-        def answer(texts: list[str]) -> None:
-            raise Die
 
-        lone.answer = answer
-        with RewardClient(lone.url, retry_s=0.3) as client:
-            took, error = seconds(client.score, ["a"])
-        assert 0.3 <= took < 3
-        assert "connection lost" in error
-        assert len(lone.asked) < 10
+def test_client_gives_up_on_answers_that_always_break_off(lone: Misbehaving) -> None:
+    def answer(texts: list[str]) -> None:
+        raise Die
 
-    def test_a_server_that_is_killed_in_mid_call(self, lone: Misbehaving) -> None:
-        lone.answer = lambda texts: time.sleep(5)
-        with RewardClient(lone.url, retry_s=0.5) as client:
-            futures = [client.score_future([text]) for text in "abc"]
-            assert eventually(lambda: len(lone.asked) == 3)
-            start = time.monotonic()
-            lone.go()
-            for future in futures:
-                with pytest.raises(ServingError, match=r"refused.*none came back within 0.5 s"):
-                    future.result()
-            assert time.monotonic() - start < 3
-            lone.answer = refuse
-            lone.come()
-            assert client.score(["a"])[0, 0] == 97
+    lone.answer = answer
+    with RewardClient(lone.url, retry_s=0.3) as client:
+        took, error = seconds(client.score, ["a"])
+    assert 0.3 <= took < 3
+    assert "connection lost" in error
+    assert len(lone.asked) < 10
 
-    @pytest.mark.parametrize(
-        "answer",
-        [
-            b"{",
-            b"<html>",
-            {"outputs": 5},
-            {"outputs": []},
-            {"error": "?"},
-            b"\xff\x00",
-            b"[" * 9999,
-            {"outputs": [output("rewards", "FP32", [1], [1.0])]},
-            {"outputs": [output("rewards", "BYTES", [1, 1], ["x"])]},
-            {"outputs": [output("rewards", "FP32", [2, 1], [1.0])]},
-            {"outputs": [output("rewards", "FP32", [2, 1], [1.0, 2.0])]},
-        ],
-    )
-    def test_nonsense(self, lone: Misbehaving, answer: Any) -> None:
-        lone.answer = lambda texts: (200, answer)
+
+def test_client_of_a_server_that_is_killed_in_mid_call_and_comes_back(lone: Misbehaving) -> None:
+    lone.answer = lambda texts: time.sleep(5)
+    with RewardClient(lone.url, retry_s=0.5) as client:
+        futures = [client.score_future([text]) for text in "abc"]
+        assert eventually(lambda: len(lone.asked) == 3)
+        start = time.monotonic()
+        lone.go()
+        for future in futures:
+            with pytest.raises(ServingError, match=r"refused.*none came back within 0.5 s"):
+                future.result()
+        assert time.monotonic() - start < 3
+        lone.answer = refuse
+        lone.come()
+        assert client.score(["a"])[0, 0] == 97
+
+
+NONSENSE: list[Any] = [
+    b"{",
+    b"<html>",
+    {"outputs": 5},
+    {"outputs": []},
+    {"error": "?"},
+    b"\xff\x00",
+    b"[" * 9999,
+    {"outputs": [output("rewards", "FP32", [1], [1.0])]},
+    {"outputs": [output("rewards", "BYTES", [1, 1], ["x"])]},
+    {"outputs": [output("rewards", "FP32", [2, 1], [1.0])]},
+    {"outputs": [output("rewards", "FP32", [2, 1], [1.0, 2.0])]},
+]
+
+
+def test_client_says_that_an_answer_is_nonsense(lone: Misbehaving) -> None:
+    for answer in NONSENSE:
+        lone.answer = lambda texts, answer=answer: (200, answer)
         with RewardClient(lone.url) as client:
             took, error = seconds(client.score, ["a"])
-        assert took < 2
-        assert error.startswith(f"{lone.url}, reward_model: ")
-        assert "KServe v2" in error or "no reward for each row" in error
-
-    def test_a_failing_model_is_an_error_with_its_status(self, lone: Misbehaving) -> None:
-        lone.answer = lambda texts: (500, {"error": "the model failed: out of memory"})
-        for on_error in ("raise", "nan"):
-            with RewardClient(lone.url) as client, pytest.raises(RefusedError) as caught:
-                client.score(["a"], on_error=on_error)  # type: ignore[arg-type]
-            assert caught.value.status == 500
-            assert str(caught.value).endswith("reward_model: the model failed: out of memory")
-        assert len(lone.asked) == 2
-
-    def test_a_server_of_nemo_aligner_answers_rewards_alone(self, lone: Misbehaving) -> None:
-        lone.is_old = True
-        with RewardClient(lone.url) as client:
-            assert client.score(["a"]).tolist() == [[97, -97]]
-            with pytest.raises(ServingError, match="unknown model: 'contract'"):
-                client.contract()
-        with RewardClient(lone.url, expect=CONTRACT) as client:
-            assert "contract (none), wanted" in seconds(client.score, ["a"])[1]
-
-    def test_a_contract_that_is_expected_may_come_after_the_model(self, lone: Misbehaving) -> None:
-        lone.is_old = True
-        with RewardClient(lone.url, expect=CONTRACT, wait_s=10) as client:
-            future = client.score_future(["a"])
-            time.sleep(0.3)
-            assert not future.done()
-            lone.is_old = False
-            assert future.result(timeout=10)[0, 0] == 97
+        assert took < 2, answer
+        assert error.startswith(f"{lone.url}, reward_model: "), answer
+        assert "KServe v2" in error or "no reward for each row" in error, (answer, error)
 
 
-class TestSeveral:
-    def test_the_least_busy_is_asked(self, servers: list[Misbehaving]) -> None:
-        slow, quick = (each.come() for each in servers[:2])
-        hold = threading.Event()
-        slow.answer = lambda texts: hold.wait(20) and None
-        with RewardClient([slow.url, quick.url]) as client:
-            held = client.score_future(["a"])
-            assert eventually(lambda: slow.asked)
-            for text in "bcdef":
-                assert client.score([text])[0, 0] == ord(text)
-            hold.set()
-            held.result()
-        assert (len(slow.asked), len(quick.asked)) == (1, 5)
+def test_client_says_that_the_model_fails_with_its_status(lone: Misbehaving) -> None:
+    lone.answer = lambda texts: (500, {"error": "the model failed: out of memory"})
+    for on_error in ("raise", "nan"):
+        with RewardClient(lone.url) as client, pytest.raises(RefusedError) as caught:
+            client.score(["a"], on_error=on_error)  # type: ignore[arg-type]
+        assert caught.value.status == 500
+        assert str(caught.value).endswith("reward_model: the model failed: out of memory")
+    assert len(lone.asked) == 2
 
-    def test_a_large_call_is_spread(self, servers: list[Misbehaving]) -> None:
-        for each in servers:
-            each.come().answer = lambda texts: time.sleep(0.05)
-        texts = [f"text {number}" for number in range(90)]
-        with RewardClient([each.url for each in servers], max_connections=2) as client:
-            assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
-        assert all(each.asked for each in servers)
-        assert all(len(rows) <= 30 for each in servers for rows in each.asked)
 
-    def test_no_more_at_once_than_was_said(self, lone: Misbehaving) -> None:
-        lone.limit = 1
-        lone.answer = lambda texts: time.sleep(0.02)
-        with RewardClient(lone.url, max_connections=3) as client:
-            client.score(["a"] * 20)
-        assert lone.most_at_once == 3
+def test_client_of_a_server_of_nemo_aligner_has_rewards_alone(lone: Misbehaving) -> None:
+    lone.is_old = True
+    with RewardClient(lone.url) as client:
+        assert client.score(["a"]).tolist() == [[97, -97]]
+        with pytest.raises(ServingError, match="unknown model: 'contract'"):
+            client.contract()
+    with RewardClient(lone.url, expect=CONTRACT) as client:
+        assert "contract (none), wanted" in seconds(client.score, ["a"])[1]
 
-    def test_one_that_takes_fewer_rows(self, servers: list[Misbehaving]) -> None:
-        large, small = (each.come() for each in servers[:2])
-        small.limit = 3
-        small.go()
-        texts = [f"text {number}" for number in range(20)]
-        with RewardClient([large.url, small.url]) as client:
-            client.score(["a"])
-            small.come()
-            large.answer = lambda asked: large.go()
-            assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
-        assert max(len(rows) for rows in small.asked) == 3
 
-    def test_one_that_dies_is_left_out_and_used_again(self, servers: list[Misbehaving]) -> None:
-        first, second = (each.come() for each in servers[:2])
-        with RewardClient([first.url, second.url], max_connections=2) as client:
+def test_client_waits_for_a_contract_that_comes_after_the_model(lone: Misbehaving) -> None:
+    lone.is_old = True
+    with RewardClient(lone.url, expect=CONTRACT, wait_s=10) as client:
+        future = client.score_future(["a"])
+        time.sleep(0.3)
+        assert not future.done()
+        lone.is_old = False
+        assert future.result(timeout=10)[0, 0] == 97
 
-            def score(number: int) -> float:
-                return float(client.score([f"text {number}"])[0, 0])
 
-            def score_many() -> None:
-                with ThreadPoolExecutor(8) as pool:
-                    found = list(pool.map(score, range(60)))
-                assert found == [total(f"text {number}") for number in range(60)]
+def test_client_of_several_asks_the_least_busy(servers: list[Misbehaving]) -> None:
+    slow, quick = (each.come() for each in servers[:2])
+    hold = threading.Event()
+    slow.answer = lambda texts: hold.wait(20) and None
+    with RewardClient([slow.url, quick.url]) as client:
+        held = client.score_future(["a"])
+        assert eventually(lambda: slow.asked)
+        for text in "bcdef":
+            assert client.score([text])[0, 0] == ord(text)
+        hold.set()
+        held.result()
+    assert (len(slow.asked), len(quick.asked)) == (1, 5)
 
-            score_many()
-            assert first.asked
-            assert second.asked
-            first.go()
-            score_many()
-            first.asked.clear()
-            first.come()
-            assert eventually(lambda: score_many() or first.asked)
-            second.go()
-            score_many()
 
-    def test_one_that_was_never_there_harms_nobody(self, servers: list[Misbehaving]) -> None:
-        url = f"http://127.0.0.1:{free_port()}"
-        with RewardClient([url, servers[0].come().url]) as client:
-            assert client.score(["a"])[0, 0] == 97
+def test_client_of_several_spreads_a_large_call(servers: list[Misbehaving]) -> None:
+    for each in servers:
+        each.come().answer = lambda texts: time.sleep(0.05)
+    texts = [f"text {number}" for number in range(90)]
+    with RewardClient([each.url for each in servers], max_connections=2) as client:
+        assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
+    assert all(each.asked for each in servers)
+    assert all(len(rows) <= 30 for each in servers for rows in each.asked)
 
-    @pytest.mark.parametrize("mended", [0, 1])
-    def test_of_two_contracts_are_refused(self, servers: list[Misbehaving], mended: int) -> None:
-        two = [each.come() for each in servers[:2]]
-        contracts = [CONTRACT, replace(CONTRACT, seq_length=9)]
-        two[1].contract = contracts[1]
-        with RewardClient([each.url for each in two]) as client:
-            for _ in range(2):
-                _, error = seconds(client.score, ["a"])
-                assert all(contract.hash in error for contract in contracts)
-                assert "one client are by one contract: model.data.seq_length: " in error
-            two[mended].contract = contracts[1 - mended]
-            assert client.score(["a"])[0, 0] == 97
-        assert sum(len(each.asked) for each in two) == 1
 
-    def test_one_that_comes_back_with_another_contract_is_refused(self, lone: Misbehaving) -> None:
-        with RewardClient(lone.url) as client:
-            client.score(["a"])
-            lone.contract = replace(CONTRACT, seq_length=9)
-            for _ in range(2):
-                assert f"wanted {CONTRACT.hash}, that of" in seconds(client.score, ["a"])[1]
+def test_client_sends_no_more_at_once_than_was_said(lone: Misbehaving) -> None:
+    lone.limit = 1
+    lone.answer = lambda texts: time.sleep(0.02)
+    with RewardClient(lone.url, max_connections=3) as client:
+        client.score(["a"] * 20)
+    assert lone.most_at_once == 3
+
+
+def test_client_of_several_sends_fewer_rows_where_fewer_are_taken(
+    servers: list[Misbehaving],
+) -> None:
+    large, small = (each.come() for each in servers[:2])
+    small.limit = 3
+    small.go()
+    texts = [f"text {number}" for number in range(20)]
+    with RewardClient([large.url, small.url]) as client:
+        client.score(["a"])
+        small.come()
+        large.answer = lambda asked: large.go()
+        assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
+    assert max(len(rows) for rows in small.asked) == 3
+
+
+def test_client_of_several_leaves_out_one_that_dies_and_uses_it_again(
+    servers: list[Misbehaving],
+) -> None:
+    first, second = (each.come() for each in servers[:2])
+    with RewardClient([first.url, second.url], max_connections=2) as client:
+
+        def score(number: int) -> float:
+            return float(client.score([f"text {number}"])[0, 0])
+
+        def score_many() -> None:
+            with ThreadPoolExecutor(8) as pool:
+                found = list(pool.map(score, range(60)))
+            assert found == [total(f"text {number}") for number in range(60)]
+
+        score_many()
+        assert first.asked
+        assert second.asked
+        first.go()
+        score_many()
+        first.asked.clear()
+        first.come()
+        assert eventually(lambda: score_many() or first.asked)
+        second.go()
+        score_many()
+
+
+@pytest.mark.parametrize("mended", [0, 1])
+def test_client_of_several_refuses_two_contracts(servers: list[Misbehaving], mended: int) -> None:
+    two = [each.come() for each in servers[:2]]
+    contracts = [CONTRACT, replace(CONTRACT, seq_length=9)]
+    two[1].contract = contracts[1]
+    with RewardClient([each.url for each in two]) as client:
+        for _ in range(2):
+            _, error = seconds(client.score, ["a"])
+            assert all(contract.hash in error for contract in contracts)
+            assert "one client are by one contract: model.data.seq_length: " in error
+        two[mended].contract = contracts[1 - mended]
+        assert client.score(["a"])[0, 0] == 97
+    assert sum(len(each.asked) for each in two) == 1
+
+
+def test_client_refuses_a_server_that_comes_back_with_another_contract(lone: Misbehaving) -> None:
+    with RewardClient(lone.url) as client:
+        client.score(["a"])
+        lone.contract = replace(CONTRACT, seq_length=9)
+        for _ in range(2):
+            assert f"wanted {CONTRACT.hash}, that of" in seconds(client.score, ["a"])[1]
 
 
 OTHER = replace(CONTRACT, seq_length=9)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 
 from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.errors import ServingError
+from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.serving.ranks import RanksLostError
+from nemo_aligner.serving.run_critic import _check_reads_alike, run_critic_server
 from nemo_aligner.serving.service import in_order
 from nemo_aligner.serving.services.critic import SAVE, TRAIN, VALUES, CriticService
+from nemo_aligner.serving.turns import Turns
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import Failure, FailureKind
 from nemo_aligner.training.critic import ValueStep
@@ -96,7 +99,7 @@ def values(future: Future[Any]) -> list[list[float]]:
     return found["values"].tolist()
 
 
-def test_a_request_is_answered_whole_before_the_critic_learns_and_what_comes_then_waits() -> None:
+def test_critic_answers_a_request_whole_before_it_learns_and_what_comes_then_waits() -> None:
     asked = Asked(tokens_per_call=2)
     first = asked.infer(2, 2, 1)
     assert asked.ranks.wait_for(2) == [VALUES, VALUES]
@@ -121,7 +124,7 @@ def test_a_request_is_answered_whole_before_the_critic_learns_and_what_comes_the
     assert values(later) == [[5.0]]
 
 
-def test_what_comes_while_it_trains_is_refused_where_that_is_set() -> None:
+def test_critic_refuses_what_comes_while_it_trains_where_that_is_set() -> None:
     asked = Asked("trainer.ppo.infer_while_training=refuse")
     train = asked.ask("critic_train", ROLLOUT)
     assert asked.ranks.wait_for(1) == [TRAIN]
@@ -135,7 +138,7 @@ def test_what_comes_while_it_trains_is_refused_where_that_is_set() -> None:
     assert values(answered) == [[1.0]]
 
 
-def test_values_are_filled_up_to_the_width_of_the_request() -> None:
+def test_critic_fills_values_up_to_the_width_of_the_request() -> None:
     asked = Asked()
     inputs = kserve.encode_tokens([[1, 2], [3]])
     inputs["tokens"] = np.pad(inputs["tokens"], ((0, 0), (0, 2)))
@@ -146,58 +149,67 @@ def test_values_are_filled_up_to_the_width_of_the_request() -> None:
     assert answer.result()["values"].dtype == np.float32
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message", "kind"),
-    [
-        ({}, "got no inputs, wanted tokens, returns, prev_values, mask", FailureKind.bad_request),
-        (
-            {**ROLLOUT, "mask": np.ones((2, 3), dtype=np.float32)},
-            "mask: got shape [2, 3], wanted [2, 2]",
-            FailureKind.bad_request,
-        ),
-        (
+def test_critic_refuses_a_rollout_that_is_unfit_before_it_reaches_a_rank() -> None:
+    bad, wide = FailureKind.bad_request, np.ones((2, 3), dtype=np.float32)
+    unfit: dict[str, tuple[FailureKind, dict[str, np.ndarray]]] = {
+        "got no inputs, wanted tokens, returns, prev_values, mask": (bad, {}),
+        "mask: got shape [2, 3], wanted [2, 2]": (bad, {**ROLLOUT, "mask": wide}),
+        "tokens, row 0: got token id 5000, wanted 0 to 999": (
+            bad,
             {**ROLLOUT, "tokens": np.full((2, 3), 5000)},
-            "tokens, row 0: got token id 5000, wanted 0 to 999",
-            FailureKind.bad_request,
         ),
-        (
-            {name: np.zeros((999, 999)) for name in ROLLOUT},
-            "got a request of 31936032 bytes, wanted at most 1000000",
+        "got a request of 31936032 bytes, wanted at most 1000000": (
             FailureKind.too_large,
+            {name: np.zeros((999, 999)) for name in ROLLOUT},
         ),
-    ],
-)
-def test_a_rollout_that_is_unfit_reaches_no_rank(
-    inputs: dict[str, np.ndarray], message: str, kind: FailureKind
-) -> None:
+    }
     asked = Asked("server.max_request_bytes=1000000")
-    failure = asked.ask("critic_train", inputs).result(WAIT_S)
-    assert failure.message.startswith(message)
-    assert failure.kind is kind
+    for message, (kind, inputs) in unfit.items():
+        failure = asked.ask("critic_train", inputs).result(WAIT_S)
+        assert failure.message.startswith(message)
+        assert failure.kind is kind, message
     assert asked.ranks.calls == []
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "kind"),
-    [
-        (ServingError("step 1: a loss"), "the model failed: step 1: a loss", FailureKind.internal),
-        (RanksLostError("a rank died"), "the server cannot go on: a rank died", FailureKind.busy),
-    ],
-)
-def test_a_training_that_fails_says_why_and_the_next_one_begins(
-    error: Exception, message: str, kind: FailureKind
+def test_critic_says_why_a_training_fails_and_begins_the_next_one() -> None:
+    failed = Failure("the model failed: step 1: a loss", FailureKind.internal)
+    lost = Failure("the server cannot go on: a rank died", FailureKind.busy)
+    for error, said in (
+        (ServingError("step 1: a loss"), failed),
+        (RanksLostError("a rank died"), lost),
+    ):
+        asked = Asked()
+        first, second = (asked.ask("critic_train", ROLLOUT) for _ in range(2))
+        asked.ranks.wait_for(1)
+        asked.ranks.finish(0, error)
+        assert first.result(WAIT_S) == said
+        asked.ranks.wait_for(2)
+        asked.ranks.finish(1, STEPS)
+        assert second.result(WAIT_S)["loss_mean"].size == 1
+
+
+def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
+    turns, first, last = Turns(), Future[str](), Future[str]()
+
+    def refuse() -> Future[str]:
+        raise ValueError("closed")
+
+    failing = turns.take(lambda: first, alone=True)
+    refused, next_one = turns.take(refuse, alone=True), turns.take(lambda: last, alone=False)
+    assert turns.is_reserved
+    first.set_exception(KeyError("a"))
+    with pytest.raises(KeyError):
+        failing.result(0)
+    with pytest.raises(ValueError, match="closed"):
+        refused.result(0)
+    last.set_result("B")
+    assert next_one.result(0) == "B"
+    assert not turns.is_reserved
+
+
+def test_critic_says_at_its_end_which_steps_were_never_saved(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = Asked()
-    first, second = (asked.ask("critic_train", ROLLOUT) for _ in range(2))
-    asked.ranks.wait_for(1)
-    asked.ranks.finish(0, error)
-    assert first.result(WAIT_S) == Failure(message, kind)
-    asked.ranks.wait_for(2)
-    asked.ranks.finish(1, STEPS)
-    assert second.result(WAIT_S)["loss_mean"].size == 1
-
-
-def test_the_end_says_which_steps_were_never_saved(capsys: pytest.CaptureFixture[str]) -> None:
     asked = Asked()
     run: Any = asked.service._run
     said = []
@@ -214,15 +226,17 @@ def test_the_end_says_which_steps_were_never_saved(capsys: pytest.CaptureFixture
     ]
 
 
-def test_a_critic_alone_offers_its_contract() -> None:
-    names = ["critic_infer", "critic_train", "critic_save"]
-    asked = Asked()
-    assert [*asked.endpoints] == [*names, "contract"]
-    assert asked.endpoints["critic_train"].max_rows == 0
-
-
-def test_the_contract_is_made_known_before_what_is_scored_by_it() -> None:
+def test_critic_alone_offers_its_contract_and_makes_it_known_first() -> None:
     service = Asked().service
     first, *others = in_order([service])
     assert first.name == "contract"
     assert [each.name for each in others] == ["critic_infer", "critic_train", "critic_save"]
+    assert others[1].max_rows == 0
+
+
+def test_critic_is_refused_a_reward_model_that_reads_other_tokens_and_no_checkpoint() -> None:
+    _check_reads_alike("rm.nemo", CONTRACT, CONTRACT)
+    with pytest.raises(ConfigError, match=r"rm\.nemo: got seq_length 64, wanted the critic's, 65"):
+        _check_reads_alike("rm.nemo", CONTRACT, replace(CONTRACT, seq_length=65))
+    with pytest.raises(ConfigError, match="restore_from_path: it is not set"):
+        run_critic_server(ServeCriticConfig())

@@ -1,4 +1,4 @@
-"""Requests that another server scores: answers, rows that are refused, and every way to fail."""
+"""Requests that another server scores, and how far its rewards of late are from the contract's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RefusedError
+from nemo_aligner.serving.drift import AttributeDrift, RecentRewards
 from nemo_aligner.serving.services.relay import RelayService
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
 from tests.serving.fake_server import CONTRACT, total
@@ -28,7 +29,7 @@ def ask(relay: RelayService, request: ScoreRequest, sets_rows_aside: bool = Fals
     return asyncio.run(relay.answer(request, sets_rows_aside))
 
 
-def test_texts_and_tokens_have_the_backends_rewards() -> None:
+def test_relay_has_the_backends_rewards_of_texts_and_tokens() -> None:
     relay = service(FakeClient())
     reply, errors = ask(relay, TWO)
     assert reply.rewards.tolist() == [[total("ab"), -total("ab")], [total("c"), -total("c")]]
@@ -39,7 +40,7 @@ def test_texts_and_tokens_have_the_backends_rewards() -> None:
     assert relay.contract == CONTRACT
 
 
-def test_a_refused_row_is_set_aside_or_fails_the_request() -> None:
+def test_relay_sets_a_refused_row_aside_or_fails_the_request() -> None:
     relay = service(FakeClient())
     request = ScoreRequest(texts=["ab", ""])
     reply, errors = ask(relay, request, sets_rows_aside=True)
@@ -49,23 +50,20 @@ def test_a_refused_row_is_set_aside_or_fails_the_request() -> None:
     assert relay.recent.drift(None)[0].rows == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "wanted"),
-    [
+def test_relay_says_whose_fault_each_way_to_fail_is() -> None:
+    ways: list[tuple[Exception, Failure]] = [
         (RefusedError("s", 400, "row 0: no"), Failure("row 0: no", FailureKind.bad_request)),
         (RefusedError("s", 413, "too many"), Failure("too many", FailureKind.too_large)),
         (RefusedError("s", 500, "model failed"), Failure("model failed", FailureKind.internal)),
         (ServingError("nobody"), Failure("nobody", FailureKind.unreachable, 1)),
         (KeyError("x"), Failure("internal error: KeyError", FailureKind.internal)),
-    ],
-)
-def test_each_way_to_fail_says_whose_fault_it_is(error: Exception, wanted: Failure) -> None:
+    ]
     client = FakeClient()
-    client.failure = error
-    assert ask(service(client), TWO) == wanted
+    for client.failure, wanted in ways:
+        assert ask(service(client), TWO) == wanted
 
 
-def test_more_rows_than_may_wait_are_told_when_to_come_again() -> None:
+def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
     async def both() -> tuple[Any, Any, int]:
         client = FakeClient()
         client.gate = asyncio.Event()
@@ -85,7 +83,7 @@ def test_more_rows_than_may_wait_are_told_when_to_come_again() -> None:
     assert "2 rows wait of 3, gateway.max_queue_rows" in second.message
 
 
-def test_a_server_without_a_contract_is_asked_for_it_once() -> None:
+def test_relay_asks_a_server_without_a_contract_for_it_once() -> None:
     client = FakeClient(contract=None, columns=1)
     asked: list[int] = []
     plain: Callable[[], Any] = client.contract_async
@@ -102,10 +100,39 @@ def test_a_server_without_a_contract_is_asked_for_it_once() -> None:
     assert (relay.contract, asked) == (None, [1])
 
 
-def test_another_contract_is_known_with_its_first_reward() -> None:
+def test_relay_knows_another_contract_with_its_first_reward() -> None:
     client = FakeClient()
     relay = service(client)
     ask(relay, TWO)
     client.contract = replace(CONTRACT, attributes=("other", "names"))
     ask(relay, TWO)
     assert relay.contract == client.contract
+
+
+MEASURED = CONTRACT.with_statistics([1.0, 0.0], [2.0, 0.5], "held-out pairs")
+
+
+def rows(*values: float) -> np.ndarray:
+    return np.array([[value, 2 * value] for value in values], dtype=np.float32)
+
+
+def test_drift_has_mean_and_deviation_of_the_last_rows_that_have_a_reward() -> None:
+    recent = RecentRewards(3)
+    recent.add(rows(np.nan))
+    assert recent.drift(None) == []
+    for values in ((100, 1), (np.nan, 2, 3)):
+        recent.add(rows(*values))
+    first, second = recent.drift(None)
+    assert first == AttributeDrift(3, 2.0, pytest.approx(np.std([1, 2, 3])), None, None)
+    assert (second.mean, second.rows) == (4.0, 3)
+
+
+def test_drift_is_in_the_contracts_deviations_where_it_has_any() -> None:
+    recent = RecentRewards(10)
+    recent.add(rows(4, 6))
+    first, second = recent.drift(MEASURED)
+    assert (first.mean_drift, first.std_ratio) == (2.0, 0.5)
+    assert (second.mean_drift, second.std_ratio) == (20.0, 4.0)
+    flat = CONTRACT.with_statistics([1.0, 0.0], [0.0, 0.0], "one text")
+    for contract in (flat, CONTRACT):
+        assert [each.mean_drift for each in recent.drift(contract)] == [None, None]

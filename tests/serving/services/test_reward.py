@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def rewards(answer: ScoreReply | Failure) -> list[float]:
     return answer.rewards[:, 0].tolist()
 
 
-def test_every_request_has_its_own_answer(service):
+def test_service_gives_every_request_its_own_answer(service: Service) -> None:
     answers = service.ask(
         GOOD,
         kserve.encode_sentences(["fine", ""]),
@@ -98,24 +98,13 @@ def test_every_request_has_its_own_answer(service):
     assert answers[5].kind is FailureKind.bad_request
 
 
-def test_nothing_to_score_makes_no_call(service):
-    assert isinstance(service.ask({})[0], Failure)
-    assert service.batcher.calls == []
-
-
-def test_a_model_that_fails_is_an_error_of_its_request(service):
+def test_service_makes_a_model_that_fails_an_error_of_its_request(service: Service) -> None:
     answers = service.ask(GOOD, kserve.encode_tokens([[666]]), GOOD)
     assert rewards(answers[0]) == rewards(answers[2]) == [195, 99]
     assert answers[1] == internal("the model failed: token 666 cannot be scored")
 
 
-def test_a_reward_that_is_no_number_is_an_error_of_its_request(service):
-    answers = service.ask(kserve.encode_tokens([[1], [701]]), GOOD)
-    assert answers[0] == internal("row 1: the model's reward is not a finite number")
-    assert rewards(answers[1]) == [195, 99]
-
-
-def test_a_request_of_more_bytes_than_may_be_is_refused_before_it_is_read():
+def test_service_refuses_a_request_of_more_bytes_than_may_be_before_it_is_read() -> None:
     service = Service(max_request_bytes=10)
     (answer,) = service.ask(kserve.encode_sentences(["12345", "678901"]))
     assert answer == Failure(
@@ -125,24 +114,20 @@ def test_a_request_of_more_bytes_than_may_be_is_refused_before_it_is_read():
     assert rewards(service.ask(kserve.encode_sentences(["12345"]))[0]) == [255]
 
 
-def test_a_full_queue_says_when_to_come_again():
+def test_service_whose_queue_is_full_says_when_to_come_again() -> None:
     service = Service(max_queue_rows=3)
     answers = service.ask(GOOD, kserve.encode_tokens([[1]]), GOOD)
     assert rewards(answers[0]) == [195, 99]
     assert rewards(answers[1]) == [1]
-    assert isinstance(answers[2], Failure)
-    assert answers[2].kind is FailureKind.busy
     wanted = "the queue is full (3 rows wait of 3, server.max_queue_rows); retry after 1 s"
-    assert answers[2].message == wanted
+    assert isinstance(answers[2], Failure)
+    assert (answers[2].kind, answers[2].message) == (FailureKind.busy, wanted)
     assert rewards(service.ask(GOOD)[0]) == [195, 99]
+    # More rows than may wait are scored where nothing waits.
+    assert rewards(Service(max_queue_rows=1).ask(GOOD)[0]) == [195, 99]
 
 
-def test_a_request_of_more_rows_than_may_wait_is_scored_where_nothing_waits():
-    service = Service(max_queue_rows=1)
-    assert rewards(service.ask(GOOD)[0]) == [195, 99]
-
-
-def test_what_was_answered_and_refused_is_counted(service):
+def test_service_counts_what_was_answered_and_refused(service: Service) -> None:
     assert service.meter.take_line(0) is None
     service.ask(GOOD, {}, kserve.encode_tokens([[1, 2, 3]]))
     line = service.meter.take_line(7)
@@ -153,31 +138,34 @@ def test_what_was_answered_and_refused_is_counted(service):
     assert service.meter.take_line(0) is None
 
 
-def test_a_cut_text_is_reported(service):
+def test_service_reports_a_cut_text(service: Service) -> None:
     (answer,) = service.ask(kserve.encode_sentences(["x" * 100, "x"]))
     assert isinstance(answer, ScoreReply)
     assert answer.exceeded.tolist() == [True, False]
     assert answer.rewards[0, 0] == SEQ_LENGTH * ord("x")
 
 
-@pytest.mark.parametrize(
-    ("inputs", "flag", "accepted"),
-    [
-        (GOOD, True, True),
-        (GOOD, False, False),
-        (kserve.encode_tokens([[1], [2]]), False, True),
-        (kserve.encode_tokens([[1], [2]]), True, False),
-        (kserve.encode_conversations([[{"role": "user", "content": "a"}]] * 2), True, False),
-    ],
-)
-def test_add_eos_has_to_agree_with_the_contract(service, inputs, flag, accepted):
-    (answer,) = service.ask({**inputs, "add_EOS": np.array([[flag], [flag]])})
-    assert isinstance(answer, ScoreReply) == accepted
-    if isinstance(answer, Failure):
-        assert f"add_EOS, row 0: got {flag}, wanted {not flag}" in answer.message
+def test_service_wants_add_eos_to_agree_with_the_contract(service: Service) -> None:
+    tokens = kserve.encode_tokens([[1], [2]])
+    chats = kserve.encode_conversations([[{"role": "user", "content": "a"}]] * 2)
+    scored, ours = "the model's scoring contract", "conversations and tokens"
+    for inputs, wanted, why in ((GOOD, True, scored), (tokens, False, ours), (chats, False, ours)):
+        (answer,) = service.ask({**inputs, "add_EOS": np.array([[wanted], [wanted]])})
+        assert isinstance(answer, ScoreReply), why
+        (answer,) = service.ask({**inputs, "add_EOS": np.array([[wanted], [not wanted]])})
+        assert answer == bad(
+            f"add_EOS, row 1: got {not wanted}, wanted {wanted} ({why}) or no add_EOS at all"
+        )
+    scorer = FakeScorer(0, 1)
+    scorer.contract = replace(CONTRACT, add_eos=False)
+    for flag in (False, True):
+        (answer,) = Service(scorer).ask({**GOOD, "add_EOS": np.array([[flag], [flag]])})
+        assert isinstance(answer, Failure) == flag
 
 
-def test_every_answer_names_the_contract_and_has_rows_for_its_own_texts(service):
+def test_service_names_the_contract_in_every_answer_and_has_rows_for_its_own_texts(
+    service: Service,
+) -> None:
     sizes = [1, 3, 2]
     requests = [kserve.encode_tokens([[size, row] for row in range(size)]) for size in sizes]
     for size, answer in zip(sizes, service.ask(*requests), strict=True):
@@ -187,19 +175,21 @@ def test_every_answer_names_the_contract_and_has_rows_for_its_own_texts(service)
         assert answer.contract_hash == CONTRACT.hash
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_every_attribute_of_every_row_has_to_be_a_number(value):
-    def execute(token_lists: list[list[int]]) -> np.ndarray:
-        found = np.ones((len(token_lists), 2), dtype=np.float32)
-        found[[ids[0] == 5 for ids in token_lists], 1] = value
-        return found
+def test_service_wants_every_attribute_of_every_row_to_be_a_number() -> None:
+    for value in (np.nan, np.inf, -np.inf):
 
-    service = Service(score=execute)
-    (answer,) = service.ask(kserve.encode_tokens([[1], [5], [2], [5]]))
-    assert answer == internal("row 1: the model's reward is not a finite number")
+        def execute(token_lists: list[list[int]], value: float = value) -> np.ndarray:
+            found = np.ones((len(token_lists), 2), dtype=np.float32)
+            found[[ids[0] == 5 for ids in token_lists], 1] = value
+            return found
+
+        service = Service(score=execute)
+        answers = service.ask(kserve.encode_tokens([[1], [5], [2], [5]]), GOOD)
+        assert answers[0] == internal("row 1: the model's reward is not a finite number")
+        assert rewards(answers[1]) == [1, 1]
 
 
-def test_what_a_model_says_of_its_failure_is_one_line_of_bounded_length():
+def test_service_bounds_what_a_model_says_of_its_failure_to_one_line() -> None:
     def execute(token_lists: list[list[int]]) -> np.ndarray:
         raise RuntimeError("out of\n  memory\t" + "x" * 1000)
 
@@ -209,43 +199,20 @@ def test_what_a_model_says_of_its_failure_is_one_line_of_bounded_length():
     assert answer == internal(f"the model failed: {begin}{'x' * (500 - len(begin))}")
 
 
-def test_the_row_of_a_flag_that_disagrees_is_named_with_the_reason(service):
-    for inputs, wanted, why in (
-        (GOOD, True, "the model's scoring contract"),
-        (kserve.encode_tokens([[1], [2]]), False, "conversations and tokens"),
-    ):
-        flags = np.array([[wanted], [not wanted]])
-        (answer,) = service.ask({**inputs, "add_EOS": flags})
-        assert answer == bad(
-            f"add_EOS, row 1: got {not wanted}, wanted {wanted} ({why}) or no add_EOS at all"
-        )
-
-
-def test_tokens_that_cannot_be_scored_are_named_by_their_row(service):
+def test_service_names_the_row_that_its_scorer_refuses_for_whatever_reason(
+    service: Service,
+) -> None:
     (answer,) = service.ask(kserve.encode_tokens([[1], [2], [3, -1]]))
     assert answer == bad("row 2: got token id -1, wanted 0 or more")
     assert service.batcher.calls == []
+    for kind in (ServingError, CheckpointError, DataError):
 
+        class Refusing(FakeScorer):
+            def check_tokens(self, token_ids: Sequence[int], kind: type = kind) -> None:
+                raise kind("not these")
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_a_contract_without_eos_takes_no_flag_for_it(flag):
-    scorer = FakeScorer(0, 1)
-    scorer.contract = replace(CONTRACT, add_eos=False)
-    service = Service(scorer)
-    (answer,) = service.ask({**GOOD, "add_EOS": np.array([[flag], [flag]])})
-    assert isinstance(answer, Failure) == flag
-
-
-@pytest.mark.parametrize("kind", [ServingError, CheckpointError, DataError])
-def test_whatever_a_scorer_refuses_a_row_for_names_the_row(kind):
-    class Refusing(FakeScorer):
-        def check_tokens(self, token_ids):
-            raise kind("not these")
-
-    scorer = Refusing(0, 1)
-    service = Service(scorer)
-    (answer,) = service.ask(kserve.encode_tokens([[1]]))
-    assert answer == bad("row 0: not these")
+        (answer,) = Service(Refusing(0, 1)).ask(kserve.encode_tokens([[1]]))
+        assert answer == bad("row 0: not these"), kind
 
 
 def test_reply_that_writes_turns_of_its_own_is_a_bad_request(contracts, tokenizer):

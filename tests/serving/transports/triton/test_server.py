@@ -1,146 +1,159 @@
-"""A real Triton in front of a fake scorer: the wire, bad company, and every way to end."""
+"""A real Triton in front of a fake scorer: the wire, its client, bad company, every way to end."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.client import RewardClient
+from tests.launching import free_port
 from tests.serving.fake_server import CONTRACT, total
-from tests.serving.servers import FAKE, QUICK, Server, batches, json_request, running
+from tests.serving.servers import (
+    FAKE,
+    QUICK,
+    Server,
+    batches,
+    json_request,
+    running,
+    tokens_request,
+)
 from tests.tiny import ROOT
 
 pytest.importorskip("pytriton")
-pytestmark = pytest.mark.slow  # each starts a server of its own
 
 
-class TestNemoAlignerClients:
-    """Clients that were written for NeMo-Aligner's server."""
+def test_pytritons_own_client_as_nemo_aligner_uses_it(server: Server) -> None:
+    from pytriton.client import FuturesModelClient
+    from pytriton.client.exceptions import PyTritonClientInferenceServerError
 
-    def test_sentences(self, old_client):
-        sentences = np.char.encode(np.array([["ab"], ["c"]]), "utf-8")
-        answer = old_client.infer_batch(
-            sentences=sentences, add_EOS=np.array([[True]] * 2)
-        ).result()
+    seconds = {"init_timeout_s": 60, "inference_timeout_s": 60}
+    sentences = np.char.encode(np.array([["ab"], ["c"]]), "utf-8")
+    tokens = np.zeros((2, 48), dtype=np.int64)
+    tokens[0, :3], tokens[1, :40] = 5, 2
+    lengths = np.array([[3], [40]], dtype=np.int64)
+    flags = np.array([[True]] * 2)
+    with FuturesModelClient(server.url, "reward_model", **seconds) as client:
+        answer = client.infer_batch(sentences=sentences, add_EOS=flags).result()
         assert answer["rewards"][:, 0].tolist() == [195, 99]
         assert answer["exceeded"].tolist() == [[0], [0]]
-
-    def test_tokens_padded_with_zeros(self, old_client):
-        tokens = np.zeros((2, 48), dtype=np.int64)
-        tokens[0, :3], tokens[1, :40] = 5, 2
-        lengths = np.array([[3], [40]], dtype=np.int64)
-        answer = old_client.infer_batch(tokens=tokens, sequence_lengths=lengths).result()
+        answer = client.infer_batch(tokens=tokens, sequence_lengths=lengths).result()
         assert answer["rewards"].dtype == np.float32
         assert answer["rewards"][:, 0].tolist() == [15, 80]
-
-    def test_add_eos_that_contradicts_the_contract(self, old_client):
-        from pytriton.client.exceptions import PyTritonClientInferenceServerError
-
-        sentences = np.char.encode(np.array([["ab"]]), "utf-8")
         with pytest.raises(PyTritonClientInferenceServerError, match="add_EOS, row 0: got False"):
-            old_client.infer_batch(sentences=sentences, add_EOS=np.array([[False]])).result()
+            client.infer_batch(sentences=sentences, add_EOS=~flags).result()
 
 
-def test_the_contract_is_loaded_before_what_is_scored_by_it(server):
+def test_server_answers_plain_json(server: Server) -> None:
+    body = {"inputs": [json_request("sentences", "BYTES", [["ab"], ["c"]])]}
+    status, answer = server.post(body)
+    assert status == 200
+    rewards, exceeded, contract_hash = answer["outputs"]
+    assert contract_hash["data"] == [CONTRACT.hash] * 2
+    kinds = [(each["name"], each["datatype"], each["shape"]) for each in (rewards, exceeded)]
+    assert kinds == [("rewards", "FP32", [2, 2]), ("exceeded", "INT32", [2, 1])]
+    assert rewards["data"] == [195, -195, 99, -99]
+    url = f"{server.url}/v2/models/contract/infer"
+    with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
+        outputs = {each["name"]: each["data"] for each in json.load(response)["outputs"]}
+    found = {name: json.loads(text) for name, (text,) in outputs.items()}
+    assert found["contract"] == CONTRACT.to_dict()
+    assert found["statistics"]["tokens_per_call"] == 256
+    assert found["turn_end"] is None  # its contract has no template
     said = server.output()
     assert "Serving contract, reward_model at" in said
     assert 0 < said.index("loaded 'contract'") < said.index("loading: reward_model")
 
 
-class TestPlainHttp:
-    def test_sentences(self, server):
-        status, answer = server.post(
-            {"inputs": [json_request("sentences", "BYTES", [["ab"], ["c"]])]}
-        )
-        assert status == 200
-        rewards, exceeded, contract_hash = answer["outputs"]
-        assert contract_hash["data"] == [CONTRACT.hash] * 2
-        assert (rewards["name"], rewards["datatype"], rewards["shape"]) == (
-            "rewards",
-            "FP32",
-            [2, 2],
-        )
-        assert rewards["data"] == [195, -195, 99, -99]
-        assert (exceeded["name"], exceeded["datatype"], exceeded["shape"]) == (
-            "exceeded",
-            "INT32",
-            [2, 1],
-        )
+BAD: list[tuple[list[dict[str, Any]], str]] = [
+    ([json_request("sentences", "BYTES", [[""]])], "row 0: the text is empty"),
+    ([json_request("sentences", "BYTES", [["a", "b"]])], "unexpected shape for input"),
+    ([json_request("tokens", "INT64", [[1, 2]])], "tokens and sequence_lengths together"),
+    (tokens_request([[1, 2]], 3), "row 0: got 3, wanted 1 to 2"),
+    (tokens_request([[1, -2]]), "row 0: got token id -2"),
+    ([json_request("add_EOS", "BOOL", [[True]])], "wanted exactly one of sentences"),
+    ([json_request("tokens", "FP32", [[1.0]])], "data-type"),
+    ([json_request("sentences", "BYTES", [["a"]] * 33)], "32"),
+    (tokens_request([[]], 1), "tokens: got shape [1, 0], wanted no dimension of 0"),
+]
 
-    @pytest.mark.parametrize(
-        ("inputs", "message"),
-        [
-            ([json_request("sentences", "BYTES", [[""]])], "row 0: the text is empty"),
-            ([json_request("sentences", "BYTES", [["a", "b"]])], "unexpected shape for input"),
-            ([json_request("tokens", "INT64", [[1, 2]])], "tokens and sequence_lengths together"),
-            (
-                [
-                    json_request("tokens", "INT64", [[1, 2]]),
-                    json_request("sequence_lengths", "INT64", [[3]]),
-                ],
-                "row 0: got 3, wanted 1 to 2",
-            ),
-            (
-                [
-                    json_request("tokens", "INT64", [[1, -2]]),
-                    json_request("sequence_lengths", "INT64", [[2]]),
-                ],
-                "row 0: got token id -2",
-            ),
-            ([json_request("add_EOS", "BOOL", [[True]])], "wanted exactly one of sentences"),
-            ([json_request("tokens", "FP32", [[1.0]])], "data-type"),
-            ([json_request("sentences", "BYTES", [["a"]] * 33)], "32"),
-            (
-                [
-                    {"name": "tokens", "datatype": "INT64", "shape": [1, 0], "data": []},
-                    json_request("sequence_lengths", "INT64", [[1]]),
-                ],
-                "tokens: got shape [1, 0], wanted no dimension of 0",
-            ),
-        ],
-    )
-    def test_a_bad_request_is_answered_in_one_line_with_400(self, server, inputs, message):
+
+def test_server_answers_a_bad_request_in_one_line_and_goes_on(server: Server) -> None:
+    wrong = []
+    for inputs, message in BAD:
         status, answer = server.post({"inputs": inputs})
-        assert status == 400
-        assert message in answer["error"]
-        assert "Traceback" not in answer["error"]
-
-    def test_a_failing_model_is_500(self, server):
-        inputs = [
-            json_request("tokens", "INT64", [[666]]),
-            json_request("sequence_lengths", "INT64", [[1]]),
-        ]
-        assert server.post({"inputs": inputs}) == (
-            500,
-            {"error": "the model failed: RuntimeError: token 666 cannot be scored"},
-        )
-
-    def test_malformed_json_harms_nobody(self, server):
-        status, _ = server.post(b"{")
-        assert status in (400, 500)
-        assert server.post({"inputs": [json_request("sentences", "BYTES", [["a"]])]})[0] == 200
+        error = answer["error"]
+        if status != 400 or message not in error or "Traceback" in error:
+            wrong.append((message, status, answer))
+    assert not wrong
+    assert server.post({"inputs": tokens_request([[666]])}) == (
+        500,
+        {"error": "the model failed: RuntimeError: token 666 cannot be scored"},
+    )
+    assert server.post(b"{")[0] in (400, 500)
+    assert server.post({"inputs": [json_request("sentences", "BYTES", [["a"]])]})[0] == 200
 
 
-def test_what_comes_while_the_model_is_busy_is_one_call_and_bad_requests_harm_nobody(server):
-    from nemo_aligner.serving.client.reward import RewardClient
+def test_client_of_a_real_server_has_every_form_of_request_and_answer(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What its own format and Triton's make of it; tests/serving/client has servers of its own."""
+    chat = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Grüße"}]
+    many = ["x" * (1 + i % 7) for i in range(100)]  # the server refuses more than 32
+    rows = [[7] * length for length in (5, 1, 60)] * 20
+    gone = f"http://127.0.0.1:{free_port()}"
+    with RewardClient([server.url, gone], timeout_s=30) as client:
+        (before, _) = asyncio.run(client.statistics_async()).values()
+        assert client.score(["abc", "d"])[:, 0].tolist() == [total("abc"), total("d")]
+        (after, nobody) = asyncio.run(client.statistics_async()).values()
+        assert asyncio.run(client.probe_async())[server.url] is None
+    assert before is not None
+    assert after is not None
+    assert nobody is None
+    counted = {name: after[name] - before[name] for name in ("requests", "rows", "tokens")}
+    assert counted == {"requests": 1, "rows": 2, "tokens": 4}
+    assert all(after[name] > before[name] for name in ("calls", "forward_seconds"))
+    with RewardClient(server.url, timeout_s=30) as client:
+        assert client.contract() == CONTRACT
+        rewards = client.score(["ab", chat, "c"])
+        assert rewards.dtype == np.float32
+        assert rewards[:, 0].tolist() == [195, total("hi Grüße"), 99]
+        assert rewards[:, 1].tolist() == (-rewards[:, 0]).tolist()
+        assert client.score(many)[:, 0].tolist() == [total(text) for text in many]
+        assert client.score_tokens(rows)[:, 0].tolist() == [sum(row) for row in rows]
+        scored = client.score_rows(["a" * 100, "", "b"])
+        assert scored.exceeded.tolist() == [True, False, False]
+        assert scored.rewards[0, 0] == 64 * ord("a")
+        assert "1 of 3 texts were cut" in caplog.text
+        assert (scored.contract_hash, [*scored.errors]) == (CONTRACT.hash, [1])
+        scored = asyncio.run(client.score_token_rows_async([[1], [-1]]))
+        assert scored.rewards[0].tolist() == [1.0, -1.0]
+        assert "token id -1" in scored.errors[1]
 
+
+def test_server_gathers_what_comes_while_it_is_busy_and_bad_requests_harm_nobody(
+    server: Server,
+) -> None:
     before = len(batches(server))
     with RewardClient(server.url, timeout_s=30) as client:
         client.score(["warm"])
         slow = client.score_tokens_future([[700]])
         time.sleep(0.5)
-        good = {
-            text: client.score_future([text]) for text in ("z" * length for length in range(1, 20))
-        }
+        texts = ["z" * length for length in range(1, 20)]
+        good = {text: client.score_future([text]) for text in texts}
         bad = [
             client.score_future([""]),
             client.score_tokens_future([[1] * 65]),
@@ -158,43 +171,38 @@ def test_what_comes_while_the_model_is_busy_is_one_call_and_bad_requests_harm_no
 
 
 def one_slow_request(server: Server) -> tuple[int, dict]:
-    inputs = [
-        json_request("tokens", "INT64", [[700]]),
-        json_request("sequence_lengths", "INT64", [[1]]),
-    ]
-    return server.post({"inputs": inputs})
+    return server.post({"inputs": tokens_request([[700]])})
 
 
-def test_a_full_queue_says_when_to_come_again(tmp_path):
-    from nemo_aligner.serving.client import RewardClient
+def check_slow_answer(answer: tuple[int, dict]) -> None:
+    assert (answer[0], answer[1]["outputs"][0]["data"][0]) == (200, 700), answer
 
+
+def test_server_that_is_full_says_when_to_come_again_and_a_stop_answers_what_is_in_flight(
+    tmp_path: Path,
+) -> None:
     settings = [*QUICK, "max_queue_rows=2"]
     with running(tmp_path, FAKE, *settings) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(one_slow_request, server)
         time.sleep(1)
-        body = {"inputs": [json_request("sentences", "BYTES", [["a"], ["b"]])]}
-        status, answer = server.post(body)
+        status, answer = server.post({"inputs": [json_request("sentences", "BYTES", [["a"]] * 2)]})
         assert status == 503
         assert answer["error"].startswith("the queue is full (1 rows wait of 2, ")
         assert answer["error"].endswith("retry after 1 s")
         with RewardClient(server.url) as client:  # which does
             assert client.score(["a", "b"])[:, 0].tolist() == [97, 98]
-        assert slow.result()[0] == 200
-
-
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_stop_answers_what_is_in_flight(tmp_path, number, ranks):
-    with running(tmp_path, FAKE, *QUICK, ranks=ranks) as server, ThreadPoolExecutor(1) as pool:
+        check_slow_answer(slow.result())
         slow = pool.submit(one_slow_request, server)
         time.sleep(1)
-        assert server.stop(number) == [0] * ranks, server.output()[-3000:]
-        status, answer = slow.result()
-        assert (status, answer["outputs"][0]["data"][0]) == (200, 700)
+        assert server.stop(signal.SIGINT) == [0], server.output()[-3000:]
+        check_slow_answer(slow.result())
         server.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("victim", ["bin/tritonserver", "triton_python_backend_stub"])
-def test_a_triton_that_dies_while_it_waits_for_rewards_ends_the_server(tmp_path, victim):
+def test_server_ends_when_its_triton_dies_while_it_waits_for_rewards(
+    tmp_path: Path, victim: str
+) -> None:
     with running(tmp_path, FAKE, *QUICK) as server, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(one_slow_request, server)
         time.sleep(1)
@@ -207,79 +215,61 @@ def test_a_triton_that_dies_while_it_waits_for_rewards_ends_the_server(tmp_path,
         server.assert_nothing_is_left()
 
 
+def test_server_of_two_ranks_outlives_errors_that_both_have_and_idleness_and_stops(
+    tmp_path: Path,
+) -> None:
+    """How ranks lose each other is tried without a server, in test_ranks.py."""
+    settings = [*QUICK, "worker_timeout_secs=2"]
+    with (
+        running(tmp_path, FAKE, *settings, ranks=2) as server,
+        RewardClient(server.url, timeout_s=30) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert client.score(["abc"])[0, 0] == total("abc")
+        with pytest.raises(ServingError, match=r"rank 0: .* 666 .*; rank 1: .* 666 "):
+            client.score_tokens([[666]])
+        time.sleep(4)  # idle for longer than the ranks' timeout
+        assert client.score_tokens([[2] * 60, [1]])[:, 0].tolist() == [120, 1]
+        slow = pool.submit(one_slow_request, server)
+        time.sleep(1)
+        assert server.stop() == [0, 0], server.output()[-3000:]
+        check_slow_answer(slow.result())
+        server.assert_nothing_is_left()
+
+
 def is_rank(pid: int, rank: int) -> bool:
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return f"RANK={rank}".encode() in variables
 
 
-class TestTwoRanks:
-    def test_they_score_together_and_outlive_errors_that_both_have(self, tmp_path):
-        from nemo_aligner.serving.client.reward import RewardClient
+@pytest.mark.parametrize("launcher", ["none", "torchrun"])
+def test_server_ends_when_a_worker_is_killed_while_it_scores(tmp_path: Path, launcher: str) -> None:
+    by_torchrun = launcher == "torchrun"
+    settings = () if by_torchrun else QUICK
+    with (
+        running(tmp_path, FAKE, *settings, ranks=2, torchrun=by_torchrun) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        slow = pool.submit(one_slow_request, server)
+        time.sleep(1)
+        os.kill(next(pid for pid in server.processes(FAKE) if is_rank(pid, 1)), signal.SIGKILL)
+        killed = time.monotonic()
+        assert server.wait(timeout=10) == ([1] if by_torchrun else [1, -signal.SIGKILL])
+        server.assert_nothing_is_left(within=killed + 10 - time.monotonic())
+        status, answer = slow.result()
+        assert status == 503
+        assert by_torchrun or answer["error"].startswith("the server cannot go on: a rank died")
+        assert "The server cannot go on: " in server.output()
 
-        with (
-            running(tmp_path, FAKE, *QUICK, "worker_timeout_secs=2", ranks=2) as server,
-            RewardClient(server.url, timeout_s=30) as client,
-        ):
-            assert client.score(["abc"])[0, 0] == total("abc")
-            with pytest.raises(ServingError, match=r"rank 0: .* 666 .*; rank 1: .* 666 "):
-                client.score_tokens([[666]])
-            time.sleep(4)  # idle for longer than the ranks' timeout
-            assert client.score_tokens([[2] * 60, [1]])[:, 0].tolist() == [120, 1]
-            client.close()
-            assert server.stop() == [0, 0], server.output()[-3000:]
-            server.assert_nothing_is_left()
 
-    @pytest.mark.parametrize("busy", [False, True])
-    def test_a_killed_worker_ends_all(self, tmp_path, busy):
-        with running(tmp_path, FAKE, *QUICK, ranks=2) as server, ThreadPoolExecutor(1) as pool:
-            slow = pool.submit(one_slow_request, server) if busy else None
-            time.sleep(1)
-            server.ranks[1].kill()
-            assert server.wait(timeout=8) == [1, -signal.SIGKILL]
-            if slow is not None:
-                status, answer = slow.result()
-                assert status == 503
-                assert answer["error"].startswith("the server cannot go on: a rank died")
-            server.assert_nothing_is_left()
-
-    def test_a_killed_leader_ends_all(self, tmp_path):
-        with running(tmp_path, FAKE, *QUICK, ranks=2) as server:
-            server.ranks[0].kill()
-            assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
-            server.assert_nothing_is_left()
-
-    @pytest.mark.parametrize("victim", [0, 1])
-    def test_a_rank_killed_while_it_scores_ends_all_and_the_launcher(self, tmp_path, victim):
-        with (
-            running(tmp_path, FAKE, ranks=2, torchrun=True) as server,
-            ThreadPoolExecutor(1) as pool,
-        ):
-            slow = pool.submit(one_slow_request, server)
-            time.sleep(1)
-            pid = next(pid for pid in server.processes(FAKE) if is_rank(pid, victim))
-            os.kill(pid, signal.SIGKILL)
-            killed = time.monotonic()
-            assert server.wait(timeout=10) == [1]
-            server.assert_nothing_is_left(within=killed + 10 - time.monotonic())
-            if victim == 0:
-                assert isinstance(slow.exception(), OSError)  # nobody is left to answer it
-            else:
-                assert slow.result()[0] == 503
-                assert "The server cannot go on: " in server.output()
-
-    def test_a_rank_that_dies_or_fails_alone_while_it_scores_ends_all(self, tmp_path):
-        for number, (mark, codes) in enumerate([(667, [1, 9]), (668, [1, 1])]):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            with running(folder, FAKE, *QUICK, "worker_timeout_secs=2", ranks=2) as server:
-                inputs = [
-                    json_request("tokens", "INT64", [[mark]]),
-                    json_request("sequence_lengths", "INT64", [[1]]),
-                ]
-                status, _ = server.post({"inputs": inputs})
-                assert status == 503
-                assert server.wait(timeout=10) == codes, server.output()[-3000:]
-                server.assert_nothing_is_left()
+def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:
+    with running(tmp_path, FAKE, *QUICK, ranks=2) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(one_slow_request, server)
+        time.sleep(1)
+        server.ranks[0].kill()
+        assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
+        assert isinstance(slow.exception(), OSError)  # nobody is left to answer it
+        server.assert_nothing_is_left()
 
 
 START = """
@@ -303,17 +293,16 @@ def start_and_fail(*arguments: str, launcher: tuple[str, ...] = (), **env: str) 
     return done.stderr
 
 
-@pytest.mark.parametrize(("launcher", "speaker"), [((), ""), (("-c", START), "rank 0: ")])
-def test_a_taken_port_is_an_error_at_once(launcher, speaker):
+def test_server_on_a_taken_port_is_one_line_of_one_rank() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        said = start_and_fail(f"port={port}", launcher=launcher)
-    beginning = f"{speaker}ServingError: server.port: 127.0.0.1:{port} is not free"
+        said = start_and_fail(f"port={port}", launcher=("-c", START))
+    beginning = f"rank 0: ServingError: server.port: 127.0.0.1:{port} is not free"
     assert [line[: len(beginning)] for line in said.splitlines()] == [beginning]
 
 
-def test_a_triton_that_does_not_start_is_an_error_at_once():
+def test_server_whose_triton_does_not_start_is_an_error_at_once() -> None:
     said = start_and_fail(PYTRITON_TRITON_CONFIG_CACHE_CONFIG="nonsense")
     assert "Triton did not start" in said

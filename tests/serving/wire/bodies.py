@@ -1,0 +1,36 @@
+"""Bodies of the gateway's protocols, and what a route makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.wire.route import ScoredRequest
+from nemo_aligner.serving.wire.types import ScoreReply
+
+
+def parsed(route: Any, body: Any) -> Any:
+    return route.parse(json.dumps(body).encode())
+
+
+def scored(*rewards: list[float], errors: dict[int, str] | None = None) -> ScoredRequest:
+    """Rows of rewards, none of which was cut."""
+    values = np.array(rewards, dtype=np.float32)
+    return ScoredRequest(ScoreReply(values, np.zeros(len(rewards), bool), "cafe"), errors or {})
+
+
+def not_refused(read: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Of cases that end with a pattern those that ``read`` takes, or refuses otherwise."""
+    wrong: list[Any] = []
+    for *given, pattern in cases:
+        try:
+            wrong.append((given, "is taken", read(*given)))
+        except ServingError as error:
+            if not re.search(pattern, str(error)) or "\n" in str(error):
+                wrong.append((given, pattern, str(error)))
+    return wrong

@@ -1,0 +1,181 @@
+"""What every protocol has in common; /v1/rewards, and OpenRLHF's /get_reward."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pydantic")
+from pydantic import ValidationError
+
+from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.wire import openrlhf
+from nemo_aligner.serving.wire.protocols import ROUTES
+from nemo_aligner.serving.wire.rewards import ROUTES as REWARDS_ROUTES
+from nemo_aligner.serving.wire.route import STATUSES, ScoredRequest, Served, text_of
+from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply
+from tests.serving.wire.bodies import not_refused, parsed, scored
+
+(REWARDS,) = REWARDS_ROUTES
+(OPENRLHF,) = openrlhf.ROUTES
+TWO = np.array([[0.1, 0.7], [2.0, -4.0]], dtype=np.float32)
+SERVED = Served("reward_model", ("helpfulness", "verbosity"), (1.0, 0.5))
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_one_reward_of_several_attributes_is_added_by_the_contracts_weights() -> None:
+    one = Served("reward_model", ("reward",), (0.5,))
+    assert one.one_reward(TWO[:, :1]) == [float(np.float32(0.1)), 2.0]  # as it stands
+    wanted = [float(np.float32(np.float64(TWO[0, 0]) + TWO[0, 1] / 2)), 0.0]
+    assert SERVED.one_reward(TWO) == wanted
+    with pytest.raises(ServingError, match=r"the model has 2 attributes, .*wanted one reward"):
+        Served("reward_model", ("a", "b"), None).one_reward(TWO)
+
+
+def test_text_may_come_in_parts_and_what_is_none_is_refused() -> None:
+    parts = [{"type": "input_text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert text_of(parts, "here") == "a b"
+    assert text_of("a", "here") == "a"
+    none: list[Any] = [None, 5, [{"type": "image_url"}], ["a"], [{"text": None}]]
+    wanted = r"^here: got .*, wanted a text"
+    assert not not_refused(lambda each: text_of(each, "here"), [(each, wanted) for each in none])
+
+
+def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
+    paths = sorted(route.path for route in ROUTES)
+    assert paths == ["/classify", "/get_reward", "/pooling", "/score", "/v1/rewards", "/verify"]
+    assert STATUSES[FailureKind.bad_request] == 400
+    assert STATUSES[FailureKind.unreachable] == 503
+    for route in ROUTES:
+        for kind in FailureKind:  # before the body was read
+            answer = route.refuse(Failure("the reason", kind), None)
+            assert answer.status == STATUSES[kind], (route.path, kind)
+            assert "the reason" in str(answer.content), (route.path, kind)
+
+
+LONG: list[tuple[str, str, list[Any]]] = [
+    ("/v1/rewards", "texts", [5] * 1000),
+    ("/v1/rewards", "conversations", [[{}] * 1000] * 5),
+    ("/v1/rewards", "tokens", [["a"] * 1000] * 5),
+    ("/get_reward", "query", [5] * 1000),
+    ("/classify", "input", [[None] * 1000] * 5),
+    ("/pooling", "messages", [5] * 1000),
+    ("/score", "queries", [5] * 1000),
+    ("/score", "documents", [5] * 1000),
+]
+
+
+def test_lists_are_left_at_their_first_unfit_element() -> None:
+    for path, field, wrong in LONG:
+        (route,) = (each for each in ROUTES if each.path == path)
+        body = {"query": ["a"], "queries": "a", "documents": "a"} if path != "/v1/rewards" else {}
+        with pytest.raises(ServingError) as caught:
+            parsed(route, {**body, field: wrong})
+        assert isinstance(caught.value.__cause__, ValidationError)
+        # One for each form that a list may have.
+        assert caught.value.__cause__.error_count() <= 6, (path, field)
+
+
+def test_rewards_are_read_of_texts_conversations_or_tokens() -> None:
+    for form, rows in (("texts", ["a", "b"]), ("conversations", [TURNS])):
+        request = REWARDS.read(parsed(REWARDS, {form: rows}))
+        assert (request.texts, request.token_lists) == (rows, None)
+    request = REWARDS.read(parsed(REWARDS, {"tokens": [[1, 2], [3]]}))
+    assert (request.texts, request.token_lists) == (None, [[1, 2], [3]])
+
+
+NO_REWARDS: list[tuple[Any, str]] = [
+    ({}, "got none of them, wanted one of texts, conversations and tokens"),
+    ({"texts": ["a"], "tokens": [[1]]}, "got texts and tokens, wanted one of"),
+    ({"texts": []}, "texts: got 0, wanted at least 1"),
+    ({"texts": "a"}, 'texts: got "a", wanted a list'),
+    ({"texts": [1]}, "texts.0: got 1, wanted a text"),
+    ({"tokens": [[1.5]]}, "tokens.0.0: got 1.5, wanted an integer"),
+    ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
+    ({"conversations": [[{"role": "user"}]]}, "conversations.0.0.content: missing, wanted"),
+    (
+        {"conversations": [[{"role": "nobody", "content": ""}]]},
+        "role: got \"nobody\", wanted 'system'",
+    ),
+    ({"text": ["a"]}, r"text: unknown key; did you mean texts\?$"),
+    ({"seed": 1}, "seed: unknown key$"),
+    ({"conversations": [[{**TURNS[0], "text": ""}]]}, r"0\.text: unknown key$"),
+    ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
+    ([], r"body: got \[\], wanted an object"),
+    ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
+    (dict.fromkeys("vwxyz", 1), "and 2 more"),
+]
+NO_JSON = [b"", b"{", b"\xff", b"[" * 100_000, b'{"texts": ["\\ud800"]}']
+
+
+def test_rewards_of_another_body_are_refused_in_a_line() -> None:
+    assert not not_refused(lambda body: REWARDS.read(parsed(REWARDS, body)), NO_REWARDS)
+    assert not not_refused(REWARDS.parse, [(body, "JSON") for body in NO_JSON])
+
+
+def test_rewards_have_their_rows_or_their_errors() -> None:
+    rewards = np.array([[0.1, -2.0], [np.nan, np.nan]], dtype=np.float32)
+    reply = ScoreReply(rewards, np.array([True, False]), "cafe")
+    request = parsed(REWARDS, {"texts": ["a", ""]})
+    answer = REWARDS.answer(request, ScoredRequest(reply, {1: "the text is empty"}), SERVED)
+    assert answer == {
+        "rewards": [[float(np.float32(0.1)), -2.0], None],
+        "attributes": ["helpfulness", "verbosity"],
+        "contract_hash": "cafe",
+        "truncated": [True, False],
+        "errors": [{"row": 1, "message": "the text is empty"}],
+    }
+    assert np.float32(json.loads(json.dumps(answer))["rewards"][0][0]) == rewards[0, 0]
+    REWARDS.response.model_validate(answer)
+
+
+def test_rewards_that_a_server_shapes_show_by_row_what_it_adds() -> None:
+    reply = ScoreReply(
+        np.array([[0.5], [np.nan]], dtype=np.float32),
+        np.zeros(2, bool),
+        "cafe",
+        raw_rewards=np.array([[2.0, 3.0], [np.nan, np.nan]]),
+        deviation=np.array([[0.25], [np.nan]]),
+        passed=np.array([1.0, np.nan]),
+    )
+    request = parsed(REWARDS, {"texts": ["a", ""]})
+    answer = REWARDS.answer(request, ScoredRequest(reply, {1: "the text is empty"}), SERVED)
+    assert answer["raw_rewards"] == [[2.0, 3.0], None]
+    assert answer["deviation"] == [[0.25], None]
+    assert str(answer["passed"]) == "[True, None]"
+    REWARDS.response.model_validate(answer)
+
+
+def test_rewards_that_fail_say_of_which_kind_and_why() -> None:
+    answer = REWARDS.refuse(Failure("why", FailureKind.unreachable), None)
+    assert answer.content == {"error": {"kind": "unreachable", "message": "why"}}
+
+
+def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None:
+    body = {"query": ["a b", "c"], "prompts": ["a", "c"], "labels": [None, "7"], "more": 1}
+    assert OPENRLHF.read(parsed(OPENRLHF, body)).texts == ["a b", "c"]
+    wrong: list[tuple[Any, str]] = [
+        ({}, "query: missing, wanted"),
+        ({"query": []}, "query: .*at least 1"),
+        ({"query": "a"}, "query: .*wanted a list"),
+        ({"query": [None]}, "query.0: got null, wanted a text"),
+    ]
+    assert not not_refused(lambda body: parsed(OPENRLHF, body), wrong)
+
+
+def test_openrlhf_has_the_answer_of_its_own_server_and_fastapis_errors() -> None:
+    request = parsed(OPENRLHF, {"query": ["a"]})
+    one = OPENRLHF.answer(
+        request, scored([1.5], [-2.0]), Served("reward_model", ("reward",), (1.0,))
+    )
+    assert one == {"rewards": [1.5, -2.0], "scores": [1.5, -2.0], "extra_logs": {}}
+    # Several attributes are one reward, and logged each.
+    served = Served("reward_model", ("helpful", "long"), (1.0, 0.25))
+    two = OPENRLHF.answer(request, scored([1.5, 2.0]), served)
+    assert two["rewards"] == two["scores"] == [2.0]
+    assert two["extra_logs"] == {"reward_helpful": [1.5], "reward_long": [2.0]}
+    refused = OPENRLHF.refuse(Failure("row 1: empty", FailureKind.bad_request), None)
+    assert (refused.status, refused.content) == (400, {"detail": "row 1: empty"})
