@@ -84,9 +84,7 @@ class TestBoth:
             tiny.run_script(script, "sleep", timeout=1, fresh=fresh)
 
 
-@pytest.mark.parametrize(
-    "fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["prepared", "fresh"]
-)
+@pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
 @pytest.mark.parametrize("how", ["kill", "fail"])
 def test_the_others_end_with_a_rank_that_fails(script: str, how: str, fresh: bool) -> None:
     done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
@@ -95,7 +93,6 @@ def test_the_others_end_with_a_rank_that_fails(script: str, how: str, fresh: boo
     assert "rank 1 of 2" in done.stderr
 
 
-@pytest.mark.slow(seconds=16)
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "GRACE_SECS", 1)
     done = tiny.run_script(script, "refuse", processes=2, check=False, timeout=50)
@@ -114,7 +111,6 @@ def test_each_rank_hashes_strings_in_its_own_way(
     assert len({number for line in lines for number in line[1:3]}) == 4
 
 
-@pytest.mark.slow
 def test_a_run_that_is_interrupted_leaves_nothing_behind(script: str) -> None:
     there = Path(script).parent / "there"
 

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.environments import install, kept_environment, new_environment
 from tests.tiny import ROOT
 
@@ -36,7 +34,6 @@ def test_each_of_the_ten_tasks_fits_a_screen_or_two() -> None:
     assert max(len(task.splitlines()) for task in tasks) <= 50
 
 
-@pytest.mark.slow(seconds=30)
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     def make(folder: Path) -> None:
         install(new_environment(folder, sys.executable), *requirements())

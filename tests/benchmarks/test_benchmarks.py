@@ -10,8 +10,6 @@ import pytest
 
 from tests import tiny
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -159,7 +157,6 @@ def serve(folder: Path, *arguments: str) -> tuple[str, dict]:
     return report("benchmarks/serving.py", folder, *few, *arguments)
 
 
-@pytest.mark.slow(seconds=25)
 def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     fake = tiny.ROOT / "tests/benchmarks/fake_vllm.py"
@@ -175,7 +172,6 @@ def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> 
     assert content["failures"] == {}
 
 
-@pytest.mark.slow(seconds=20)
 def test_serving_is_measured_where_its_peer_dies(folder: Path, dying_python: Path) -> None:
     shown, content = serve(folder, f"--vllm-python={dying_python}", "--kinds=pairs")
     ours, *theirs = content["rows"]
@@ -185,7 +181,6 @@ def test_serving_is_measured_where_its_peer_dies(folder: Path, dying_python: Pat
     assert f"\nvLLM: it did not start: {KILLED}\n" in shown
 
 
-@pytest.mark.slow(seconds=20)
 def test_what_the_server_itself_costs(folder: Path) -> None:
     pytest.importorskip("pytriton")
     # A model of its own, which the other tests must not find in their folder.

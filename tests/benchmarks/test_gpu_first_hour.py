@@ -41,7 +41,6 @@ def content_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in found["parts"]}
 
 
-@pytest.mark.slow(seconds=45)
 def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -21,16 +21,12 @@ QUICK, AT_A_TIME = 100, 1000
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Mutations' ``seeds``: as many as --mutations says, all but the first ones in slow tests."""
+    """Mutations' ``seeds``: as many as --mutations says, the first ones in a quick test."""
     if "seeds" in metafunc.fixturenames:
         count = metafunc.config.getoption("mutations")
         # No part is so small that all of it may load, or none.
-        bounds = [*range(QUICK, count - QUICK, AT_A_TIME), count]
-        slow = [
-            pytest.param(range(*pair), marks=pytest.mark.slow(seconds=0.05 * (pair[1] - pair[0])))
-            for pair in pairwise(bounds)
-        ]
-        parts = [pytest.param(range(bounds[0])), *slow]
+        bounds = [0, *range(QUICK, count - QUICK, AT_A_TIME), count]
+        parts = [range(*pair) for pair in pairwise(bounds)]
         metafunc.parametrize("seeds", parts, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 
 

@@ -262,7 +262,6 @@ def ours(folder: Path) -> tuple[Files, list[Mutation]]:
     return files_of(folder / "ours"), OURS
 
 
-@pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize("kind", [base, reward, ours])
 def test_a_folder_is_converted_or_refused(
     kind: Callable[[Path], tuple[Files, list[Mutation]]],

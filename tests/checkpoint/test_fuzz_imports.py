@@ -270,7 +270,6 @@ def aligner(folder: Path, tensors: Any, tokenizer: Path) -> list[Mutation]:
     ]
 
 
-@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("kind", [nemo2, bridge, megatron_lm, zarr, aligner])
 def test_a_folder_is_imported_or_refused(
     kind: Callable[..., list[Mutation]],

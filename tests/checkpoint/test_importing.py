@@ -217,7 +217,6 @@ def test_import_of_a_base_model_takes_no_options_of_a_reward_model(
     assert not (tmp_path / "ours.nemo").exists()
 
 
-@pytest.mark.slow(seconds=4)
 def test_import_verb_names_attributes(theirs: Theirs, tmp_path: Path) -> None:
     source, output = theirs(nemo1, "theirs", head_of(3)), tmp_path / "ours.nemo"
     options = ["--input", str(source), "--output", str(output), "--template", "none"]

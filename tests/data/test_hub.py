@@ -49,7 +49,6 @@ def python() -> Path:
     return kept_environment("hub", DATASETS, make) / "bin" / "python"
 
 
-@pytest.mark.slow(seconds=40)
 def test_fetch_writes_splits_and_subsets_as_files_that_training_reads(
     python: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -82,7 +82,6 @@ def check(checkers: Path, *paths: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
 def test_manifests_are_what_kubernetes_takes(checkers: Path, tmp_path: Path) -> None:
     assert check(checkers, *MANIFESTS) == []
     wrong = tmp_path / "wrong.yaml"
@@ -96,7 +95,6 @@ def test_manifests_are_what_kubernetes_takes(checkers: Path, tmp_path: Path) -> 
     assert "'mountPath' is a required property" in found
 
 
-@pytest.mark.slow
 def test_the_services_are_what_docker_compose_takes(checkers: Path) -> None:
     program = str(checkers / "check-jsonschema")
     command = [program, "--builtin-schema=vendor.compose-spec", str(COMPOSE / "compose.yaml")]
@@ -104,7 +102,6 @@ def test_the_services_are_what_docker_compose_takes(checkers: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_hadolint_finds_nothing(checkers: Path) -> None:
     command = [str(checkers / "hadolint"), "--no-color", str(ROOT / "Dockerfile")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -225,7 +222,6 @@ def test_the_image_installs_what_there_is() -> None:
     assert Requirement(needed).specifier.contains(version)
 
 
-@pytest.mark.slow(seconds=30)
 def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path) -> None:
     """Its shell as it stands, in an environment that has a torch, as the base image has."""
     text = (ROOT / "Dockerfile").read_text()

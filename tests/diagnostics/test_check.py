@@ -35,7 +35,6 @@ def test_check_leaves_out_and_counts_pairs_that_cannot_be_scored(
     assert (best[-1]["content"], worst[-1]["content"]) == ("a", "aaa")
 
 
-@pytest.mark.slow(seconds=8)
 def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[str]) -> None:
     job = {"checkpoint": "nowhere.nemo", "texts": ["a"], "precision": "fp32"}
     with pytest.raises(PeerError, match="the run of 2 processes failed"):

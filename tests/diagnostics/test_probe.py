@@ -31,7 +31,6 @@ def settings(once: Once) -> list[str]:
     ]
 
 
-@pytest.mark.slow(seconds=10)
 def test_probe_passes_training_on_demo_pairs_and_on_ratings(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +53,6 @@ def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor
     return F.softplus(-margins).sum(), torch.tensor(margins.numel())
 
 
-@pytest.mark.slow(seconds=4)
 def test_probe_fails_a_trainer_that_is_blind_to_its_labels(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

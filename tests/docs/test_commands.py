@@ -218,7 +218,6 @@ def workplace(once: Once) -> Path:
     return once("workplace", build_workplace)
 
 
-@pytest.mark.slow(seconds=40)
 @pytest.mark.parametrize("page", STEPS, ids=name_of)
 def test_a_page_can_be_followed(page: Path, workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"

@@ -40,7 +40,6 @@ def base(once: Once) -> Path:
     return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
 
 
-@pytest.mark.slow(seconds=25)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_gives_the_bits_of_the_last_validation(
     precision: str, base: Path, tmp_path: Path
@@ -125,7 +124,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_reward_nemo(tmp_path_factory.mktemp("model") / "rm.nemo", seq_length=165)
 
 
-@pytest.mark.slow(seconds=10)
 def test_evaluate_and_compare_verbs_show_and_write_what_they_find(
     model: Path, tmp_path: Path
 ) -> None:

@@ -100,7 +100,6 @@ def test_every_recipe_is_run_here() -> None:
     assert {path.stem for path in RECIPES.glob("*.yaml")} == set(RECORDS)
 
 
-@pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize("name", [name for name in RECORDS if name not in LADDER])
 def test_a_recipe_gives_a_model_that_is_evaluated(name: str, base: Path, tmp_path: Path) -> None:
     model = train(name, base, tmp_path / "first")
@@ -108,7 +107,6 @@ def test_a_recipe_gives_a_model_that_is_evaluated(name: str, base: Path, tmp_pat
     assert metrics["loss"] > 0
 
 
-@pytest.mark.slow(seconds=25)
 def test_the_ladder_goes_on_from_rung_to_rung(base: Path, tmp_path: Path) -> None:
     first = train(LADDER[0], base, tmp_path / "first")
     second = train(LADDER[1], first, tmp_path / "second")

@@ -64,7 +64,6 @@ def run(python: str | Path, script: str, *options: str) -> tuple[float, float, f
     return float(before[0]), float(after[0]), float(after[-1])
 
 
-@pytest.mark.slow(seconds=25)
 def test_leave_one_out_raises_the_reward(prepared: list[str], server: Server) -> None:
     options = [f"--url={server.url}", "--steps=40", "--lr=3e-3", "--kl=1"]
     before, after, drift = run(sys.executable, "rloo.py", *prepared, *options)
@@ -72,7 +71,6 @@ def test_leave_one_out_raises_the_reward(prepared: list[str], server: Server) ->
     assert drift > 0.1
 
 
-@pytest.mark.slow(seconds=40)
 def test_grpo_raises_the_reward(prepared: list[str], server: Server, trl_python: Path) -> None:
     options = [f"--url={server.url}", "--steps=40", "--lr=3e-3"]
     before, after, drift = run(trl_python, "grpo_trl.py", *prepared, *options)
@@ -80,7 +78,6 @@ def test_grpo_raises_the_reward(prepared: list[str], server: Server, trl_python:
     assert drift > 0.1
 
 
-@pytest.mark.slow(seconds=35)
 def test_ppo_raises_the_reward_with_its_critic_on_a_server(
     prepared: list[str], tmp_path: Path
 ) -> None:

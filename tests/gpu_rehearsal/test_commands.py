@@ -163,7 +163,6 @@ def commands(seen: dict[str, Seen]) -> dict[str, Seen]:
     return {name: of_it for name, of_it in seen.items() if not name.startswith("left out")}
 
 
-@pytest.mark.slow(seconds=60)
 def test_rehearsed_commands_wait_only_where_a_decision_needs_it(seen: dict[str, Seen]) -> None:
     settings = {"backend": "nccl", "device_id": "cuda:0", "fp32 products": "highest"}
     for name, of_it in commands(seen).items():
@@ -176,7 +175,6 @@ def test_rehearsed_commands_wait_only_where_a_decision_needs_it(seen: dict[str, 
             assert {"step", "validation", "save"} <= set(of_it["phases"]), name
 
 
-@pytest.mark.slow(seconds=60)
 def test_rehearsed_streams_wait_for_each_other(seen: dict[str, Seen]) -> None:
     """Of a save: that of its copies for what computes, and the next update for them."""
     races = {name: of_it["races"] for name, of_it in commands(seen).items() if of_it.get("races")}
@@ -187,7 +185,6 @@ def test_rehearsed_streams_wait_for_each_other(seen: dict[str, Seen]) -> None:
         assert copies.get("in line", 0) == 0, name
 
 
-@pytest.mark.slow(seconds=60)
 def test_rehearsed_wait_that_is_left_out_is_a_race(seen: dict[str, Seen]) -> None:
     for name, wanted in LEFT_OUT.items():
         of_it = seen[f"left out {name}"]
@@ -195,7 +192,6 @@ def test_rehearsed_wait_that_is_left_out_is_a_race(seen: dict[str, Seen]) -> Non
         assert sorted(" ".join(race.split()[-5:]) for race in of_it["races"]) == wanted, name
 
 
-@pytest.mark.slow(seconds=60)
 def test_moments_on_the_host_stay_there_when_a_run_goes_on(seen: dict[str, Seen]) -> None:
     here, there = (
         seen[name]["phases"]["load"]["bytes_to_gpu"] for name in ("bf16 resumed", "offload resumed")
@@ -204,7 +200,6 @@ def test_moments_on_the_host_stay_there_when_a_run_goes_on(seen: dict[str, Seen]
     assert here - there > 10 * PARAMETERS
 
 
-@pytest.mark.slow(seconds=60)
 def test_critic_optimizer_that_is_away_takes_nothing(seen: dict[str, Seen]) -> None:
     """Its weights in fp32 and moments, and its gradients, while a critic gives values."""
     before, training, after = seen["critic"]["allocated"]

@@ -113,7 +113,6 @@ def differences(by_rank: Sequence[dict[str, list[Any]]]) -> list[str]:
     return found
 
 
-@pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("installed", TASKS)
 def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
     installed: str, rehearsed: Rehearsed
@@ -131,7 +130,6 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
     assert not any(wrong.values()), {name: said for name, said in wrong.items() if said}
 
 
-@pytest.mark.slow(seconds=30)
 def test_rehearsed_step_keeps_the_bytes_that_planning_counts(rehearsed: Rehearsed) -> None:
     """Of torch's layers: what TransformerEngine's keep no stub can say."""
     found = rehearsed("torch")
@@ -151,7 +149,6 @@ def flash_calls(seen: Seen) -> int:
     return sum(rank["operations"].get(name, 0) for name in FLASH)
 
 
-@pytest.mark.slow(seconds=30)
 def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     rehearsed: Rehearsed,
 ) -> None:
@@ -164,7 +161,6 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
 
 
-@pytest.mark.slow(seconds=30)
 def test_transformer_engine_s_layers_are_for_16_bits(rehearsed: Rehearsed) -> None:
     """Its fp32 products are rounded to TF32."""
     found = rehearsed("engine")
@@ -175,7 +171,6 @@ def test_transformer_engine_s_layers_are_for_16_bits(rehearsed: Rehearsed) -> No
     assert flash_calls(found["fp32"]) == 0
 
 
-@pytest.mark.slow(seconds=30)
 def test_process_that_sees_one_gpu_takes_it(rehearsed: Rehearsed) -> None:
     seen = rehearsed("torch")["one GPU"]
     assert seen["device"] == seen["settings"]["device_id"] == "cuda:0"

@@ -21,8 +21,6 @@ from tests.environments import package
 from tests.integrations.clients import openrlhf_client, verl_client
 from tests.integrations.clients.stand_ins import StandIns
 
-pytestmark = pytest.mark.slow(seconds=20)
-
 CLIENTS = Path(__file__).parent / "clients"
 RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
 # A Python that has vLLM: its package is too large to install for a test.

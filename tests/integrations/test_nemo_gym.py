@@ -55,7 +55,6 @@ def body(reply: str, **more: Any) -> dict[str, Any]:
     return {"responses_create_params": asked, "response": response, **more}
 
 
-@pytest.mark.slow(seconds=10)
 def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
     done = gym.run(python, folder, "-m", "pytest", "-q", "resources_servers/reward_model")
     assert done.returncode == 0, done.stdout[-4000:]
@@ -102,7 +101,6 @@ def servers_that_clip() -> list[int]:
     return found
 
 
-@pytest.mark.slow(seconds=20)
 def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     python: Path, folder: Path, reward_model: Path, scorer: RewardScorer
 ) -> None:

@@ -7,8 +7,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from nemo_aligner.integrations import nemo_rl
 from tests import tiny
 from tests.environments import kept_environment, make_environment
@@ -24,7 +22,6 @@ def ray_python() -> Path:
     return kept_environment("ray", (RAY,), make) / "bin" / "python"
 
 
-@pytest.mark.slow(seconds=15)
 def test_an_actor_of_ray_gives_rewards(fake_server: str, tmp_path: Path) -> None:
     actor = f"{nemo_rl.__name__}.RewardModelActor"
     python = ray_python()

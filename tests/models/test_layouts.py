@@ -35,7 +35,6 @@ def alone(there: Any, layout: Any) -> Any:
     return layout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", layouts.CASES)
 def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, alone: Any) -> None:
     """Rewards, gradient norm, and rewards after a step, against one process.
@@ -62,7 +61,6 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
         assert got["bf16"] == pytest.approx(in_bf16, abs=near, rel=0), name
 
 
-@pytest.mark.slow
 def test_critic_at_every_layout_values_a_token_as_the_text_that_ends_with_it(
     there: Any, alone: Any
 ) -> None:
@@ -83,13 +81,11 @@ def test_critic_at_every_layout_values_a_token_as_the_text_that_ends_with_it(
         torch.testing.assert_close(second[[20, 22]], got["with_prefix"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_pipeline_stage_goes_on_before_its_messages_are_received(there: Any) -> None:
     folder, _ = there
     assert torch.load(folder / "rank1")["received"] == [True, True]
 
 
-@pytest.mark.slow
 def test_more_than_two_ranks_are_summed_in_their_order() -> None:
     done = tiny.run_script("tests/models/rank_order.py", processes=3, timeout=120)
     assert done.stdout.splitlines()[-1] == "differs: []"

@@ -12,8 +12,6 @@ import pytest
 from tests import tiny
 from tests.once import Once
 
-pytestmark = pytest.mark.slow
-
 CHATS = [
     [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     for question, answer in (

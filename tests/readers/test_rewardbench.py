@@ -200,7 +200,6 @@ def tiny_model(once: Once) -> Path:
     return once("rewardbench", make)
 
 
-@pytest.mark.slow(seconds=25)
 def test_rewardbench_verdicts_on_its_default_data_set(
     tiny_model: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
 ) -> None:
@@ -267,7 +266,6 @@ def smollm2(once: Once, layout: Any) -> Path:
     return once("rewardbench-smollm2", make)
 
 
-@pytest.mark.slow(seconds=40)
 def test_rewardbench_verdicts_on_conversations_of_one_s_own(
     smollm2: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
 ) -> None:

@@ -66,7 +66,6 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow(seconds=15)
 @pytest.mark.usefixtures("three_threads")
 def test_rewards_have_the_same_bits_in_any_company(
     short: Case, very_long: Case, layout: ParallelLayout
@@ -75,7 +74,6 @@ def test_rewards_have_the_same_bits_in_any_company(
     assert compare(very_long, layout) == NOTHING
 
 
-@pytest.mark.slow(seconds=50)
 def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     short: Case, very_long: Case, tmp_path: Path
 ) -> None:
@@ -88,7 +86,6 @@ def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
 
 
-@pytest.mark.slow(seconds=20)
 def test_rewards_have_the_same_bits_in_any_company_over_http(
     short: Case, layout: ParallelLayout, tmp_path: Path
 ) -> None:

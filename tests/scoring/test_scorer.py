@@ -68,7 +68,6 @@ def test_cached_rewards_are_those_without_a_cache(
         check(cached_layouts.compare(archive, layout), archive, SIZES["one"], case)
 
 
-@pytest.mark.slow(seconds=30)
 def test_cached_rewards_are_those_without_a_cache_at_any_layout(archives: dict[str, Path]) -> None:
     """Of keys that are seen all at once, and by windows in every other layer."""
     script = "tests/scoring/cached_layouts.py"

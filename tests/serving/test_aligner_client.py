@@ -20,8 +20,6 @@ from tests import tiny
 from tests.once import Once
 from tests.serving.servers import Server
 
-pytestmark = pytest.mark.slow(seconds=20)
-
 REQUIREMENT = "nemo-aligner==0.7.0"
 CLOSE = {"rtol": 0, "atol": 2.5e-6}
 LONGEST = 48

@@ -23,8 +23,6 @@ from tests.serving.servers import Server, running
 from tests.serving.test_aligner_client import fetch, run_client
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
-pytestmark = pytest.mark.slow(seconds=20)
-
 SERVE, SERVE_CRITIC = "examples/serve_reward_model.py", "examples/serve_ppo_critic.py"
 ROLLOUT, NEXT = make_rollout(11), make_rollout(12)
 LENGTHS = [WIDTH - row for row in range(ROWS)]
@@ -136,6 +134,7 @@ def check_memory(server: Server) -> None:
     np.testing.assert_allclose(device["before"] / device["values"], 5, rtol=0.1)
 
 
+@pytest.mark.smoke
 def test_what_cannot_be_learned_from_is_refused_and_changes_nothing(both: Server) -> None:
     tokens, returns, prev_values, mask = arrays(ROLLOUT)
     bad_returns = returns.copy()

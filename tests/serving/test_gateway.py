@@ -86,6 +86,7 @@ def test_it_answers_until_sigterm_and_then_what_is_in_flight(
             post(f"{started.url}/v1/rewards", {"texts": ["ab"]})
 
 
+@pytest.mark.smoke
 def test_of_two_backends_one_may_die_among_requests(
     servers: list[Misbehaving], tmp_path: Path
 ) -> None:

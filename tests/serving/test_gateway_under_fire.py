@@ -22,10 +22,9 @@ aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
 
-pytestmark = pytest.mark.slow(seconds=30)
 
 CLIENTS = 32
-REQUESTS = 10_000
+REQUESTS = 2_000
 MAX_BYTES = 100_000
 TOKEN = "s3cret"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -188,7 +187,7 @@ def fronted(backend: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield started
 
 
-def test_every_request_of_ten_thousand_has_its_own_answer(fronted: Server) -> None:
+def test_gateway_under_fire_gives_every_request_its_own_answer(fronted: Server) -> None:
     traffic = Traffic()
     probes = [traffic.good() for _ in range(50)]
     asyncio.run(send_all(fronted.url, probes))
@@ -197,7 +196,7 @@ def test_every_request_of_ten_thousand_has_its_own_answer(fronted: Server) -> No
     asyncio.run(send_all(fronted.url, probes))
     statuses = Counter(request.status for request in mixed)
     assert set(statuses) == {200, 400, 401, 413, 500}
-    assert statuses[401] > 300
+    assert statuses[401] > 60
 
 
 def test_clients_that_leave_harm_nobody(fronted: Server) -> None:

@@ -224,9 +224,8 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
 
 
 def check_moved(got: Numbers, wanted: Numbers) -> None:
-    """A run that is asked to stop at step 4 does not stay to validate."""
-    missing = {key for key in wanted if key not in got}
-    assert missing <= {key for key in wanted if key[0] == 4 and key[1].startswith("validation")}
+    """A run that is asked to stop at step 4 does not stay to validate, and makes it up."""
+    assert got.keys() >= wanted.keys()
     for key, value in got.items():
         assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6, nan_ok=True), key
 

@@ -186,7 +186,6 @@ def test_what_cannot_be_carried_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow(seconds=3)
 def test_the_script_reports_and_fails_clearly(base_checkpoint: Path, tmp_path: Path) -> None:
     verb, output = "convert", str(tmp_path / "base.nemo")
     done = tiny.run_verb(

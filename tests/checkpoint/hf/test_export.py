@@ -32,6 +32,7 @@ from tests.checkpoint.hf.exporting import (
 pytestmark = pytest.mark.usefixtures("layout")
 
 
+@pytest.mark.smoke
 def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -> None:
     for case, changes in REWARD_CASES.items():
         folder = tmp_path / case
@@ -197,7 +198,6 @@ def with_tensor(archive: Path, key: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow(seconds=4)
 def test_the_script_exports_and_fails_clearly(three: Path, tmp_path: Path) -> None:
     verb, output = "export", str(tmp_path / "out")
     arguments = ("--input", str(three), "--output", output, "--dtype", "bf16", "--merge")

@@ -113,7 +113,6 @@ def test_a_hub_name_is_downloaded(
     assert asked["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja"]
 
 
-@pytest.mark.slow(seconds=4)
 def test_without_a_network_the_hub_s_cache_is_read(reward_checkpoint: Path, tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     model = tmp_path / "home/hub/models--some-org--Tiny-RM"

@@ -135,7 +135,6 @@ def test_names_without_a_model_are_refused() -> None:
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])
 
 
-@pytest.mark.slow(seconds=6)
 def test_a_ranking_begins_with_what_a_regression_has_learned(first: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 12)
     settings = [

@@ -111,7 +111,6 @@ def test_nothing_under_the_prefix_is_nothing(
         load(tmp_path / "theirs", layout)
 
 
-@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("write", [bridge, nemo2, zarr_folder], ids=lambda write: write.__name__)
 def test_ranks_get_what_was_written(
     write: Writer, tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
@@ -134,7 +133,6 @@ def test_ranks_get_what_was_written(
                 torch.testing.assert_close(found, tensor[rows], rtol=0, atol=0)
 
 
-@pytest.mark.slow(seconds=4)
 def test_weights_survive_another_layout(layout: Any, tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 

@@ -61,7 +61,6 @@ def nemo_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.slow
 def test_both_directions(nemo_python: Path, tmp_path: Path) -> None:
     weights, tokenizer = tmp_path / "w", tmp_path / "t"
     for folder, name in ((weights, ".metadata"), (tokenizer, "tokenizer.json")):

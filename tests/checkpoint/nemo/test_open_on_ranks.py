@@ -17,7 +17,6 @@ from tests.launching import ROOT
 from tests.once import Once
 from tests.test_temporary import is_empty_soon
 
-pytestmark = pytest.mark.slow
 START = (
     "import sys; from nemo_aligner.parallel.local import run_ranks; "
     "sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1])))"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests import tiny
 
 
-@pytest.mark.slow(seconds=8)
 def test_one_rank_makes_what_all_map_and_says_what_fails(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:

@@ -37,7 +37,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(runs, folder / "report.html")
 
 
-@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("width", [400, 1600])
 def test_a_page_opens_whole_and_asks_for_nothing(
     window: browser.Browser, page: Path, width: int
@@ -54,7 +53,6 @@ def test_a_page_opens_whole_and_asks_for_nothing(
     assert window.ask("document.scripts.length") == 0
 
 
-@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("width", [400, 1600])
 def test_a_page_is_readable(window: browser.Browser, page: Path, width: int) -> None:
     window.open(page, width)
@@ -67,7 +65,6 @@ def test_a_page_is_readable(window: browser.Browser, page: Path, width: int) -> 
     assert window.ask(f"{columns}.length") == (1 if width == 400 else 3)
 
 
-@pytest.mark.slow(seconds=2)
 def test_a_page_can_be_printed(window: browser.Browser, page: Path) -> None:
     window.open(page, 1600)
     printed = window.print()

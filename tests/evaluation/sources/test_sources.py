@@ -77,7 +77,6 @@ def of_the_same_records(
     return [row for row in rows if row["record"] in records]
 
 
-@pytest.mark.slow(seconds=45)
 def test_every_source_has_the_same_rewards_and_verdicts(
     folder: Path, sources: dict[str, list[str]]
 ) -> None:
@@ -126,7 +125,6 @@ def test_every_source_has_the_same_rewards_and_verdicts(
             assert row == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_source_that_settings_do_not_fit_is_refused(
     folder: Path, sources: dict[str, list[str]]
 ) -> None:

@@ -204,7 +204,6 @@ assert megatron.core.tensor_parallel.random._get_cuda_rng_state.__defaults__[0] 
 """
 
 
-@pytest.mark.slow(seconds=4)
 def test_client_and_contract_change_nothing_for_others_when_imported() -> None:
     """Neither the finders of modules, nor filters of warnings, nor megatron-core and torch."""
     done = subprocess.run(
