@@ -36,6 +36,11 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
                 "parallelism has split inside its products; wanted model.sequence_parallel=false"
             )
         return
+    if rows is not None and engine and model.config.tensor_model_parallel_size > 2 and is_main():
+        logger.warning(
+            "model.batch_invariant may not hold: TransformerEngine's sums over more than two "
+            "tensor parallel ranks are in an order of NCCL's; wanted at most 2 of them"
+        )
     for layer in model.modules():
         if isinstance(layer, ColumnLinear | RowLinear | RewardHead):
             layer.invariant_rows = rows

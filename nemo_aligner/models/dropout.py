@@ -78,7 +78,8 @@ class LoraDropout:
             for place in range(size)
         ]
         # Sequences end with segments that none begins with, in order; then there may be a filler.
-        ends = [number for number in range(len(prefixes)) if number not in set(prefixes)]
+        begun = set(prefixes)
+        ends = [number for number in range(len(prefixes)) if number not in begun]
         of_segment = [0] * len(prefixes)
         for number, (record, place) in reversed(list(zip(ends, owners, strict=False))):
             key = _mixed_number(self._seed, self.step, record, place)

@@ -8,6 +8,7 @@ from nemo_aligner.config.common import Precision
 # give twice as many "with sparsity". None: not for training in it. Of two names that fit, the first
 # counts.
 _PEAKS: tuple[tuple[str, float, float | None], ...] = (
+    ("GB200", 2500.0, None),  # 360 PFLOP/s of an NVL72 "with sparsity": 5 of each GPU
     ("B200", 2250.0, None),
     ("H200 NVL", 835.0, 60.0),
     ("H200", 989.0, 67.0),

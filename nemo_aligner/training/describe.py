@@ -7,7 +7,8 @@ from pathlib import Path
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.training import TrainConfig, idle_settings
 from nemo_aligner.console import join_fields, show_number
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance
@@ -76,6 +77,16 @@ def describe_steps(
         lines += [
             f"note: the run ends within its warm-up ({warmup} steps)",
             "  lower model.optim.sched.warmup_steps, or model.global_batch_size for more steps",
+        ]
+    lines += [
+        f"note: {idle} does nothing\n  with {cause}"
+        for idle, cause in idle_settings(config).items()
+    ]
+    recomputed = options.activations_checkpoint_granularity is Recompute.full
+    if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
+        lines += [
+            "note: model.freeze_layers saves memory, and no time",
+            "  with model.activations_checkpoint_granularity=full the backward goes through them",
         ]
     lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
     return "\n".join(lines)

@@ -278,7 +278,10 @@ def test_peak_goes_by_the_name_of_the_gpu() -> None:
         ("NVIDIA H100 PCIe", Precision.fp16): 756e12,
         ("NVIDIA H100 80GB HBM3", bf16): 989e12,
         ("NVIDIA A100-SXM4-80GB", bf16): 312e12,
+        ("NVIDIA B200", bf16): 2250e12,
         ("NVIDIA B200", FP32): None,
+        ("NVIDIA GB200", bf16): 2500e12,
+        ("NVIDIA GH200 480GB", bf16): 989e12,
         ("NVIDIA GeForce RTX 3060", bf16): None,
     }
     assert {key: peak_flops(*key) for key in wanted} == wanted
