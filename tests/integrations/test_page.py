@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tests.serving.test_page import curls
 
 from nemo_aligner.config.environment import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
@@ -25,6 +24,7 @@ from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
 from nemo_aligner.scoring.scorer import RewardScorer
 from tests.docs.pages import blocks
 from tests.launching import ROOT
+from tests.serving.test_page import curls
 
 PAGE = ROOT / "docs" / "rl_trainers.md"
 SERVER, GATEWAY = "http://127.0.0.1:5555", "http://127.0.0.1:8000"
