@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_aligner.cli.data_flags import add_format
+from nemo_aligner.cli.data_flags import add_format, data_file
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.config.common import Overlong
 from nemo_aligner.config.data import DataConfig
@@ -24,8 +24,10 @@ from nemo_aligner.config.data import DataConfig
 def new_parser() -> Parser:
     """The options of ``nemo-aligner data inspect``."""
     parser = Parser("data inspect", __doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="what to look at")
-    parser.add_argument("--train", nargs="+", default=[], metavar="FILE", help="training files")
+    parser.add_argument("files", nargs="+", type=data_file, metavar="FILE", help="what to look at")
+    parser.add_argument(
+        "--train", nargs="+", type=data_file, default=[], metavar="FILE", help="training files"
+    )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH",
         help="a .nemo file (a reward model's brings its scoring contract), or a folder with "

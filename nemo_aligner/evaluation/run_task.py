@@ -106,7 +106,7 @@ def _read(task: Task, line: Line | BadLine, path: str | Path) -> TaskItem | None
     if isinstance(line, BadLine):
         raise DataError(f"{where}: {line.reason}")
     try:
-        return task.read(line.value)
+        return task.read({**task.of_name(Path(path).stem), **line.value})
     except KeyError as error:
         keys = ", ".join(map(repr, line.value))
         raise DataError(

@@ -84,6 +84,8 @@ def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
     assert shown[1].startswith(f"file: {bad}:1: got a record with keys")
     assert shown[2] == f"file: {good} (chat_pairs)"
     assert done.stderr == ""
+    setting = run(VERB, good, "model.data.malformed=drop", code=2)
+    assert "got the setting model.data.malformed=drop, wanted a file" in setting.stderr
 
 
 def test_inspect_of_malformed_records(

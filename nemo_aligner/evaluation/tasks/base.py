@@ -80,6 +80,7 @@ class Task:
         judge: how right the rewards of an item are.
         summarise: the figures that the benchmark gives.
         sample: an object of the file.
+        of_name: what the name of a file, without its ending, says of objects that do not.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Task:
     judge: Callable[[TaskItem, np.ndarray], float]
     summarise: Callable[[Sequence[Judged]], list[TaskRow]]
     sample: dict[str, Any]
+    of_name: Callable[[str], dict[str, Any]] = lambda stem: {}
 
 
 def asked(prompt: Any, reply: Any, key: str) -> Text:

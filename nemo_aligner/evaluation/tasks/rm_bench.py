@@ -36,6 +36,13 @@ def _read(value: dict[str, Any]) -> TaskItem:
     return TaskItem(str(value["id"]), str(value["domain"]), texts, _STYLES)
 
 
+def _domain_of(stem: str) -> dict[str, str]:
+    """Of a file of one domain, ``safety-refuse_filtered.json``, whose objects do not name it."""
+    domain, _, rest = stem.partition("_")
+    is_known = rest == "filtered" and domain.partition("-")[0] in _DOMAINS
+    return {"domain": domain} if is_known else {}
+
+
 def _wins(rewards: np.ndarray) -> np.ndarray:
     """``[3, 3]``: whether the right reply of a style is above the wrong one of another."""
     return rewards[:_STYLES, None] > rewards[None, _STYLES:]
@@ -78,10 +85,11 @@ def _by_difficulty(domain: str, judged: Sequence[Judged]) -> list[TaskRow]:
 
 TASK = Task(
     name="rm_bench",
-    file="THU-KEG/RM-Bench, total_dataset.json",
+    file="THU-KEG/RM-Bench, total_dataset.json or DOMAIN_filtered.json",
     read=_read,
     judge=_judge,
     summarise=_summarise,
+    of_name=_domain_of,
     sample={
         "id": "1",
         "domain": "math",

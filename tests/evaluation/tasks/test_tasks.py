@@ -257,6 +257,17 @@ def test_rm_bench_has_easy_normal_and_hard(tmp_path: Path) -> None:
     assert found["RM-Bench"] == pytest.approx((3 * 5 / 9 + (5 / 9 + 1) / 2) / 4)
 
 
+def test_rm_bench_file_of_one_domain_has_it_in_its_name(tmp_path: Path) -> None:
+    task = TASKS["rm_bench"]
+    record = {key: value for key, value in task.sample.items() if key != "domain"}
+    report = run_task(task, write(tmp_path / "safety-refuse_filtered.json", [record]), by_length)
+    assert {"safety-refuse", "safety-refuse, hard", "safety"} <= values(report).keys()
+    path = write(tmp_path / "other_filtered.json", [record])
+    assert "other_filtered.json:1: missing key 'domain'" in refusal(
+        DataError, run_task, task, path, by_length
+    )
+
+
 def official_rm_bench(items: Sequence[tuple[str, np.ndarray]]) -> dict[str, float]:
     """What ``compute_accuracy`` of THU-KEG/RM-Bench does, in other words."""
     found: dict[str, list[float]] = {}
