@@ -84,8 +84,15 @@ def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
     assert shown[1].startswith(f"file: {bad}:1: got a record with keys")
     assert shown[2] == f"file: {good} (chat_pairs)"
     assert done.stderr == ""
-    setting = run(VERB, good, "model.data.malformed=drop", code=2)
-    assert "got the setting model.data.malformed=drop, wanted a file" in setting.stderr
+
+
+def test_inspect_takes_no_setting_for_a_file(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(VERB, tmp_path / "pairs.jsonl", "model.data.malformed=drop")
+    said = capsys.readouterr().err
+    assert "got the setting model.data.malformed=drop, wanted a file" in said
 
 
 def test_inspect_of_malformed_records(
