@@ -27,8 +27,15 @@ def new_parser() -> Parser:
         help="of the records that is held out (default: 0.2)",
     )  # fmt: skip
     parser.add_argument(
-        "--by", choices=["first_prompt", "prompt"], default="first_prompt",
-        help="what is in one part only (default: what a conversation begins with)",
+        "--by", choices=["prompt", "first_prompt"], default="prompt",
+        help="keep records together that share the whole prompt, or the first user turn "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--similar", type=fraction, metavar="FRACTION",
+        help="keep near duplicates together, too: prompts whose sets of three consecutive words "
+        "have this Jaccard similarity or more (needs the extra `dedup`; default: only prompts "
+        "that are the same but for case and white space)",
     )  # fmt: skip
     parser.add_argument(
         "--kind", choices=[kind.value for kind in RecordKind], help="default: seen from the file"
@@ -55,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
         heldout=options.heldout,
         seed=options.seed,
         by=options.by,
+        similar=options.similar,
         kind=None if options.kind is None else RecordKind(options.kind),
         format=options.format,
         pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,19 +23,28 @@ from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.messages import first_prompt
 
 _MALFORMED_SHOWN = 3
+# How far the held-out part may be from what was asked for, as a share of it.
+_TOLERANCE = 0.1
+_WORDS_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a file is split: ``heldout`` of its records, drawn by ``seed``.
+    """How to split a file: hold out ``heldout`` of its records, drawn by ``seed``.
 
-    ``by`` is what must not be in both parts: a conversation's ``first_prompt``, or the whole
-    ``prompt``. The others are as in ``Reading`` and ``MalformedRule``.
+    Attributes:
+        by: records that share it stay in one part: the whole ``prompt``, or the ``first_prompt``,
+            which is the first user turn of a conversation.
+        similar: with a number, prompts whose sets of three consecutive words have at least this
+            Jaccard similarity stay in one part, too.
+
+    The others are as in ``Reading`` and ``MalformedRule``.
     """
 
     heldout: float = 0.2
     seed: int = 1
-    by: str = "first_prompt"
+    by: str = "prompt"
+    similar: float | None = None
     kind: RecordKind | None = None
     format: str = "auto"
     pair_keys: PairKeys | None = None
@@ -49,23 +59,23 @@ class Split:
 
 
 def split_file(source: Path, folder: Path, how: Split) -> str:
-    """Write ``train.jsonl`` and ``heldout.jsonl``; what is in them, and what length would score.
+    """Write ``train.jsonl`` and ``heldout.jsonl``; return a report of both for people.
 
     Malformed records are in neither, where they are not an error.
 
     Raises:
-        ConfigError: an attribute has no name, or a part would take the place of ``source``.
+        ConfigError: an attribute has no name, a part would overwrite ``source``, or ``similar``
+            needs a package that is not installed.
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
     check_names(how.attributes)
     file = read_records(source, _reading(how))
     keys = _prompt_keys(file.records, how.by)
+    if how.similar is not None:
+        keys = _merge_similar(keys, how.similar)
     held = _held_keys(keys, how.heldout, how.seed)
-    if len(held) == len(set(keys)):
-        raise DataError(
-            f"{source}: got {len(held)} different prompts, too few to hold out "
-            f"{how.heldout} of the records"
-        )
+    if not held or len(held) == len(set(keys)):
+        raise DataError(_too_few(source, keys, how))
     counts = ", ".join(f"{count} {name}" for name, count in file.counts.items())
     lines = [f"{source}: {file.format}, {counts}"]
     if file.malformed:
@@ -84,8 +94,31 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
         written = write_lines(paths[name], parts[name])
         prompts = len(held) if name == "heldout" else len(set(keys)) - len(held)
         lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {written}")
+    lines += _unlike_asked(keys, len(sides["heldout"]), how.heldout)
     lines += render_length_baseline(sides["train"], sides["heldout"], how.attributes)
     return "\n".join(lines)
+
+
+def _too_few(source: Path, keys: Sequence[str], how: Split) -> str:
+    prompts = Counter(keys)
+    advice = "; --by prompt tells them apart by their whole prompt" if how.by != "prompt" else ""
+    return (
+        f"{source}: got {len(prompts)} different prompts, the largest with "
+        f"{max(prompts.values())} of {len(keys)} records; wanted enough of them to hold out "
+        f"{how.heldout} of the records without a prompt in both parts{advice}"
+    )
+
+
+def _unlike_asked(keys: Sequence[str], held: int, asked: float) -> list[str]:
+    """A line that says so where much less or more is held out than was asked for."""
+    wanted = asked * len(keys)
+    if abs(held - wanted) <= max(1.0, _TOLERANCE * wanted):
+        return []
+    largest = max(Counter(keys).values())
+    return [
+        f"note: held out {held} of {len(keys)} records ({held / len(keys):.1%}) where {asked:.1%} "
+        f"were asked for: a prompt stays in one part, and one has {largest} records"
+    ]
 
 
 def _check_apart(source: Path, parts: Iterable[Path]) -> None:
@@ -151,16 +184,61 @@ def _same_beginnings(begins: Sequence[str]) -> list[str]:
     return [group[start] for start in begins]
 
 
+def _merge_similar(keys: Sequence[str], similar: float) -> list[str]:
+    """Keys with those of near duplicates replaced by one of them, chains of duplicates included.
+
+    MinHash with locality-sensitive hashing (Broder, 1997) proposes pairs, and their exact Jaccard
+    similarity decides.
+    """
+    try:
+        from datasketch import MinHash, MinHashLSH
+    except ImportError as error:
+        raise ConfigError(
+            "similar: finding near duplicates needs the package datasketch; install it, or the "
+            "extra `dedup`"
+        ) from error
+    different = sorted(set(keys))
+    shingles = {key: _shingles(key) for key in different}
+    # It proposes pairs below the threshold, too, so that few above it are missed.
+    index = MinHashLSH(threshold=0.8 * similar, num_perm=128, weights=(0.2, 0.8))
+    same_as = {key: key for key in different}
+
+    def root(key: str) -> str:
+        while same_as[key] != key:
+            key = same_as[key]
+        return key
+
+    sketches = MinHash.bulk([[word.encode() for word in shingles[key]] for key in different])
+    for key, sketch in zip(different, sketches, strict=True):
+        for other in sorted(index.query(sketch)):
+            common = len(shingles[key] & shingles[other])
+            if common >= similar * len(shingles[key] | shingles[other]):
+                same_as[root(key)] = root(other)
+        index.insert(key, sketch)
+    return [root(key) for key in keys]
+
+
+def _shingles(key: str) -> set[str]:
+    words = re.findall(r"\w+", key) or [key]
+    count = max(1, len(words) - _WORDS_AT_ONCE + 1)
+    return {" ".join(words[start : start + _WORDS_AT_ONCE]) for start in range(count)}
+
+
 def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
-    """Prompts drawn until they own ``heldout`` of the records."""
+    """Prompts drawn until they own ``heldout`` of the records.
+
+    A prompt whose records would overshoot that by more than the tolerance is left for training.
+    """
     sizes = Counter(keys)
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
+    wanted = heldout * len(keys)
     held: set[str] = set()
     owned = 0
     for key in order:
-        if owned >= heldout * len(keys):
+        if owned >= wanted:
             break
-        held.add(key)
-        owned += sizes[key]
+        if owned + sizes[key] <= wanted + max(1.0, _TOLERANCE * wanted):
+            held.add(key)
+            owned += sizes[key]
     return held

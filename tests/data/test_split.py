@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +115,51 @@ def test_split_of_ratings_shows_what_length_scores(tmp_path: Path, run: Run) -> 
         split_file(source, tmp_path, Split(attributes=("",)))
 
 
-def test_split_by_whole_prompts_where_all_begin_alike(tmp_path: Path) -> None:
-    """A conversation that goes on after the same first turn."""
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    rows = (
-        {"prompt": [*turns, {"role": "user", "content": f"q{n}"}], "chosen": "a", "rejected": "b"}
-        for n in range(10)
-    )
-    source = write(tmp_path / "pairs.jsonl", *rows)
-    shown = split_file(source, tmp_path / "whole", Split(heldout=0.3, by="prompt"))
+def chats(openings: Counter[str]) -> list[dict[str, Any]]:
+    """Pairs of different prompts, so many of which have the same first turn."""
+    return [
+        {
+            "prompt": [
+                {"role": "user", "content": opening},
+                {"role": "assistant", "content": "hello"},
+                {"role": "user", "content": f"question {n}"},
+            ],
+            "chosen": "a",
+            "rejected": "b",
+        }
+        for opening, count in openings.items()
+        for n in range(count)
+    ]
+
+
+def test_split_is_by_whole_prompts_or_by_first_turns(tmp_path: Path) -> None:
+    """What was held out is said where it is not what was asked for."""
+    source = write(tmp_path / "pairs.jsonl", *chats(Counter(Hello=10)))
+    shown = split_file(source, tmp_path / "whole", Split(heldout=0.3))
     assert "heldout: 3 records, 3 prompts" in shown
-    with pytest.raises(DataError, match="got 1 different prompts"):
-        split_file(source, tmp_path / "first", Split())
+    assert "note:" not in shown
+    with pytest.raises(DataError, match=r"1 different prompts.* 10 of 10 records.*--by prompt"):
+        split_file(source, tmp_path / "first", Split(by="first_prompt"))
     assert not list(tmp_path.glob("first/*"))
+    source = write(tmp_path / "more.jsonl", *chats(Counter(Hello=300, Hi=80, Hey=12, Yo=8)))
+    shown = split_file(source, tmp_path / "first", Split(heldout=0.1, by="first_prompt"))
+    assert "heldout: 20 records, 2 prompts" in shown
+    assert "note: held out 20 of 400 records (5.0%) where 10.0% were asked for" in shown
+
+
+def test_split_keeps_near_duplicates_together(tmp_path: Path, run: Run) -> None:
+    """Chains of them, too; a prompt that only shares some words is another one."""
+    poem = "please write a short poem about the old red house by the quiet sea in {}"
+    prompts = [poem.format(ending) for ending in ("May", "June", "July?")]
+    prompts += [f"please write a short poem about topic {n} of another kind" for n in range(9)]
+    rows = ({"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in prompts)
+    source = write(tmp_path / "pairs.jsonl", *rows)
+    for seed in range(6):
+        arguments = ("--heldout", "0.4", "--similar", "0.75", "--seed", str(seed))
+        done = run("data split", source, "--output", tmp_path, *arguments)
+        sides = [sum("red house" in row["prompt"] for row in part) for part in parts_of(tmp_path)]
+        assert sorted(sides) == [0, 3]
+        assert sum(map(int, re.findall(r"(\d+) prompts", done.stdout))) == 10
 
 
 def test_split_has_malformed_lines_in_neither_part(tmp_path: Path, run: Run) -> None:
