@@ -252,7 +252,7 @@ def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Pat
         (changed(FINE_MISSING, 1, overall_score=None), r"completions: wanted a number in all of"),
         (changed(ULTRA, 0, **{"fine-grained_score": "?"}), r"completion 1, fine-grained_score: go"),
         ({**ULTRA, "completions": []}, r"completions: got \[\], wanted a list of two or more"),
-        ({**ULTRA, "instruction": ["why"]}, r"completion 1: message 1: got 'why', wanted exactly"),
+        ({**ULTRA, "instruction": ["why"]}, r"completion 1: message 1: got 'why', wanted an object"),
         ({**QA, "preference": [1] * 5}, r"preference: got .*wanted 6 labels, each 0, 1 or 2"),
         ({**QA, "preference": [1, 2, 0, 3, 1, 1]}, r"preference: got .*wanted 6 labels"),
         ({**QA, "prediction 3": None}, r"prediction 3: got None, wanted a string"),

@@ -1,15 +1,16 @@
 """``POST /v1/rewards``: this package's own protocol, for anything that can post JSON.
 
-The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, which
-get the model's chat template) and ``tokens`` (token ids, scored as they stand). ``rewards`` has a
-row for each, with a number for each of ``attributes``, or null where the model refuses it, and
-``errors`` says why. ``truncated`` says which texts were cut to the model's length.
+The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, or
+objects with ``messages``, ``tools`` and ``documents``, which get the model's chat template) and
+``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
+of ``attributes``, or null where the model refuses it, and ``errors`` says why. ``truncated`` says
+which texts were cut to the model's length.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -23,6 +24,7 @@ from nemo_aligner.serving.wire.route import (
     Route,
     ScoredRequest,
     Served,
+    conversation_of,
 )
 from nemo_aligner.serving.wire.types import Failure, ScoreRequest
 from nemo_aligner.text.messages import Text
@@ -31,18 +33,32 @@ from nemo_aligner.text.messages import Text
 _SHAPED = ("raw_rewards", "deviation")
 
 
-class RewardMessage(Body, extra="forbid"):
-    """One turn."""
+class RewardMessage(Body):
+    """One turn, as OpenAI's chat API and transformers have it."""
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class RewardConversation(Body, extra="forbid"):
+    """Messages with what was given beside them."""
+
+    messages: Items[RewardMessage] = Field(min_length=1)
+    tools: list[dict[str, Any]] | str | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class RewardsRequest(Body, extra="forbid"):
     """Exactly one of the three."""
 
     texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
-    conversations: Items[Items[RewardMessage]] | None = Field(None, min_length=1)
+    conversations: Items[Items[RewardMessage] | RewardConversation] | None = Field(
+        None, min_length=1
+    )
     tokens: Items[Items[int]] | None = Field(None, min_length=1)
 
 
@@ -76,11 +92,12 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
-    conversations: list[Text] = [
-        [{"role": turn.role, "content": turn.content} for turn in each]
-        for each in body.conversations or ()
-    ]
-    return ScoreRequest(texts=conversations)
+    texts: list[Text] = []
+    for number, each in enumerate(body.conversations or ()):
+        whole = each if isinstance(each, RewardConversation) else RewardConversation(messages=each)
+        given = whole.model_dump(exclude_unset=True)
+        texts.append(conversation_of(given, f"conversations.{number}"))
+    return ScoreRequest(texts=texts)
 
 
 def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
