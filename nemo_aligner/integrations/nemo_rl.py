@@ -269,7 +269,8 @@ def _conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
     if bare is not None and not isinstance(bare, list):
         raise DataError(f"extra_env_info.{MESSAGES_KEY}: got {short(bare)}, wanted messages")
     messages = turns if bare is None else [*bare, turns[-1]]
-    return with_tools(messages, known.get(TOOLS_KEY))
+    tools = known.get(TOOLS_KEY)
+    return Conversation(messages, tools) if tools else messages
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

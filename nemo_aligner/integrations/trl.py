@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.text.messages import Text, with_tools
+from nemo_aligner.text.messages import Conversation, Text
 from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 _PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
@@ -109,6 +109,8 @@ def _joined(prompt: Text, completion: Text, tools: Any) -> Text:
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
-        return with_tools(prompt + completion, tools)
+        messages = prompt + completion
+        # What is wrong with them, the server says of the row.
+        return Conversation(messages, tools) if tools else messages
     kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
     raise TypeError(f"prompts and completions: got {kinds}, wanted texts, or lists of messages")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
 from nemo_aligner.errors import DataError
+from nemo_aligner.text.messages import Conversation
 from tests.data.files import write
 
 USER = {"role": "user", "content": "why?"}
 REPLY = {"role": "assistant", "content": "so"}
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
@@ -21,6 +26,8 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
         {"messages": [USER, REPLY]},
         {"prompt": "why?", "chosen": "so", "rejected": "no"},
         {"chosen": [USER, {"role": "assistant", "content": "so"}]},
+        {"messages": [USER, REPLY], "tools": [TOOL]},
+        {"prompt": "why?", "chosen": "so", "tools": json.dumps([TOOL])},
     )
     assert list(labelled_texts(path)) == [
         ("a raw text", "a  raw\ntext"),
@@ -28,6 +35,8 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
         ("chosen    why? | so", [USER, REPLY]),
         ("rejected  why? | no", [USER, {"role": "assistant", "content": "no"}]),
         ("chosen    why? | so", [USER, REPLY]),
+        ("why? | so", Conversation([USER, REPLY], [TOOL])),
+        ("chosen    why? | so", Conversation([USER, REPLY], [TOOL])),
     ]
 
 
@@ -61,6 +70,10 @@ def test_texts_to_ask_a_server_for_are_the_first_replies(tmp_path: Path) -> None
     shown = write_first_replies(write(tmp_path / "pairs.jsonl", *pairs), target)
     assert shown.splitlines() == ["user: p0", "reply: c0", "reply: r0"]
     assert [label for label, _ in labelled_texts(target)] == ["p0 | c0", "p0 | r0"]
+    row = {"messages": [USER, REPLY], "tools": [TOOL]}
+    with_tools = {"prompt": [USER], "chosen": [REPLY], "rejected": "no", "tools": [TOOL]}
+    write_first_replies(write(tmp_path / "tools.jsonl", with_tools), target)
+    assert json.loads(target.read_text().splitlines()[0]) == row
     ratings = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(3)]
     shown = write_first_replies(write(tmp_path / "rated.jsonl", *ratings), target)
     assert shown.splitlines() == ["user: p0", "reply: r0", "reply: r1"]

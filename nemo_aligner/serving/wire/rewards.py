@@ -10,10 +10,10 @@ which texts were cut to the model's length.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.wire.route import (
@@ -27,38 +27,38 @@ from nemo_aligner.serving.wire.route import (
     conversation_of,
 )
 from nemo_aligner.serving.wire.types import Failure, ScoreRequest
-from nemo_aligner.text.messages import Text
 
 # What only servers answer that shape their rewards.
 _SHAPED = ("raw_rewards", "deviation")
 
 
-class RewardMessage(Body):
-    """One turn, as OpenAI's chat API and transformers have it."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-
-class RewardConversation(Body, extra="forbid"):
-    """Messages with what was given beside them."""
-
-    messages: Items[RewardMessage] = Field(min_length=1)
-    tools: list[dict[str, Any]] | str | None = None
-    documents: list[dict[str, Any]] | None = None
+# A list of messages, or an object with messages, tools and documents: ``read_text`` says what is
+# wrong with one.
+RewardConversation = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "object"}},
+                {
+                    "type": "object",
+                    "properties": {
+                        name: {"type": "array", "items": {"type": "object"}}
+                        for name in ("messages", "tools", "documents")
+                    },
+                    "required": ["messages"],
+                },
+            ]
+        }
+    ),
+]
 
 
 class RewardsRequest(Body, extra="forbid"):
     """Exactly one of the three."""
 
     texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
-    conversations: Items[Items[RewardMessage] | RewardConversation] | None = Field(
-        None, min_length=1
-    )
+    conversations: Items[RewardConversation] | None = Field(None, min_length=1)
     tokens: Items[Items[int]] | None = Field(None, min_length=1)
 
 
@@ -92,11 +92,10 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
-    texts: list[Text] = []
-    for number, each in enumerate(body.conversations or ()):
-        whole = each if isinstance(each, RewardConversation) else RewardConversation(messages=each)
-        given = whole.model_dump(exclude_unset=True)
-        texts.append(conversation_of(given, f"conversations.{number}"))
+    texts = [
+        conversation_of(given, f"conversations.{number}")
+        for number, given in enumerate(body.conversations or ())
+    ]
     return ScoreRequest(texts=texts)
 
 

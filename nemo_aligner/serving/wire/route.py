@@ -166,12 +166,14 @@ def as_json(value: Any) -> str:
         return shown(value)
 
 
-def conversation_of(given: Mapping[str, Any], where: str) -> Text:
+def conversation_of(given: Any, where: str) -> Text:
     """A conversation of a body in the normal form.
 
     Raises:
         ServingError: it is none.
     """
+    if isinstance(given, str):
+        raise ServingError(f"{where}: got {as_json(given)}, wanted a list of messages")
     try:
         return read_text(given)
     except DataError as error:
