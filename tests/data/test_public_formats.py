@@ -21,7 +21,7 @@ from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.messages import Conversation, reply_of
 from tests import tiny
-from tests.data.files import read, write
+from tests.data.files import read
 from tests.text.refusals import assert_refused
 
 DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data"))
@@ -241,10 +241,7 @@ def test_records_have_the_tools_that_their_replies_call(tmp_path: Path) -> None:
     result = {"role": "tool", "content": "dry", "tool_call_id": "1"}
     asked = {"messages": [USER], "tools": [tool], "parallel_tool_calls": True}
     replies = [[calling, result, GOOD], [BAD]]
-    openai = {
-        "input": asked,
-        **dict(zip(("preferred_output", "non_preferred_output"), replies, strict=True)),
-    }
+    openai = {"input": asked, "preferred_output": replies[0], "non_preferred_output": replies[1]}
     pair = dict(zip(("chosen", "rejected"), replies, strict=True))
     records: list[dict[str, Any]] = [
         openai,
@@ -266,15 +263,11 @@ def test_records_have_the_tools_that_their_replies_call(tmp_path: Path) -> None:
         assert read(tmp_path, record).counts == {"read": 1, "kept": 1}, number
     # A prompt may end with a result; a rating has tools, too.
     rated = {"prompt": better[:3], "response": "so", "tools": [tool], "helpfulness": 1}
-    [rating] = read_records(
-        write(tmp_path / "rated.jsonl", rated), Reading(RecordKind.rating)
-    ).records
+    [rating] = read(tmp_path, rated, kind=RecordKind.rating).records
     assert rating.response == Conversation([*better[:3], {**GOOD, "content": "so"}], [tool])
     # Whatever else such a field is, and tools beside raw texts, is left alone.
     for more in ({"documents": "a.txt"}, {"documents": [1]}, {"tools": None}, {"tools": "[]"}):
-        [plain] = read(
-            tmp_path, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], **more}
-        ).records
+        [plain] = read(tmp_path, {**PAIR, **more}).records
         assert plain.texts == ([USER, GOOD], [USER, BAD])
     with pytest.raises(DataError, match=r":1: chat_template_kwargs: got some of this record"):
         read(tmp_path, {**records[1], "chat_template_kwargs": {"a": 1}})
