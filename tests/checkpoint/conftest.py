@@ -16,6 +16,7 @@ from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.fuzzing import TINY, EntryPoint, Files, Mutation, check_all
 from tests.checkpoint.loading import Theirs
+from tests.checkpoint.weights.tensors import request
 
 QUICK, AT_A_TIME = 100, 1000
 
@@ -118,6 +119,15 @@ def unpacked(tiny_archive: Path, tmp_path: Path) -> Path:
     shutil.unpack_archive(tiny_archive, folder, "tar")
     (folder / "checksums.json").unlink()
     return folder
+
+
+@pytest.fixture
+def saved(layout: Any, tmp_path: Path) -> Path:
+    """The weights of ``weights/tensors.py``, as this package saves them."""
+    from nemo_aligner.checkpoint.weights.save import save_weights
+
+    save_weights(request(), tmp_path / "weights")
+    return tmp_path / "weights"
 
 
 @pytest.fixture

@@ -28,6 +28,10 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+# YAML of a few lines that unfolds to billions of items.
+LAUGHS = "\n".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]" for n in range(12)
+)
 BOMB = "executed"  # a file that untrusted code would make
 DEEP: Any = []
 for _ in range(200):

@@ -20,6 +20,7 @@ from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.fuzzing import (
     BOMB,
+    LAUGHS,
     NASTY,
     TEMPLATES,
     Files,
@@ -32,9 +33,6 @@ from tests.checkpoint.fuzzing import (
 
 ALL = ("config", "weights", "tokenizer")
 TRACKER = "latest_checkpointed_iteration.txt"
-LAUGHS = "\n".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]" for n in range(12)
-)
 LINES = [
     f"x: !!python/object/apply:os.mknod [{BOMB}]", "x: !!python/name:os.system", "x: !y z",
     "x: &x [*x]", LAUGHS, "x: " + "[" * 3000, "<<: [{num_layers: 9}]", "num_layers: 9", "x: *y",
