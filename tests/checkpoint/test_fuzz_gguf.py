@@ -20,7 +20,7 @@ from tests.checkpoint.fuzzing import (
     files_of,
     some_bytes,
 )
-from tests.checkpoint.hf.gguf.writing import LLAMA3, sentencepiece, write_gguf
+from tests.checkpoint.hf.gguf.writing import LLAMA3, write_gguf, write_sentencepiece
 
 gguf = pytest.importorskip("gguf")
 
@@ -158,23 +158,10 @@ def byte_level(folder: Path) -> tuple[Files, list[Mutation], str]:
 
 def quantised(folder: Path) -> tuple[Files, list[Mutation], str]:
     """A Gemma 2, whose weights are packed, with sentencepiece's kind of tokenizer."""
-    vocabulary, _ = sentencepiece(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"])
+    _, write_tokenizer = write_sentencepiece(["<pad>", "<mask>", "<eos>", "<bos>", "<unk>"])
     families.write_hf_checkpoint(folder / "hf", "gemma2")
-
-    def write_vocabulary(writer: Any, source: Path, vocab_size: int) -> None:
-        tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-        kinds = {"<unk>": 2, **dict.fromkeys(["<pad>", "<eos>", "<bos>", "<mask>"], 3)}
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list(tokens)
-        writer.add_token_scores([-float(index) for index in range(len(tokens))])
-        writer.add_token_types([kinds.get(token, 6 if "<0x" in token else 1) for token in tokens])
-        writer.add_bos_token_id(vocabulary["<bos>"])
-        writer.add_eos_token_id(vocabulary["<eos>"])
-        writer.add_unk_token_id(vocabulary["<unk>"])
-
     kind = gguf.GGMLQuantizationType.Q8_0
-    return made(folder, kind=kind, write_tokenizer=write_vocabulary)
+    return made(folder, kind=kind, write_tokenizer=write_tokenizer)
 
 
 def scaled(folder: Path) -> tuple[Files, list[Mutation], str]:
