@@ -23,7 +23,7 @@ SCRIPT = "tests/parallel/failing.py"
         ("1", "early", 1, r"rank 1: ConfigError: model\.x: got 3\n"),
         ("01", "different", 1, r"rank ([01]): DataError: \1\.jsonl:3: got 3\n"),
         # One screen of a bug: what happened, and where its traceback is.
-        ("1", "bug", 1, r"rank 1: unexpected ZeroDivisionError: a bug\n.*\n"),
+        ("1", "bug", 1, r"rank 1: unexpected ZeroDivisionError: a bug\n  in .*\n"),
         ("1", "exit", 3, ""),
     ],
     ids=lambda value: "" if isinstance(value, int) or ":" in value else None,
