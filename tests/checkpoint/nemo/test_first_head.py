@@ -106,9 +106,7 @@ def test_first_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, layo
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])
 
 
-def test_first_head_of_a_ranking_is_what_a_regression_has_learned(
-    first: Path, tmp_path: Path
-) -> None:
+def test_first_head_of_a_ranking_is_that_of_a_regression(first: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 12)
     settings = [
         f"pretrained_checkpoint.restore_from_path={first}",

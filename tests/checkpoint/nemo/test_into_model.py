@@ -123,7 +123,7 @@ def ours(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
     return output
 
 
-@pytest.mark.parametrize("write", [ours, bridge, nemo2, zarr_folder], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("write", [bridge, ours, nemo2, zarr_folder], ids=lambda it: it.__name__)
 def test_ranks_get_what_was_written_and_save_it_as_it_was(
     write: Writer, theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
