@@ -31,6 +31,7 @@ def test_next_commands_can_be_typed() -> None:
     assert heading == "next:"
     assert max(map(len, shown.splitlines())) < 80
     assert [command.split()[1] for command in commands] == ["evaluate", "serve", "export"]
+    assert "nemo-aligner export" not in next_commands(Path("m.nemo"), [], can_export=False)
     for command in commands:
         program, verb, *arguments = shlex.split(command)
         assert program == "nemo-aligner"
