@@ -1,8 +1,9 @@
-"""A save that is still being copied while training goes on."""
+"""The state while it is saved and training goes on, and what a rank loads of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +49,12 @@ def test_updates_wait_for_a_save_and_change_nothing_of_it(
     checkpoints.load(saved, resumed.module, other)
     found = [*resumed.parameters(), *other.state_tensors()]
     assert all(map(torch.equal, found, expected))
+
+
+def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[str, Any]) -> None:
+    """Not all of it on each; a shard's rows may have numbers of the other rank's, too."""
+    for found in two_ranks["resume"]:
+        assert found["same"]
+        assert found["own"] > 10**7
+        assert found["allocated"] < 1.1 * found["own"], two_ranks["resume"]
+        assert found["read"] < 1.3 * found["own"], two_ranks["resume"]  # every piece has an index
