@@ -25,6 +25,9 @@ class ServerConfig:
     exit_timeout_secs: int = setting(20, "seconds to answer what is in flight after SIGTERM")
     heartbeat_secs: float = setting(3.0, "how often rank 0 makes itself heard by the others")
     worker_timeout_secs: float = setting(30.0, "silence after which a rank counts as gone")
+    triton_log_file: str | None = setting(
+        None, "file for what Triton prints; null: a temporary one, gone when the server is"
+    )
     ready_file: str | None = setting(None, "file that holds the URL while the server answers")
 
     def __post_init__(self) -> None:
