@@ -72,7 +72,7 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
         read(tmp_path, record, {**record, "rejected": [BAD]})
     # Where another field may be the prompt, it is not left out.
     for key in ("question", "instruction"):
-        with pytest.raises(DataError, match=f"If '{key}' is the prompt, set prompt_key={key}"):
+        with pytest.raises(DataError, match=f"--prompt-key {key} .model.data.prompt_key={key}"):
             read(tmp_path, {key: "why", **record})
         assert read(tmp_path, {key: None, **record}).format == "text_pairs"
 
@@ -169,7 +169,8 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
         ([{"prompt": HH, "chosen": f"{HH} a", "rejected": "\n\nHuman: b"}], r"rejected: .*begin"),
         (['{"prompt": "a", "chosen": NaN}'] * 3, r":1: malformed JSON: NaN is not JSON"),
         ([{"prompt": "a", "response": "b", "help": 3}], r":1: .*fits rated_chat, for "),
-        ([{"chosen": "a", "reject": "b"}], r":1: got a record with keys .*wanted one of these"),
+        ([{"chosen": "a", "reject": "b"}], r":1: .*'rejected' for 'reject'.*text_pairs"),
+        ([{"a": 1}], r":1: got a record with keys 'a'; wanted .*chat_pairs.*ultrafeedback"),
         ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "b"}], r":1: rejected: got 'b'"),
         ([{"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}], r":1: chosen: .*'assistant'"),
         ([{**PAIR, "rejected": "because"}], r"no usable record in it: 1 read, 1 identical"),

@@ -223,7 +223,10 @@ def test_server_ends_when_its_triton_dies_while_it_waits_for_rewards(
         os.kill(min(pids), signal.SIGKILL)
         assert server.wait(timeout=8) == [1]
         assert slow.exception(timeout=8) is not None or slow.result()[0] >= 500
-        assert "The server cannot go on" in server.output()
+        said = server.output()
+        assert "The server cannot go on" in said
+        assert "died; the end of Triton's log:\n  " in said
+        assert not triton_log(server).exists()
         server.assert_nothing_is_left()
 
 
