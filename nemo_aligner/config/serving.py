@@ -28,7 +28,7 @@ class ServerConfig:
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
     triton_log_file: str | None = setting(
-        None, "file for Triton's log; null: a temporary file that is removed with the server"
+        None, "file for Triton's log; null: a temporary one, removed at the end"
     )
     ready_file: str | None = setting(None, "file that contains the URL while the server is ready")
 
