@@ -154,7 +154,8 @@ def render_candidates(
     names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]
     heading = "checkpoints"
     if ranked:
-        heading += f", by {names[0]}" + "".join(f",\n  equals by {name}" for name in names[1:])
+        heading += f", the best first by {names[0]}"
+        heading += "".join(f",\n  ties by {name}" for name in names[1:])
     others = [latest] if latest is not None and latest not in ranked else []
     lines = [heading + ":"]
     for saved in (*ranked[:_MOST_LISTED], *others):
