@@ -15,6 +15,7 @@ import gc
 import hashlib
 import importlib
 import json
+import math
 import os
 import resource
 import shlex
@@ -130,19 +131,14 @@ def mutants_of(path: str) -> list[Mutant]:
     return found
 
 
-def sample(paths: Iterable[str], count: int, most: int, seed: int) -> list[Mutant]:
-    """About ``count`` mutants, by the size of the files, and at most ``most`` of each.
-
-    The lowest hashes of the keys: what changes in one function moves no other's mutants.
+def sample(path: str, share: float, most: int, seed: int) -> list[Mutant]:
+    """A share of a file's mutants: the lowest hashes of their keys, so that a change of one
+    function moves no other's, and a file has the same ones whatever else is judged.
     """
-    found = {path: mutants_of(path) for path in paths}
-    everything = sum(map(len, found.values()))
-    chosen = []
-    for mutants in found.values():
-        wanted = min(most, round(count * len(mutants) / everything))
-        mutants.sort(key=lambda m: hashlib.sha256(f"{seed}{m.key}".encode()).digest())
-        chosen += sorted(mutants[:wanted], key=lambda m: m.number)
-    return chosen
+    mutants = mutants_of(path)
+    mutants.sort(key=lambda m: hashlib.sha256(f"{seed}{m.key}".encode()).digest())
+    chosen = mutants[: min(most, math.ceil(share * len(mutants)))]
+    return sorted(chosen, key=lambda m: m.number)
 
 
 def full(path: str) -> str:
@@ -408,7 +404,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("modules", nargs="+", type=Path, help="files or folders of nemo_aligner")
     parser.add_argument("--tests", nargs="+", help="files or folders (default: the modules' own)")
-    parser.add_argument("--count", type=int, default=750, help="about so many (default: 750)")
+    parser.add_argument("--share", type=float, default=0.3, help="of the mutants (default: 0.3)")
     parser.add_argument("--most", type=int, default=60, help="of one file (default: 60)")
     parser.add_argument("--seed", type=int, default=20261124)
     parser.add_argument("--missed", type=Path, help="instead, what is not killed in such an --out")
@@ -425,7 +421,7 @@ def main() -> int:
         mutants = [m for path in paths for m in mutants_of(path) if m.key in missed]
         print("not in this tree:", *missed - {m.key for m in mutants}, sep="\n")
     else:
-        mutants = sample(paths, told.count, told.most, told.seed)
+        mutants = [m for path in paths for m in sample(path, told.share, told.most, told.seed)]
     check = Check(mutants, told.workers, told.budget)
     tests = told.tests or sorted({tests_beside(mutant.path) for mutant in mutants})
     options = ["-qq", "-s", "-p", "no:cacheprovider", *shlex.split(told.pytest)]
