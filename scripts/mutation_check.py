@@ -88,8 +88,10 @@ def change(node: Any) -> Any | None:
             new.op = SWAPS[type(node.op)]()
         case ast.UnaryOp(op=ast.Not()):
             new = node.operand
-        case ast.Constant(value=bool() | int() | float() as value):
-            new.value = not value if isinstance(value, bool) else value + 1
+        case ast.Constant(value=bool() as value):
+            new.value = not value
+        case ast.Constant(value=int() | float() as value) if value + 1 != value:
+            new.value = value + 1
         case ast.If() | ast.IfExp() | ast.While():
             new.test = ast.UnaryOp(ast.Not(), node.test)
         case ast.comprehension(ifs=[first, *others]):
