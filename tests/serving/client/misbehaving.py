@@ -7,13 +7,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.client import RewardClient
 from tests.serving.fake_server import CONTRACT, total
 
 Answer = tuple[int, Any]
@@ -25,6 +26,19 @@ def refuse(texts: list[str], numbered: bool = True) -> Answer | None:
         if text.startswith(REFUSED):
             return 400, {"error": f"row {row}: no {text[1:]}" if numbered else f"no {text[1:]}"}
     return None
+
+
+def troubled(troubles: Iterable[Answer | Die | None]) -> Callable[[list[str]], Answer | None]:
+    """Of a server that has these troubles, each with one request, and then no more."""
+    left = iter(troubles)
+
+    def answer(texts: list[str]) -> Answer | None:
+        trouble = next(left, None)
+        if isinstance(trouble, Die):
+            raise trouble
+        return trouble
+
+    return answer
 
 
 class Misbehaving:
@@ -167,3 +181,9 @@ def seconds(work: Any, *given: Any) -> tuple[float, str]:
     with pytest.raises(ServingError) as caught:
         work(*given)
     return time.monotonic() - start, str(caught.value)
+
+
+def failure(urls: str | list[str], **settings: Any) -> tuple[float, str]:
+    """How long a client with these settings took to fail, and the error."""
+    with RewardClient(urls, **settings) as client:
+        return seconds(client.score, ["a"])
