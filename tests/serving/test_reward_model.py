@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.process import served
 from tests import tiny
 from tests.serving.gateway_calls import call
-from tests.serving.servers import SERVE, Server, json_request, running, tokens_request
+from tests.serving.servers import SERVE, Server, running
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
@@ -95,7 +93,6 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     tests/scoring/test_batch_invariance.py's, a trained model tests/end_to_end/test_main_job.py's.
     """
     check_by_client(model_server, rewards)
-    check_plain_http(model_server, rewards)
     check_score_example(model_server, rewards)
 
 
@@ -115,37 +112,10 @@ def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
         server.assert_nothing_is_left()
 
 
-def check_plain_http(server: Server, rewards: np.ndarray) -> None:
-    long_one = TEXTS.index("river stone " * 60)
-    body = {"inputs": [json_request("sentences", "BYTES", [[TEXTS[0]], [TEXTS[long_one]]])]}
-    status, answer = server.post(body)
-    assert status == 200
-    scored, exceeded, _ = answer["outputs"]
-    wanted = rewards[[0, long_one]].ravel()
-    np.testing.assert_allclose(scored["data"], wanted, **CLOSE)
-    assert exceeded["data"] == [0, 1]
-    status, answer = server.post({"inputs": tokens_request([[5, 100000]])})
-    assert status == 400
-    assert answer["error"].startswith("row 0: got token id 100000")
-
-
 def check_score_example(server: Server, rewards: np.ndarray) -> None:
     chat = next(row for row, text in enumerate(TEXTS) if not isinstance(text, str))
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(tiny.ROOT / "examples/score.py"),
-            f"--url={server.url}",
-            TEXTS[0],
-            f"--conversation={json.dumps(TEXTS[chat])}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        cwd=tiny.ROOT,
-        env={"PYTHONPATH": str(tiny.ROOT)},
-    )
+    told = (TEXTS[0], f"--conversation={json.dumps(TEXTS[chat])}")
+    done = tiny.run_script("examples/score.py", f"--url={server.url}", *told)
     printed = [[float(word) for word in line.split()[:2]] for line in done.stdout.splitlines()]
     np.testing.assert_allclose(printed, rewards[[0, chat]], rtol=0, atol=1e-4)
 

@@ -87,8 +87,10 @@ def test_service_gives_every_request_its_own_answer(service: Service) -> None:
         kserve.encode_tokens([[1] * (SEQ_LENGTH + 1)]),
         kserve.encode_sentences(["explode"]),
         {},
+        kserve.encode_tokens([[666]]),
+        kserve.encode_tokens([[3, 0], [3, 1], [3, 2]]),
     )
-    assert sorted(service.batcher.calls) == [2, 2]
+    assert sorted(service.batcher.calls) == [1, 2, 2, 3]
     assert rewards(answers[0]) == [195, 99]
     assert answers[1] == bad("row 1: the text is empty")
     assert rewards(answers[2]) == [6, 4]
@@ -96,12 +98,12 @@ def test_service_gives_every_request_its_own_answer(service: Service) -> None:
     assert answers[4] == internal("internal error: KeyError: 'a bug in the tokenizer'")
     assert isinstance(answers[5], Failure)
     assert answers[5].kind is FailureKind.bad_request
-
-
-def test_service_makes_a_model_that_fails_an_error_of_its_request(service: Service) -> None:
-    answers = service.ask(GOOD, kserve.encode_tokens([[666]]), GOOD)
-    assert rewards(answers[0]) == rewards(answers[2]) == [195, 99]
-    assert answers[1] == internal("the model failed: token 666 cannot be scored")
+    assert answers[6] == internal("the model failed: token 666 cannot be scored")
+    whole = answers[7]
+    assert isinstance(whole, ScoreReply)
+    assert whole.rewards.tolist() == [[3, -3], [4, -4], [5, -5]]
+    assert (whole.exceeded.dtype, whole.exceeded.tolist()) == (bool, [False] * 3)
+    assert whole.contract_hash == CONTRACT.hash
 
 
 def test_service_refuses_a_request_of_more_bytes_than_may_be_before_it_is_read() -> None:
@@ -161,18 +163,6 @@ def test_service_wants_add_eos_to_agree_with_the_contract(service: Service) -> N
     for flag in (False, True):
         (answer,) = Service(scorer).ask({**GOOD, "add_EOS": np.array([[flag], [flag]])})
         assert isinstance(answer, Failure) == flag
-
-
-def test_service_names_the_contract_in_every_answer_and_has_rows_for_its_own_texts(
-    service: Service,
-) -> None:
-    sizes = [1, 3, 2]
-    requests = [kserve.encode_tokens([[size, row] for row in range(size)]) for size in sizes]
-    for size, answer in zip(sizes, service.ask(*requests), strict=True):
-        assert isinstance(answer, ScoreReply)
-        assert answer.rewards.tolist() == [[size + row, -size - row] for row in range(size)]
-        assert (answer.exceeded.dtype, answer.exceeded.tolist()) == (bool, [False] * size)
-        assert answer.contract_hash == CONTRACT.hash
 
 
 def test_service_wants_every_attribute_of_every_row_to_be_a_number() -> None:

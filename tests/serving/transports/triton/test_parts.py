@@ -49,9 +49,7 @@ class FakeTriton:
 
 
 def test_port_is_the_one_asked_for_or_a_free_one() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = holder.getsockname()[1]
         with pytest.raises(ServingError, match=rf"server.port: 127.0.0.1:{taken} is not free: "):
             free_port("127.0.0.1", taken)
