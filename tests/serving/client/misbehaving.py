@@ -21,6 +21,25 @@ Answer = tuple[int, Any]
 REFUSED = "!"  # a text that begins so is refused
 
 
+class Answering(BaseHTTPRequestHandler):
+    """Answers JSON, or bytes as they are, and logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def answer(self, status: int, content: Any) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *unused: object) -> None:
+        pass
+
+
 def refuse(texts: list[str], numbered: bool = True) -> Answer | None:
     for row, text in enumerate(texts):
         if text.startswith(REFUSED):
@@ -61,33 +80,20 @@ class Misbehaving:
     def come(self) -> Misbehaving:
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(Answering):
             def setup(self) -> None:
                 super().setup()
                 outer._open.append(self.request)
 
             def do_GET(self) -> None:
-                self.reply(*(outer.not_ready or (200, {"max_batch_size": outer.limit})))
+                self.answer(*(outer.not_ready or (200, {"max_batch_size": outer.limit})))
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
                 try:
-                    self.reply(*outer._post(self.path, body, self.headers))
+                    self.answer(*outer._post(self.path, self.body(), self.headers))
                 except Die as death:
                     self.wfile.write(death.last_words)
                     self.close_connection = True
-
-            def reply(self, status: int, answer: Any) -> None:
-                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *unused: object) -> None:
-                pass
 
         class Http(ThreadingHTTPServer):
             daemon_threads = True
