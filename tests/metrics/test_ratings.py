@@ -38,6 +38,13 @@ def test_correlations_are_numpys_over_the_labels_that_are_there() -> None:
     expected_brief = np.corrcoef(rewards[5:, 1], labels[5:, 1])[0, 1]
     assert metrics["pearson/brief"] == pytest.approx(expected_brief)
     assert metrics["pearson_mean"] == pytest.approx((expected + expected_brief) / 2)
+    # Without spread, or of one label, there is none, which spoils no mean.
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0]])
+    labels = torch.tensor([[1.0, 4.0, MISSING], [2.0, 4.0, MISSING], [3.0, 4.0, 1.0]])
+    metrics = measure(rewards, labels, "good constant rare")
+    assert metrics["pearson/good"] == metrics["pearson_mean"] == pytest.approx(1.0)
+    assert math.isnan(metrics["pearson/constant"])
+    assert math.isnan(metrics["spearman/rare"])
 
 
 def test_spearman_is_pearson_of_ranks_with_mean_ranks_for_equal_values() -> None:
@@ -53,16 +60,6 @@ def test_spearman_is_pearson_of_ranks_with_mean_ranks_for_equal_values() -> None
     assert ranks(doubles(30, 10, 20)).tolist() == [2, 0, 1]
     assert ranks(doubles(7, 1, 7, 9, 7)).tolist() == [2, 0, 2, 4, 2]
     assert ranks(doubles(5, 5)).tolist() == [0.5, 0.5]
-
-
-def test_attribute_without_spread_has_no_correlation_and_spoils_no_mean() -> None:
-    rewards = torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0]])
-    labels = torch.tensor([[1.0, 4.0, MISSING], [2.0, 4.0, MISSING], [3.0, 4.0, 1.0]])
-    metrics = measure(rewards, labels, "good constant rare")
-    assert metrics["pearson/good"] == pytest.approx(1.0)
-    assert math.isnan(metrics["pearson/constant"])
-    assert math.isnan(metrics["spearman/rare"])
-    assert metrics["pearson_mean"] == pytest.approx(1.0)
 
 
 def test_report_tells_what_length_alone_would_give() -> None:
