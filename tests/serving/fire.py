@@ -14,6 +14,7 @@ import numpy as np
 
 INFER = "/v2/models/reward_model/infer"
 ATOL = 2e-5
+CLIENTS = 64
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def words(answer: Any) -> str:
     return text
 
 
-async def send_all(url: str, requests: Sequence[Request], clients: int) -> float:
+async def send_all(url: str, requests: Sequence[Request]) -> float:
     """How many seconds it took; every answer is checked."""
     waiting = iter(requests)
 
@@ -77,7 +78,7 @@ async def send_all(url: str, requests: Sequence[Request], clients: int) -> float
     timeout, connector = aiohttp.ClientTimeout(120), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         begun = time.monotonic()
-        await asyncio.gather(*(client(session) for _ in range(clients)))
+        await asyncio.gather(*(client(session) for _ in range(CLIENTS)))
         return time.monotonic() - begun
 
 
@@ -93,10 +94,10 @@ async def leave(url: str, requests: Sequence[Request]) -> None:
         writer.close()
 
 
-def check_that_leavers_harm_nobody(url: str, good: Callable[[], Request], clients: int) -> None:
+def check_that_leavers_harm_nobody(url: str, good: Callable[[], Request]) -> None:
     async def both() -> None:
         left = leave(url, [good() for _ in range(50)])
-        await asyncio.gather(left, send_all(url, [good() for _ in range(200)], clients))
+        await asyncio.gather(left, send_all(url, [good() for _ in range(200)]))
 
     asyncio.run(both())
-    asyncio.run(send_all(url, [good() for _ in range(50)], clients))
+    asyncio.run(send_all(url, [good() for _ in range(50)]))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.errors import ConfigError, DataError, ServingError
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
@@ -222,3 +224,53 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
         said[verb] = f"{done.returncode}: {done.stdout}{done.stderr}"
     sentence = "message 2: got '<|im_end|>' at character 4, which the chat template writes around"
     assert {door: text for door, text in said.items() if sentence not in text} == {}
+
+
+def test_shaped_reward_has_its_parts_and_a_client_of_the_plain_model_is_refused(
+    scorer: RewardScorer, archive: Path, tmp_path: Path
+) -> None:
+    """What they are made of stands beside them, and the contract says how."""
+    pytest.importorskip("pytriton")
+    other = tmp_path / "other.nemo"  # the same model with a head of its own
+    made = load_reward_model(archive, scorer._layout)
+    torch.nn.init.normal_(made.model.rm_head.weight, std=0.05)
+    save_reward_model(other, made.model, made.config, made.tokenizer, made.contract)
+    chat = next(text for text in TEXTS if not isinstance(text, str))
+    texts, penalty, free = ["river", "river stone river stone river", chat], 0.25, 2
+    settings = [
+        f"rm_model_file={archive}",
+        f"ensemble.files=[{other}]",
+        "ensemble.combine=lower_bound",
+        "ensemble.k=2",
+        "shaping.attribute_weights={helpfulness: 1.0, verbosity: -0.5}",
+        f"shaping.length_penalty={penalty}",
+        f"shaping.length_penalty_from={free}",
+        "shaping.threshold=0.0",
+        "server.port=0",
+        "model.micro_batch_tokens=128",
+    ]
+    with running(tmp_path, SERVE, *settings) as server, RewardClient(server.url) as client:
+        scored = client.score_rows([*texts, ""])
+        assert client.contract().attributes == ("reward",)
+        with (
+            RewardClient(server.url, expect=scorer.contract) as plain,
+            pytest.raises(ServingError, match="shaping: None"),
+        ):
+            plain.score(texts)
+    second = load_scorer(other, scorer._layout, micro_batch_tokens=128)
+    raw = np.stack([scorer.score(texts), second.score(texts)], axis=1).astype(float)
+    merged = raw @ [1.0, -0.5]
+    beyond = np.clip(np.array(scorer.count_reply_tokens(texts)) - free, 0, None)
+    wanted = merged.mean(1) - 2 * merged.std(1) - penalty * beyond
+    close = {"rtol": 0, "atol": 1e-4}
+    assert scored.raw_rewards is not None
+    np.testing.assert_allclose(scored.raw_rewards[:3], raw.reshape(3, 4), **close)
+    assert scored.deviation is not None
+    np.testing.assert_allclose(scored.deviation[:3, 0], merged.std(1), **close)
+    np.testing.assert_allclose(scored.rewards[:3, 0], wanted, **close)
+    assert scored.passed is not None
+    assert scored.passed[:3].tolist() == (scored.rewards[:3, 0] >= 0).tolist()
+    # A row that is refused has none of them.
+    assert scored.errors == {3: "the text has no tokens: it is empty"}
+    for each in (scored.rewards, scored.raw_rewards, scored.deviation, scored.passed):
+        assert np.isnan(each[3]).all()

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
-from collections.abc import Sequence
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests import tiny
 from tests.serving.conftest import MAX_ROWS
+from tests.serving.fake_server import SEQ_LENGTH, total
 from tests.serving.fire import INFER, Request, check_that_leavers_harm_nobody, send_all
-from tests.serving.servers import Server, json_request, tokens_request
+from tests.serving.servers import (
+    FAKE,
+    QUICK,
+    Server,
+    gateway,
+    json_request,
+    running,
+    tokens_request,
+)
 
 pytest.importorskip("pytriton")
+pytest.importorskip("fastapi")
 
-CLIENTS = 64
 REQUESTS = 2_000
 LARGE = 2_000_000
 
@@ -95,7 +109,7 @@ def traffic(scorer: Any) -> Traffic:
 
 
 def rows_per_second(url: str, requests: Sequence[Request]) -> float:
-    seconds = asyncio.run(send_all(url, requests, CLIENTS))
+    seconds = asyncio.run(send_all(url, requests))
     return sum(len(each.found) for each in requests if each.status == 200) / seconds
 
 
@@ -103,17 +117,162 @@ def test_server_under_fire_gives_every_request_its_own_answer_and_good_ones_go_o
     model_server: Server, traffic: Traffic
 ) -> None:
     probe = traffic.good()
-    asyncio.run(send_all(model_server.url, [probe] * 3, CLIENTS))
+    asyncio.run(send_all(model_server.url, [probe] * 3))
     alone, among = [], []
     for _ in range(4):  # in turns, of which the fastest count: the machine has other work at times
         good = [traffic.good() for _ in range(500)]
         alone.append(rows_per_second(model_server.url, good))
         among.append(rows_per_second(model_server.url, traffic.mixed(REQUESTS // 4)))
     print("rows/s alone", alone, "among others", among)
-    asyncio.run(send_all(model_server.url, [probe], CLIENTS))
+    asyncio.run(send_all(model_server.url, [probe]))
     assert max(among) >= 0.5 * max(alone)
     assert " requests/s | " in model_server.output()
 
 
 def test_server_is_not_harmed_by_clients_that_leave(model_server: Server, traffic: Traffic) -> None:
-    check_that_leavers_harm_nobody(model_server.url, traffic.good, CLIENTS)
+    check_that_leavers_harm_nobody(model_server.url, traffic.good)
+
+
+MAX_BYTES = 100_000
+TOKEN = "s3cret"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def asked(path: str, body: Any, found: Any, status: int = 200) -> Request:
+    return Request(path, body, status, found, BEARER)
+
+
+def rollout(asked: str, said: str) -> dict[str, Any]:
+    return {
+        "responses_create_params": {"input": asked},
+        "response": {"output": [{"type": "message", "role": "assistant", "content": said}]},
+    }
+
+
+def ids_of(texts: Sequence[str]) -> list[list[int]]:
+    return [[ord(letter) for letter in text] for text in texts]
+
+
+BAD = [
+    asked("/v1/rewards", b'{"texts": [', "JSON", 400),
+    asked("/v1/rewards", {"tokens": [[666]]}, "token 666", 500),
+    asked("/get_reward", {"query": ["a", ""]}, "row 1: the text is empty", 400),
+    asked("/classify", {"input": [[-1]]}, "row 0: got token id -1", 400),
+    asked("/pooling", {"input": "a" * MAX_BYTES}, "more than", 413),
+    asked("/score", {"text_1": "a"}, "wanted queries", 400),
+    asked("/verify", rollout("", ""), (0.0, True)),
+    *(
+        Request(path, body, 401, "token", {"Authorization": wrong})
+        for path, body in (("/v1/rewards", {"texts": ["a"]}), ("/verify", rollout("a", "b")))
+        for wrong in ("Bearer nothing", "Basic s3cret", TOKEN)
+    ),
+]
+
+
+class GatewayTraffic:
+    """Requests whose answers are known: a reward is the sum of a text's last letters."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(5)
+
+    def text(self) -> str:
+        return "".join(self._rng.choices("abcdefgh ", k=self._rng.randint(1, SEQ_LENGTH // 2)))
+
+    def good(self) -> Request:
+        texts = [self.text() for _ in range(self._rng.randint(1, 8))]
+        sums, (first, *_) = [total(text) for text in texts], texts
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": first}]
+        whole = total("a") + sums[0]
+        path, body, found = self._rng.choice(
+            [
+                ("/v1/rewards", {"texts": texts}, sums),
+                ("/v1/rewards", {"tokens": ids_of(texts)}, sums),
+                ("/v1/rewards", {"conversations": [turns]}, [whole]),
+                ("/v1/rewards", {"texts": [first, ""]}, [sums[0], None]),
+                ("/get_reward", {"query": texts}, [value / 2 for value in sums]),
+                ("/classify", {"input": texts, "use_activation": False}, sums),
+                ("/classify", {"messages": turns}, [whole]),
+                ("/pooling", {"input": ids_of(texts)}, sums),
+                ("/score", {"text_1": "a", "text_2": first}, [whole / 2]),
+                ("/verify", rollout("a", first), (whole / 2, False)),
+            ]
+        )
+        return asked(path, body, found)
+
+    def mixed(self, count: int) -> list[Request]:
+        """A third of them malformed."""
+        return [
+            self._rng.choice(BAD) if number % 3 == 2 else self.good() for number in range(count)
+        ]
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("backend"), FAKE, *QUICK) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def fronted(backend: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "token").write_text(TOKEN)
+    settings = [
+        f"backends=[{backend.url}]",
+        f"gateway.token_file={folder / 'token'}",
+        f"gateway.max_request_bytes={MAX_BYTES}",
+        "gateway.retry_s=0.5",
+    ]
+    with gateway(folder, *settings) as started:
+        yield started
+
+
+def test_gateway_under_fire_gives_every_request_its_own_answer(fronted: Server) -> None:
+    traffic = GatewayTraffic()
+    probes, mixed = [traffic.good() for _ in range(50)], traffic.mixed(REQUESTS)
+    for requests in (probes, mixed, probes):
+        asyncio.run(send_all(fronted.url, requests))
+    statuses = Counter(request.status for request in mixed)
+    assert set(statuses) == {200, 400, 401, 413, 500}
+    assert statuses[401] > 60
+
+
+def test_clients_that_leave_harm_nobody(fronted: Server) -> None:
+    check_that_leavers_harm_nobody(fronted.url, GatewayTraffic().good)
+
+
+def test_a_backend_that_is_killed_among_requests_costs_a_503_each_and_soon(
+    backend: Server, fronted: Server
+) -> None:
+    async def kill_among() -> list[int]:
+        body = json.dumps({"texts": ["a"]}).encode()
+        statuses: list[int] = []
+
+        async def ask(session: Any) -> None:
+            while statuses.count(503) < 40:
+                url = f"{fronted.url}/v1/rewards"
+                async with session.post(url, data=body, headers=BEARER) as response:
+                    statuses.append(response.status)
+                    assert response.status == 200 or response.headers["Retry-After"] == "1"
+
+        async with aiohttp.ClientSession() as session:
+            asking = [asyncio.ensure_future(ask(session)) for _ in range(8)]
+            while statuses.count(200) < 20:
+                await asyncio.sleep(0.05)
+            for pid in backend.processes():  # all of it at once, as where its machine fails
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(asyncio.gather(*asking), 20)
+        return statuses
+
+    statuses = asyncio.run(kill_among())
+    assert set(statuses) == {200, 503}
+    begun = time.monotonic()
+    unanswered = [
+        asked("/v1/rewards", {"texts": ["a"]}, "connection", 503),
+        asked("/get_reward", {"query": ["a"]}, "connection", 503),
+        asked("/classify", {"input": "a"}, "connection", 503),
+        asked("/verify", rollout("a", "b"), (0.0, True)),
+    ]
+    asyncio.run(send_all(fronted.url, unanswered * 10))
+    assert time.monotonic() - begun < 10
+    fronted.ranks[0].send_signal(signal.SIGTERM)
+    assert fronted.wait(15) == [0], fronted.output()[-3000:]
