@@ -163,15 +163,6 @@ def test_mounts_have_volumes() -> None:
                 assert source.startswith("${MODEL:?") or source in kept, mount
 
 
-def test_prometheus_asks_the_gateway() -> None:
-    settings = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
-    (job,) = settings["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["gateway:8000"]}]
-    assert "gateway.port=8000" in services()["gateway"]["command"]
-    assert "server.port=5555" in services()["server"]["command"]
-    assert "backends=[http://server:5555]" in services()["gateway"]["command"]
-
-
 def shown_metrics() -> set[str]:
     """The name of every sample that a gateway may show, with rewards and a backend."""
     client = FakeClient(CONTRACT.with_statistics([0.0] * 2, [1.0] * 2, "held-out pairs"))
@@ -185,6 +176,7 @@ def shown_metrics() -> set[str]:
 
 
 def test_the_dashboard_is_of_metrics_that_the_gateway_has() -> None:
+    """And Prometheus asks that gateway, which asks the server."""
     board = json.loads((COMPOSE / "grafana/reward_model.json").read_text())
     source = yaml.safe_load((COMPOSE / "grafana/source.yaml").read_text())["datasources"][0]
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
@@ -201,6 +193,11 @@ def test_the_dashboard_is_of_metrics_that_the_gateway_has() -> None:
         "nemo_aligner_server_requests_total",
         "nemo_aligner_server_tokens_total",
     }
+    (job,) = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["gateway:8000"]}]
+    assert "gateway.port=8000" in services()["gateway"]["command"]
+    assert "server.port=5555" in services()["server"]["command"]
+    assert "backends=[http://server:5555]" in services()["gateway"]["command"]
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
     assert len(set(places)) == len(places)
 

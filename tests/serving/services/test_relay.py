@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -89,19 +89,13 @@ def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
 
 def test_relay_asks_a_server_without_a_contract_for_it_once() -> None:
     client = FakeClient(contract=None, columns=1)
-    asked: list[int] = []
-    plain: Callable[[], Any] = client.contract_async
-
-    async def count() -> Any:
-        asked.append(1)
-        return await plain()
-
-    client.contract_async = count  # type: ignore[method-assign]
+    refused = RefusedError("http://one", 404, "no such model")
+    client.contract_async = AsyncMock(side_effect=refused)  # type: ignore[method-assign]
     relay = service(client)
     for _ in range(3):
         reply, _ = ask(relay, TWO)
         assert reply.contract_hash is None
-    assert (relay.contract, asked) == (None, [1])
+    assert (relay.contract, client.contract_async.await_count) == (None, 1)
 
 
 MEASURED = CONTRACT.with_statistics([1.0, 0.0], [2.0, 0.5], "held-out pairs")

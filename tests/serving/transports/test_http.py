@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -282,16 +283,7 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     """By the doors of OpenRLHF and vLLM, and counted; not by our own, nor where it is off."""
     turn = TurnEnd("<|im_end|>", "\n", (7,), (8,))
     ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
-    asked: list[int] = []
-    answers: list[Any] = [ServingError("nobody"), turn]
-
-    async def turn_end() -> Any:
-        asked.append(1)
-        found = answers.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
+    turn_end = AsyncMock(side_effect=[ServingError("nobody"), turn])
     client = FakeClient()
     app = build_app(ROUTES, client, GatewayConfig(), None, turn_end=turn_end)
 
@@ -306,17 +298,14 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
 
     status, metrics = asyncio.run(ask())
     assert status == 503
-    assert len(asked) == 2
+    assert turn_end.await_count == 2
     assert client.asked == [
         [whole, whole, cut], [whole], [[5, 7, 8], [5, 7, 8], [5]], [ended], [[5, 7]],
     ]  # fmt: skip
     for path in ("/get_reward", "/classify", "/pooling"):
         assert f'rows_total{{outcome="completed",route="{path}"}} 1.0' in metrics
 
-    async def unknown() -> None:
-        return None
-
-    for ends in (None, unknown):
+    for ends in (None, AsyncMock(return_value=None)):
         client = FakeClient()
         off = build_app(ROUTES, client, GatewayConfig(), None, turn_end=ends)
         assert call(off, "/classify", {"input": ended}).status == 200
