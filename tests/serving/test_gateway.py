@@ -46,17 +46,23 @@ def rewards(answer: tuple[int, Any]) -> list[float]:
     return [row[0] for row in body["rewards"]]
 
 
-def ask_at_once(url: str, texts: list[str], then: Callable[[], None]) -> list[tuple[int, Any]]:
-    """A request for each text side by side, and while they wait, ``then``."""
+def ask_at_once(
+    url: str, texts: list[str], backends: list[Misbehaving], then: Callable[[], None]
+) -> list[tuple[int, Any]]:
+    """A request for each text side by side, and once the backends have them all, ``then``."""
 
     async def ask(session: Any, text: str) -> tuple[int, Any]:
         async with session.post(f"{url}/v1/rewards", json={"texts": [text]}) as answer:
             return answer.status, await answer.json()
 
+    before = sum(len(each.asked) for each in backends)
+
     async def everyone() -> list[tuple[int, Any]]:
         async with aiohttp.ClientSession() as session:
             asked = [asyncio.ensure_future(ask(session, text)) for text in texts]
-            await asyncio.wait(asked, timeout=0.5)
+            while sum(len(each.asked) for each in backends) < before + len(texts):
+                assert not all(each.done() for each in asked)
+                await asyncio.sleep(0.02)
             then()
             return await asyncio.gather(*asked)
 
@@ -67,15 +73,25 @@ def in_a_while(texts: list[str]) -> None:
     time.sleep(1.5)
 
 
-def test_it_answers_until_sigterm_and_then_what_is_in_flight(
+def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is_in_flight(
     lone: Misbehaving, tmp_path: Path
 ) -> None:
-    with gateway(tmp_path, f"backends=[{lone.url}]") as started:
+    lone.go()
+    with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.retry_s=0.3") as started:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{started.url}/ready", timeout=10)
+        begun = time.monotonic()
+        status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})
+        assert (status, time.monotonic() - begun < 3) == (503, True), answer
+        assert "connection refused" in answer["detail"]
+        lone.come()
+        with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
+            assert ready.status == 200
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
         lone.answer = in_a_while
         texts = [str(number) for number in range(8)]
         stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
-        answers = ask_at_once(started.url, texts, stop)
+        answers = ask_at_once(started.url, texts, [lone], stop)
         assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
         assert started.wait(10) == [0], started.output()
         assert "Draining" in started.output()
@@ -94,30 +110,13 @@ def test_of_two_backends_one_may_die_among_requests(
     with gateway(tmp_path, f"backends=[{first.url},{second.url}]") as started:
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
         first.answer = second.answer = in_a_while
-        answers = ask_at_once(started.url, texts, first.go)
+        answers = ask_at_once(started.url, texts, [first, second], first.go)
         assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
         assert len(first.asked) > 3
         with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
             words = json.load(ready)["backends"]
         assert words[second.url] == "ready"
         assert "connection refused" in words[first.url]
-
-
-def test_it_starts_before_its_backend_and_is_ready_once_that_answers(
-    lone: Misbehaving, tmp_path: Path
-) -> None:
-    lone.go()
-    with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.retry_s=0.3") as started:
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{started.url}/ready", timeout=10)
-        begun = time.monotonic()
-        status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})
-        assert (status, time.monotonic() - begun < 3) == (503, True), answer
-        assert "connection refused" in answer["detail"]
-        lone.come()
-        with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
-            assert ready.status == 200
-        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
 
 
 def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> None:
