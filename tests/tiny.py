@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,43 @@ def write_ratings(path: Path, count: int, attributes: tuple[str, ...], seed: int
             row = {"prompt": f"{sentence(rng)} {index}", "response": sentence(rng), **labels}
             lines.write(json.dumps(row) + "\n")
     return path
+
+
+def training(
+    base: Path, folder: Path, train: Path | Sequence[Path], validation: Path | Sequence[Path] = ()
+) -> list[str]:
+    """Settings of a short run in ``folder``; those that are added behind them count."""
+
+    def listed(files: Path | Sequence[Path]) -> str:
+        return ",".join(map(str, [files] if isinstance(files, Path) else files))
+
+    return [
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{listed(train)}]",
+        f"model.data.data_prefix.validation=[{listed(validation)}]",
+        "model.data.allow_prompt_overlap=true",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=160",
+        "model.global_batch_size=8",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        "trainer.rm.max_epochs=10",
+    ]
+
+
+def logged(run: Path) -> dict[str, dict[int, float]]:
+    """What a run logged, by name and step; each of them once. A NaN is ``math.nan``."""
+    found: dict[str, dict[int, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        step = row.pop("step")
+        for name, value in row.items():
+            of_name = found.setdefault(name, {})
+            assert step not in of_name, (name, step)
+            of_name[step] = math.nan if value is None else value
+    return found
 
 
 def environment(**more: str) -> dict[str, str]:
