@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.once import Once
+from tests.data.files import write
 
 RECIPES = tiny.ROOT / "conf" / "recipes"
 HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
@@ -61,17 +61,14 @@ RECORDS: dict[str, Callable[[random.Random], Record]] = {
 }
 
 
-def write(path: Path, record: Callable[[random.Random], Record], count: int, seed: int) -> Path:
-    rng = random.Random(seed)
-    path.write_text("".join(f"{json.dumps(record(rng))}\n" for _ in range(count)))
-    return path
-
-
 def train(name: str, start: Path, folder: Path) -> Path:
     """Run the recipe; its model."""
     folder.mkdir()
-    data = write(folder / "train.jsonl", RECORDS[name], 24, seed=0)
-    heldout = write(folder / "heldout.jsonl", RECORDS[name], 8, seed=1)
+    rng = random.Random(0)
+    data, heldout = (
+        write(folder / f"{part}.jsonl", *(RECORDS[name](rng) for _ in range(count)))
+        for part, count in (("train", 24), ("heldout", 8))
+    )
     tiny.run_verb(
         "train",
         "--config",
@@ -89,11 +86,6 @@ def evaluate(model: Path, heldout: Path) -> dict[str, float]:
     report = heldout.with_suffix(".report.json")
     tiny.run_verb("evaluate", f"rm_model_file={model}", f"data.path={heldout}", f"output={report}")
     return json.loads(report.read_text())["metrics"]
-
-
-@pytest.fixture(scope="module")
-def base(once: Once) -> Path:
-    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
 
 
 def test_every_recipe_is_run_here() -> None:

@@ -167,9 +167,7 @@ def test_critic_that_is_saved_twice_is_saved_once_and_the_newest_is_kept(opened:
     assert open_again().learner.step == run.learner.step
 
 
-def test_critic_of_another_run_or_of_no_reward_model_is_refused(
-    opened: Any, tmp_path: Path
-) -> None:
+def test_critic_of_another_run_or_of_no_reward_model_is_refused(opened: Any, base: Path) -> None:
     _, open_again = opened
     with pytest.raises(CheckpointError, match=r"model\.freeze_layers: the checkpoint has 0"):
         open_again("model.freeze_layers=1")
@@ -177,7 +175,6 @@ def test_critic_of_another_run_or_of_no_reward_model_is_refused(
         open_again("exp_manager.resume_if_exists=false")
     with pytest.raises(ConfigError, match=r"model\.micro_batch_tokens: got 31, wanted at least"):
         open_again("model.micro_batch_tokens=31")
-    base = tiny.write_base_nemo(tmp_path / "base.nemo")
     with pytest.raises(CheckpointError, match="no scoring contract; wanted a reward model"):
         open_again(archive=base)
 

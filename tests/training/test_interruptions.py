@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import math
 import re
 from pathlib import Path
 
@@ -63,20 +61,11 @@ ACCIDENTS = {
 
 
 def settings(base: Path, data: Path, folder: Path, *more: str) -> list[str]:
+    heldout = [data / "many.jsonl", data / "one.jsonl"]
     return [
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train=[{data / 'train.jsonl'}]",
-        f"model.data.data_prefix.validation=[{data / 'many.jsonl'},{data / 'one.jsonl'}]",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
+        *tiny.training(base, folder, data / "train.jsonl", heldout),
         "exp_manager.checkpoint_callback_params.monitor=validation-one/ties",
-        "model.data.seq_length=128",
-        "model.micro_batch_tokens=160",
-        "model.global_batch_size=8",
-        "model.optim.lr=1e-3",
-        "model.optim.sched.warmup_steps=2",
         f"trainer.rm.max_steps={STEPS}",
-        "trainer.rm.max_epochs=10",
         "trainer.rm.val_check_interval=2",
         "trainer.rm.save_interval=2",
         *more,
@@ -106,22 +95,13 @@ def newest(folder: Path) -> dict[str, bytes]:
 
 
 def metrics(folder: Path) -> Numbers:
-    """Every number logged by (step, name), without times; a name is logged once a step."""
-    found: Numbers = {}
-    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            step = int(row.pop("step"))
-            for name, value in row.items():
-                if value and not name.startswith("timing/") and "per_second" not in name:
-                    assert (step, name) not in found
-                    # A NaN equals no number, but this one is itself.
-                    found[step, name] = math.nan if value == "nan" else float(value)
-    return found
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
+    """Every number logged by (step, name), without times."""
+    return {
+        (step, name): value
+        for name, values in tiny.logged(folder).items()
+        if not name.startswith("timing/") and "per_second" not in name
+        for step, value in values.items()
+    }
 
 
 @pytest.fixture(scope="module")

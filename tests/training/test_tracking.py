@@ -123,34 +123,27 @@ def test_damaged_file_of_ids_is_named(tmp_path: Path, told: dict[str, Any]) -> N
             run(tmp_path, 1)
 
 
-def arguments(folder: Path) -> list[str]:
-    base = tiny.write_base_nemo(folder / "base.nemo")
+def arguments(base: Path, folder: Path) -> list[str]:
     train = tiny.write_pairs(folder / "train.jsonl", 24)
     validation = tiny.write_pairs(folder / "validation.jsonl", 4, seed=1)
     return [
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train={train}",
-        f"model.data.data_prefix.validation={validation}",
-        f"exp_manager.explicit_log_dir={folder / 'run'}",
-        "exp_manager.create_tensorboard_logger=false",
+        *tiny.training(base, folder / "run", train, validation),
         "exp_manager.create_wandb_logger=true",
         "exp_manager.wandb_logger_kwargs.offline=true",
         "exp_manager.create_mlflow_logger=true",
-        "model.data.seq_length=128",
-        "model.micro_batch_tokens=256",
-        "model.global_batch_size=8",
         f"trainer.rm.max_steps={STEPS}",
-        "trainer.rm.max_epochs=10",
         "trainer.rm.val_check_interval=5",
         "trainer.rm.save_interval=3",
     ]
 
 
-def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(tmp_path: Path) -> None:
+def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(
+    base: Path, tmp_path: Path
+) -> None:
     environment = kept_environment(
         "trackers", REQUIREMENTS, lambda folder: make_environment(folder, *REQUIREMENTS)
     )
-    settings = arguments(tmp_path)
+    settings = arguments(base, tmp_path)
 
     def python(script: str, *more: str) -> subprocess.CompletedProcess[str]:
         # In an empty folder, so that nothing may end up there.
