@@ -90,13 +90,7 @@ def run_layouts(names: str, processes: int, model: Path, folder: Path) -> dict[s
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "processes"),
-    [
-        ("one", 1),
-        ("tp2,tp2_sp,pp2,dp2", 2),
-    ],
-)
+@pytest.mark.parametrize(("names", "processes"), [("one", 1), ("tp2,tp2_sp,pp2,dp2", 2)])
 def test_critic_losses_and_weights_are_those_written_out(
     names: str,
     processes: int,
@@ -177,14 +171,3 @@ def test_critic_of_another_run_or_of_no_reward_model_is_refused(opened: Any, bas
         open_again("model.micro_batch_tokens=31")
     with pytest.raises(CheckpointError, match="no scoring contract; wanted a reward model"):
         open_again(archive=base)
-
-
-def test_critic_that_is_saved_starts_another_run_with_its_values(
-    opened: Any, layout: Any, tmp_path: Path
-) -> None:
-    run, _ = opened
-    another = open_run(str(run.save()), tmp_path, layout)
-    probes = [np.array(probe) for probe in PROBES]
-    assert another.learner.step == 0
-    for one, other in zip(run.learner.values(probes), another.learner.values(probes), strict=True):
-        assert np.array_equal(one, other)
