@@ -17,8 +17,8 @@ from nemo_aligner.checkpoint.run_folder import (
 
 EVIL = "</style></pre><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>"
 SECTIONS = (
-    "summary", "curves", "accuracy", "rewards", "calibration", "length", "robustness", "mistakes",
-    "data", "contract", "settings", "versions", "throughput",
+    "overview", "summary", "curves", "accuracy", "rewards", "calibration", "length", "robustness",
+    "mistakes", "data", "contract", "settings", "versions", "throughput",
 )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
     page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert [name for name in page.ids if name in SECTIONS] == list(SECTIONS)
     assert "There are no held-out rewards here" in page.text
-    assert "loss: what is trained" in page.text
+    assert "What is trained." in page.text
 
 
 def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     assert text.count(shown) == 2
     assert text.count("politeness") == 2 * 2
     assert "1.000 (0.342 to 1.000)" in text
-    assert "what is trained" in text
+    assert "What is trained." in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
     with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted what evaluate's"):
         write_page([folder], tmp_path / "p.html")
@@ -241,3 +241,33 @@ def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
         if message not in said:
             wrong[name, content] = said
     assert not wrong, wrong
+
+
+def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
+    """One number for the longer reply: what the run recorded, in tokens, where it did."""
+    rows = [
+        {
+            "record": f"r:{n}",
+            "rewards": {"chosen": float(n % 10 > 0), "rejected": 0.5},
+            "texts": {"chosen": "yes" * (1 + n % 2), "rejected": "no, no"},
+        }
+        for n in range(200)
+    ]
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "heldout" / "validation-held.jsonl", rows)
+
+    def overview() -> str:
+        page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8")).text
+        return " ".join(page[page.rindex("Overview") : page.rindex("Summary")].split())
+
+    found = overview()
+    assert "90.0%accuracy on 200 held-out pairs (95%: 85.1% to 93.4%)" in found
+    assert "25.0%always the longer reply, in characters" in found
+    assert "beats the longer reply by 65.0 points" in found
+    assert found.count("chosen “yes”, rejected “no, no” (margin -0.500") == 5
+    for longer, verdict in ((0.88, "2.0 points above the longer reply"), (0.95, "better by 5.0")):
+        line = json.dumps({"step": 50, "validation-held/longer_reply_accuracy": longer})
+        (folder / "metrics.jsonl").open("a").write(f"{line}\n")
+        found = overview()
+        assert f"{longer:.1%}always the longer reply, in tokens" in found
+        assert verdict in found
