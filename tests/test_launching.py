@@ -60,37 +60,25 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
-class TestBoth:
-    def test_output_and_end(self, script: str, fresh: bool) -> None:
-        done = tiny.run_script(script, "tell", "a b", fresh=fresh)
-        line, end = done.stdout.splitlines()
-        folder = str(Path(script).parent)
-        root = str(tiny.ROOT)
-        assert line == f'[["{script}", "tell", "a b"], "{folder}", "{root}", null, "__main__"]'
-        assert end == "the end"
-        assert done.stderr == "rank 0 of 1\n"
-
-    def test_failures(self, script: str, fresh: bool) -> None:
-        done = tiny.run_script(script, "exit", check=False, fresh=fresh)
-        assert (done.returncode, done.stderr) == (1, "rank 0 of 1\nno more\n")
-        done = tiny.run_script(script, "raise", check=False, fresh=fresh)
+def test_script_says_ends_fails_and_takes_too_long_alike(script: str, fresh: bool) -> None:
+    done = tiny.run_script(script, "tell", "a b", fresh=fresh)
+    line, end = done.stdout.splitlines()
+    folder, root = Path(script).parent, tiny.ROOT
+    assert line == f'[["{script}", "tell", "a b"], "{folder}", "{root}", null, "__main__"]'
+    assert (end, done.stderr) == ("the end", "rank 0 of 1\n")
+    # Another environment than others had is set before the libraries are imported.
+    assert '"so"' in tiny.run_script(script, "tell", env={"TOLD": "so"}, fresh=fresh).stdout
+    done = tiny.run_script(script, "exit", check=False, fresh=fresh)
+    assert (done.returncode, done.stderr) == (1, "rank 0 of 1\nno more\n")
+    with pytest.raises(AssertionError, match="ended with 1") as caught:
+        tiny.run_script(script, "raise", fresh=fresh)
+    assert str(caught.value).endswith("KeyError: 'lost'\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        tiny.run_script(script, "sleep", timeout=1, fresh=fresh)
+    for how in ("kill", "fail"):  # the others end with a rank that fails
+        done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
         assert done.returncode == 1
-        assert done.stderr.endswith("KeyError: 'lost'\n")
-        with pytest.raises(AssertionError, match="ended with 1"):
-            tiny.run_script(script, "raise", fresh=fresh)
-
-    def test_too_long(self, script: str, fresh: bool) -> None:
-        with pytest.raises(subprocess.TimeoutExpired):
-            tiny.run_script(script, "sleep", timeout=1, fresh=fresh)
-
-
-@pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
-@pytest.mark.parametrize("how", ["kill", "fail"])
-def test_the_others_end_with_a_rank_that_fails(script: str, how: str, fresh: bool) -> None:
-    done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
-    assert done.returncode == 1
-    assert "rank 0 of 2" in done.stderr
-    assert "rank 1 of 2" in done.stderr
+        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines())
 
 
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +119,6 @@ def test_a_run_that_is_interrupted_leaves_nothing_behind(script: str) -> None:
 
 def test_nothing_of_ours_is_imported_before_a_script_is(script: str) -> None:
     assert tiny.run_script(script, "ours").stdout.splitlines()[0] == "[]"
-
-
-def test_what_the_libraries_may_read_is_set_before_they_are_imported(script: str) -> None:
-    """By a fresh start, where a test wants another environment than others had."""
-    done = tiny.run_script(script, "tell", env={"TOLD": "so"})
-    assert '"so"' in done.stdout
 
 
 def test_what_a_launch_puts_into_this_process_reaches_no_script(

@@ -37,6 +37,17 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 
+# The smallest that megatron-core builds, as its model_config.yaml says it.
+SMALLEST = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "make_vocab_size_divisible_by": 16,
+}
+
 
 def write_tokenizer(folder: Path) -> None:
     """A byte-level BPE tokenizer with ChatML's special tokens, trained on WORDS."""

@@ -65,12 +65,18 @@ def row_of(found: Robustness, change: str, changed: str) -> RobustnessRow:
 LONG, SHORT = "It is right. That is all there is to say of it.", "It is wrong. Indeed."
 
 
-def test_robustness_of_a_scorer_blind_to_style() -> None:
+def test_robustness_of_a_scorer_blind_to_style_is_of_the_same_pairs_every_time() -> None:
     found = check(by_first_word, pairs_of(by_first_word, *[(LONG, SHORT)] * 5))
     assert [row.turned for row in found.rows] == [0] * 2 * len(TRANSFORMATIONS)
     assert {row.shift for row in found.rows} == {0.0, None}
     assert found.margin_std == 0
     assert row_of(found, "flattery", BOTH).shift_in_std is None
+    pairs = pairs_of(by_length, *[(LONG + "!" * n, SHORT) for n in range(20)])
+    drawn = [check(by_length, pairs, most=7) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert (drawn[0].pairs, drawn[0].pairs_read) == (7, 20)
+    rows = pairs.draw(7).rewards[:, 0].tolist()
+    assert rows == sorted(rows)
 
 
 def test_robustness_of_a_taste_for_length() -> None:
@@ -105,8 +111,7 @@ def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long() -> N
     assert (twice.pairs, twice.unchanged, twice.too_long) == (1, 0, 1)
     assert row_of(found, "said_twice", REJECTED).too_long == 0
 
-
-def test_robustness_counts_a_text_without_a_reward_as_too_long() -> None:
+    # A text without a reward counts as too long.
     def refuse(texts: Sequence[Text]) -> np.ndarray:
         rewards = by_length(texts)
         return np.where(rewards > 90, np.nan, rewards)
@@ -116,23 +121,11 @@ def test_robustness_counts_a_text_without_a_reward_as_too_long() -> None:
     assert row_of(found, "said_twice", BOTH).shift == pytest.approx(20 + (6 + 5) / 2)
 
 
-def test_robustness_draws_the_same_pairs_every_time() -> None:
-    pairs = pairs_of(by_length, *[(LONG + "!" * n, SHORT) for n in range(20)])
-    found = [check(by_length, pairs, most=7) for _ in range(2)]
-    assert found[0] == found[1]
-    assert (found[0].pairs, found[0].pairs_read) == (7, 20)
-    rows = pairs.draw(7).rewards[:, 0].tolist()
-    assert rows == sorted(rows)
-
-
-def test_robustness_of_raw_text_is_refused_as_it_has_no_reply() -> None:
+def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:
     pairs = ScoredPairs([("a", "b")], np.array([[1.0, 0.0]]))
     assert change_reply("a", str.upper) == "a"
     with pytest.raises(DataError, match="where the reply begins"):
         check(by_length, pairs)
-
-
-def test_robustness_of_a_benchmark_of_other_than_pairs_of_prose_is_refused() -> None:
     refused = {name: refusal(ConfigError, check_pairwise, TASKS[name]) for name in TASKS}
     for name in ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n"):
         assert f"robustness_pairs: got task={name}" in refused.pop(name)

@@ -95,7 +95,7 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
     """A run goes on with the same data, whatever version has written its checkpoint."""
     files = [tiny.write_pairs(tmp_path / f"{seed}.jsonl", 9, seed) for seed in range(2)]
     data, config = build(contracts, files), TrainConfig()
-    fresh = new_state(config, {}, data)
+    fresh = new_state(config, tiny.SMALLEST, data)
     assert fresh.fingerprint["training data"] == data.train.digest != data.train.measure_digest()
 
     def again(digest: str) -> Any:
