@@ -151,13 +151,6 @@ def test_packs_have_a_prompt_once_for_all_its_replies_however_they_come() -> Non
     assert [found[row] for row in range(len(sequences))] == sequences
 
 
-def test_packs_say_where_their_sequences_stood() -> None:
-    sequences = [[length] * length for length in (4, 9, 1, 6, 5)]
-    packs = pack_sequences(sequences, 10)
-    assert sorted(i for pack in packs for i in pack.rows.tolist()) == [0, 1, 2, 3, 4]
-    assert sorted(pack.num_tokens for pack in packs) == [7, 9, 9]
-
-
 def test_record_cost_counts_what_is_computed() -> None:
     for prefix in (0, 10):
         data = replace(dataset([30, 20]), prefixes=torch.tensor([prefix]))
