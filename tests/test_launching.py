@@ -1,10 +1,11 @@
-"""Scripts forked from prepared processes end, fail and are stopped as those that start fresh."""
+"""Prepared processes run scripts as fresh ones do; workers build a thing once, and take turns."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import launching, tiny
+from tests.once import Turns, once_per_run
+from tests.tiny import ROOT
 
 SCRIPT = """
 import atexit, json, os, signal, subprocess, sys, time
@@ -137,3 +140,52 @@ def test_what_a_launch_puts_into_this_process_reaches_no_script(
     tiny.run_verb("plan")
     added = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
     assert seen[0].keys() <= tiny.GIVEN.keys() | added
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from tests.once import Turns, once_per_run
+
+def build(folder):
+    time.sleep(0.5)
+    (folder / "made").write_text("")
+    print("built")
+
+run = Path(sys.argv[1])
+assert (once_per_run(run, "thing", build) / "made").exists()
+turns = Turns()
+turns.begin(run)
+turns.count = 1
+with turns.one(), turns.one():
+    (run / "inside").mkdir()  # no other worker is
+    time.sleep(0.2)
+    (run / "inside").rmdir()
+"""
+
+
+def test_workers_build_a_thing_once_and_take_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    workers = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    said = [worker.communicate()[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * 4
+    assert sorted(said) == ["", "", "", "built\n"]
+
+
+def test_what_failed_is_built_again_in_an_empty_folder(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        once_per_run(tmp_path, "thing", fail)
+    folder = once_per_run(tmp_path, "thing", lambda folder: (folder / "whole").write_text(""))
+    assert [path.name for path in folder.iterdir()] == ["whole"]
+    assert once_per_run(tmp_path, "thing", fail) == folder
+
+
+def test_outside_of_a_run_nobody_waits() -> None:
+    with Turns().one():
+        pass
