@@ -55,11 +55,6 @@ def test_a_long_row_of_a_table_goes_on_below_its_text() -> None:
     assert fit_row("  a name of more than its column", 3, 10) == "  a name of more than its column3"
 
 
-def test_text_in_a_log_file_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    say("word " * 40)
-    assert capsys.readouterr().out == "word " * 40 + "\n"
-
-
 def test_fields_are_never_broken() -> None:
     fields = [f"metric_{number} 0.25" for number in range(8)]
     lines = join_fields(fields, "> ", "    ").splitlines()
@@ -95,17 +90,16 @@ def test_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[-1] == "validation: 420 of 423 pairs, 1 s left"
     assert len(lines) == 14
     assert console.LINE_SECONDS == 10
-
-
-def test_quick_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    counter = Counter("validation", "pairs")
+    quick = Counter("validation", "pairs")
     for done in range(100):
-        counter.show(done, 99)
-    counter.close()
+        quick.show(done, 99)
+    quick.close()
     assert capsys.readouterr().out == ""
 
 
-def test_work_without_a_measure_says_how_long_it_takes() -> None:
+def test_work_without_a_measure_says_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said: list[str] = []
     enough = threading.Event()
 
@@ -120,10 +114,10 @@ def test_work_without_a_measure_says_how_long_it_takes() -> None:
     assert said[:2] == ["loading: 0 s so far", "loading: 0 s so far"]
     time.sleep(0.1)
     assert len(said) == count
-
-
-def test_what_is_soon_over_says_nothing() -> None:
-    said: list[str] = []
+    # What is soon over says nothing, neither does text in a log file change.
+    said.clear()
     with pytest.raises(KeyError), waiting_for("loading", said.append):
         raise KeyError
     assert said == []
+    say("word " * 40)
+    assert capsys.readouterr().out == "word " * 40 + "\n"

@@ -1,4 +1,4 @@
-"""Data that a verb makes: of a hub, by Hugging Face ``datasets`` without a network, and the demo."""
+"""Data that a verb makes: of a hub, by ``datasets`` without a network, and the demo set."""
 
 from __future__ import annotations
 
@@ -125,9 +125,7 @@ def test_demo_set_is_large_and_balanced(demo: Path) -> None:
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
     file = read_records(demo / "train.jsonl", Reading(RecordKind.comparison))
     assert file.counts["kept"] == len(train)
-
-
-def test_demo_set_is_the_one_that_figures_were_measured_on(demo: Path) -> None:
+    # It is the one that figures were measured on.
     digests = {
         name: hashlib.sha256((demo / f"{name}.jsonl").read_bytes()).hexdigest()
         for name in ("train", "heldout")
