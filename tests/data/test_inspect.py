@@ -60,7 +60,9 @@ def test_inspect_calls_completions_by_their_ranks(tmp_path: Path) -> None:
     assert shown.endswith("assistant: poor")
 
 
-def test_inspect_ratings_without_a_tokenizer(tmp_path: Path, run: Run) -> None:
+def test_inspect_ratings_without_a_tokenizer(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(
         tmp_path / "rated.jsonl",
         {"prompt": "why", "response": "the cat", "help": 3, "depth": 2},
@@ -72,6 +74,10 @@ def test_inspect_ratings_without_a_tokenizer(tmp_path: Path, run: Run) -> None:
     assert done.stdout.endswith("-- labels 3 2\nuser: why\nassistant: the cat\n")
     failed = run(VERB, path, "--attributes", "a,,b", code=1)
     assert failed.stderr.startswith("ConfigError: --attributes: got ['a', '', 'b'], wanted")
+    with pytest.raises(SystemExit):
+        run(VERB, path, "model.data.malformed=drop")
+    said = capsys.readouterr().err
+    assert "got the setting model.data.malformed=drop, wanted a file" in said
 
 
 def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
@@ -86,15 +92,6 @@ def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
     assert shown[1].startswith(f"file: {bad}:1: got a record with keys")
     assert shown[2] == f"file: {good} (chat_pairs)"
     assert done.stderr == ""
-
-
-def test_inspect_takes_no_setting_for_a_file(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(VERB, tmp_path / "pairs.jsonl", "model.data.malformed=drop")
-    said = capsys.readouterr().err
-    assert "got the setting model.data.malformed=drop, wanted a file" in said
 
 
 def test_inspect_of_malformed_records(
@@ -212,6 +209,9 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
         ("rejected  why? | no", [USER, {"role": "assistant", "content": "no"}]),
         ("chosen    why? | so", [USER, REPLY]),
     ]
+    # A long text has a label of its ends.
+    label = label_of("begin " + "x" * 100 + " end")
+    assert (len(label), label[:7], label[-5:]) == (80, "begin x", "x end")
 
 
 def test_texts_are_missing_from_lines_that_are_named(tmp_path: Path) -> None:
@@ -229,13 +229,6 @@ def test_texts_are_missing_from_lines_that_are_named(tmp_path: Path) -> None:
     ]
     with pytest.raises(DataError, match=r"asked.jsonl:2: malformed JSON"):
         list(labelled_texts(write(tmp_path / "asked.jsonl", {"text": "a"}, "{")))
-
-
-def test_texts_that_are_long_have_labels_of_their_ends() -> None:
-    label = label_of("begin " + "x" * 100 + " end")
-    assert len(label) == 80
-    assert label.startswith("begin x")
-    assert label.endswith("x end")
 
 
 def test_texts_to_ask_a_server_for_are_the_first_replies(tmp_path: Path) -> None:

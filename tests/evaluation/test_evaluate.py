@@ -133,11 +133,19 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
 
 
 def test_evaluated_attributes_make_one_reward_by_their_weights() -> None:
+    """One that is not finite is named."""
     score, pairs = CountingScorer(TWO).score, [comparison("aaa", "aaab")]
     report = evaluate_comparisons(score, pairs, attribute_weights=(1.0, -2.0))
     np.testing.assert_array_equal(report.rewards, [[3, 1]])
     with pytest.raises(DataError, match="got 2 rewards per text, wanted 1"):
         evaluate_comparisons(score, pairs)
+    pairs = [comparison("a", "b"), Comparison.of_pair("aa", "b", Origin("x.jsonl", 7))]
+
+    def broken(texts: Sequence[Text]) -> np.ndarray:
+        return np.array([[np.nan if text == "aa" else 1.0] for text in texts])
+
+    with pytest.raises(DataError, match=r"x.jsonl:7: got .* not finite, and 0 more"):
+        evaluate_comparisons(broken, pairs)
 
 
 def test_evaluated_ratings_leave_out_missing_labels() -> None:
@@ -219,16 +227,6 @@ def test_evaluation_report_is_a_table_and_two_files(tmp_path: Path) -> None:
         "texts": {"response": "aa"},
         "labels": {"reward": 1.0},
     }
-
-
-def test_evaluated_reward_that_is_not_finite_is_named() -> None:
-    records = [comparison("a", "b"), Comparison.of_pair("aa", "b", Origin("x.jsonl", 7))]
-
-    def score(texts: Sequence[Text]) -> np.ndarray:
-        return np.array([[np.nan if text == "aa" else 1.0] for text in texts])
-
-    with pytest.raises(DataError, match=r"x.jsonl:7: got a reward that is not finite, and 0 more"):
-        evaluate_comparisons(score, records)
 
 
 def test_evaluated_reply_that_writes_turns_of_its_own_is_left_out_and_counted(

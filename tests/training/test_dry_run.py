@@ -52,7 +52,11 @@ def test_dry_run_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> No
     assert not dist.is_initialized()
 
 
-def test_dry_run_finds_what_would_end_a_run(folder: Path) -> None:
+def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> None:
+    """It and a run refuse by the same checks; what is malformed: ../data/test_dataset.py."""
+    bad = tiny.write_pairs(tmp_path / "bad.jsonl", 24)
+    with bad.open("a") as lines:
+        lines.write('{"chosen": "cut of')
     cases = {
         ("model.tensor_model_parallel_size=2", 3): "got 3 processes, wanted a multiple of 2",
         ("model.tensor_model_parallel_size=4", 4): "divisor of the model's 2 query groups",
@@ -65,6 +69,9 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path) -> None:
             "monitor: got 'val_f1', wanted one of validation-more/loss"
         ),
         ("model.data.template=nowhere", 1): "nowhere",
+        (f"model.data.data_prefix.train=[{bad}]", 1): (
+            f"{bad}: 1 of its 25 records (4.00%) are malformed\n  {bad}:25: "
+        ),
         (f"exp_manager.explicit_log_dir={folder}/pairs.jsonl/run", 1): "pairs.jsonl is no folder",
     }
     wrong = {}

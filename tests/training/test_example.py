@@ -16,7 +16,6 @@ from nemo_aligner.checkpoint.weights.tensor_store import is_optimizer_state
 from nemo_aligner.models.lora import is_of_adapter
 from tests import tiny
 from tests.config.nemo_aligner_files import write_file
-from tests.data.files import rows_of, write
 from tests.training import jobs
 
 EXAMPLE = "examples/train_reward_model.py"
@@ -88,52 +87,6 @@ def check_average(checkpoints: Path, said: str, is_lora: bool) -> None:
             stacked = name if layer is None else name.replace(layer[0], "layers.")
             mean = folder.store.read(stacked, None if layer is None else int(layer[1]))
             torch.testing.assert_close(mean, (first + second) / 2, rtol=0, atol=1e-8)
-
-
-def test_label_that_is_far_out_is_named_first(base: Path, tmp_path: Path) -> None:
-    cases = {1e38: "a loss that is not finite", 1e19: "a gradient norm of inf"}
-    regression = ("model.reward_model_type=regression", "model.regression.attributes=[helpful]")
-    listed, files = [], {}
-    for label in cases:
-        ratings = tiny.write_ratings(tmp_path / f"{label}.jsonl", 8, ("helpful",))
-        rows = rows_of(ratings)
-        rows[6]["helpful"] = label
-        files[label] = write(ratings, *rows)
-        settings = common(base, tmp_path / "run", ratings, ratings)
-        listed.append(train(*settings, *regression, "model.global_batch_size=6", fails=True))
-    for (label, number), done in zip(cases.items(), jobs.run(listed), strict=True):
-        assert done.returncode == 1
-        assert f"    {files[label]}:7: helpful is {label:g}, the median " in done.stdout
-        assert f"step 1: got {number}, on rank 0, from {files[label]}:7, " in done.stderr
-
-
-def test_refused_run_says_why_and_leaves_nothing_and_a_dropped_record_is_shown(
-    base: Path, tmp_path: Path
-) -> None:
-    """What else a run is refused for: test_dry_run.py, by the same checks."""
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 9)
-    malformed = tiny.write_pairs(tmp_path / "malformed.jsonl", 24)
-    with malformed.open("a") as lines:
-        lines.write('{"chosen": "cut of')
-    drop = ("model.data.malformed=drop", "model.data.max_malformed=0.05")
-    refused, done = jobs.run(
-        [
-            train(*common(base, tmp_path / "run", malformed, pairs), fails=True),
-            train(
-                *common(base, tmp_path / "dropped", malformed, pairs),
-                *drop,
-                "trainer.rm.max_steps=1",
-            ),
-        ]
-    )
-    assert refused.returncode == 1
-    assert f"{malformed}: 1 of its 25 records (4.00%) are malformed\n  {malformed}:25: " in (
-        refused.stderr
-    )
-    assert "Traceback" not in refused.stderr
-    assert not list((tmp_path / "run").rglob("step_*"))
-    assert "  dropped                   1 (1 malformed)\n" in done.stdout
-    assert f"  malformed:\n    {malformed}:25: malformed JSON" in done.stdout
 
 
 def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
