@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,6 @@ from tests.evaluation.refusals import refusal
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
-
-
-def by_reply(rewards: dict[str, float]) -> Callable[[Sequence[Text]], np.ndarray]:
-    """A scorer that knows replies."""
-    return lambda texts: np.array([[rewards[reply_of(text)]] for text in texts])
 
 
 def by_number(texts: Sequence[Text]) -> np.ndarray:
