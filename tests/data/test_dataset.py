@@ -161,8 +161,8 @@ def test_table_of_pairs(tmp_path: Path, contracts: Contracts) -> None:
     train = build(contracts, [path]).train
     total, packed = sum(train.lengths(0)), packed_size(train, 0)
     assert total > 2 * packed
-    saved = rows_of(train.table())["computed once for all"]
-    assert saved == f"{1 - packed / total:.1%}; nothing in 0 records"
+    saved = rows_of(train.table())["shared beginnings"]
+    assert saved == f"{1 - packed / total:.1%} of tokens saved"
 
 
 def test_prompt_in_training_and_validation_is_an_error_unless_allowed(

@@ -140,7 +140,8 @@ def test_demo_set_of_another_seed_and_size(tmp_path: Path) -> None:
     folders = [tmp_path / "new" / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, (3, 3, 4), strict=True):
         shown = write_demo(folder, pairs=100, heldout=0.2, seed=seed)
-    assert shown.splitlines()[-1] == "always taking the longer reply is right in 50.0% of heldout"
+    wanted = "always taking the longer reply (in characters) is right in 50.0% of heldout"
+    assert shown.splitlines()[-1] == wanted
     first, again, other = ((folder / "train.jsonl").read_text() for folder in folders)
     assert first == again != other
     assert len(rows_of(folders[0] / "heldout.jsonl")) == 20
