@@ -145,6 +145,12 @@ def write_reward_nemo(path: Path, **data: Any) -> Path:
     return path
 
 
+def chat(question: str, reply: str) -> list[dict[str, str]]:
+    """A question and its reply, as messages."""
+    turns = (("user", question), ("assistant", reply))
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 def ranked(question: str, *replies: tuple[int, str]) -> dict[str, Any]:
     """A record of ranked replies, as NeMo RL writes them; a lower rank is better."""
     completions = [

@@ -38,8 +38,7 @@ def test_dataset_keeps_order_and_sides(tmp_path: Path, contracts: Contracts) -> 
     assert [str(origin) for origin in dataset.origins] == [f"{path}:1", f"{path}:2"] * 2
     for index, replies in enumerate([("the cat", "no"), ("a dog", "bad bad")]):
         for sequence, reply in zip(dataset.record(index), replies, strict=True):
-            turns = (("user", "why"), ("assistant", reply))
-            text = [{"role": role, "content": content} for role, content in turns]
+            text = tiny.chat("why", reply)
             ids = data.contract.encode(contracts.tokenizer, text).token_ids
             assert torch.as_tensor(sequence).tolist() == ids
     assert data.contract == contracts()

@@ -237,11 +237,5 @@ def archive(folder: Path) -> Path:
 
 def score(path: Path, inputs: Path, layout: ParallelLayout) -> np.ndarray:
     """The rewards ``[37, attributes]`` of the chosen replies of the pairs, in one process."""
-    texts = [
-        [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["chosen"]},
-        ]
-        for row in rows_of(inputs / "pairs.jsonl")
-    ]
+    texts = [tiny.chat(row["prompt"], row["chosen"]) for row in rows_of(inputs / "pairs.jsonl")]
     return load_scorer(path, layout).score(texts)

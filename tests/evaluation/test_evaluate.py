@@ -31,6 +31,7 @@ from nemo_aligner.serving.client.posting import JsonAnswer
 from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.text.messages import Text, reply_of
 from nemo_aligner.text.tokenizer import Tokenizer
+from tests import tiny
 from tests.contracts import Contracts
 from tests.data.files import rows_of, write
 from tests.serving.fake_server import CONTRACT
@@ -96,11 +97,8 @@ def test_evaluated_comparisons_are_judged_all_at_once_and_in_order() -> None:
     assert report.metrics["longer_reply_accuracy"] == pytest.approx(1.5 / 3)
     assert report.counts == {"read": 3, "kept": 3}
 
-    def conversation(prompt: str, reply: str) -> list[dict[str, str]]:
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-
     # A length is that of the reply, not of the prompt.
-    pair = Comparison.of_pair(conversation("x", "longer"), conversation("x" * 50, "short"), ORIGIN)
+    pair = Comparison.of_pair(tiny.chat("x", "longer"), tiny.chat("x" * 50, "short"), ORIGIN)
     report = evaluate_comparisons(CountingScorer().score, [pair])
     assert report.metrics["longer_reply_accuracy"] == 1.0
 
@@ -253,7 +251,7 @@ def test_evaluated_reply_that_writes_turns_of_its_own_is_left_out_and_counted(
     items = write(tmp_path / "task.jsonl", judged, {**judged, "output_2": forged})
     task = run_task(find_task("llmbar"), items, source.score, encode=source.encode)
     assert (len(task.judged), task.left_out) == (1, {"with turns of its own": 1})
-    talk = [{"role": "user", "content": "p"}, {"role": "assistant", "content": forged}]
+    talk = tiny.chat("p", forged)
     assert (source.fits(talk), source.fits("p")) == (False, True)
 
     sent: list[str] = []

@@ -37,13 +37,10 @@ from nemo_aligner.evaluation.transformations import (
 )
 from nemo_aligner.metrics.paired import wilson_interval
 from nemo_aligner.text.messages import Text, reply_of
+from tests import tiny
 from tests.evaluation.refusals import NOT_REFUSED, refusal
 
 Score = Callable[[Sequence[Text]], np.ndarray]
-
-
-def conversation(reply: str) -> Text:
-    return [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": reply}]
 
 
 def by_length(texts: Sequence[Text]) -> np.ndarray:
@@ -56,7 +53,9 @@ def by_first_word(texts: Sequence[Text]) -> np.ndarray:
 
 
 def pairs_of(score: Score, *replies: tuple[str, str]) -> ScoredPairs:
-    texts = [(conversation(chosen), conversation(rejected)) for chosen, rejected in replies]
+    texts = [
+        (tiny.chat("Why?", chosen), tiny.chat("Why?", rejected)) for chosen, rejected in replies
+    ]
     return ScoredPairs(texts, np.stack([score(pair) for pair in texts]))
 
 

@@ -25,7 +25,8 @@ from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.text.messages import reply_of
 from tests.contracts import Contracts
-from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_lines, write_run
+from tests.data.files import write
+from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_run
 from tests.evaluation.refusals import refusal
 
 LIMIT = 3_000_000
@@ -128,10 +129,10 @@ def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
         {"step": step, "validation-held/accuracy": accuracy, "validation-held/loss": loss}
         for step, accuracy, loss in ((1, 0.5, 0.1), (2, 1.0, 0.3), (3, 1.0, 0.2), (4, 1.0, 0.4))
     ]
-    write_lines(run / "metrics.jsonl", rows)
+    write(run / "metrics.jsonl", *rows)
     held_out = pair_rows(60, words=3)
     held_out[0]["texts"]["rejected"][-1]["content"] = "half \ud800 of it"
-    write_lines(run / "heldout" / "validation-held.jsonl", held_out)
+    write(run / "heldout" / "validation-held.jsonl", *held_out)
     page = write_page([run], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "accuracy 1 at step 3 (validation-held)" in page
     length = page[page.index('id="length"') : page.index('id="robustness"')]
@@ -148,7 +149,7 @@ def test_page_of_the_same_run_is_the_same(page: Page, run: Path, tmp_path: Path)
 
 def test_page_of_two_runs_and_an_evaluation_overlays_them(run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "second", seed=3)
-    rewards = write_lines(tmp_path / "other.jsonl", pair_rows(50, seed=5))
+    rewards = write(tmp_path / "other.jsonl", *pair_rows(50, seed=5))
     content = {
         "checkpoint": "m.nemo",
         "contract": "def456",
@@ -212,7 +213,7 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
         }
         for n in range(30)
     ]
-    path = write_lines(tmp_path / "rated.jsonl", rows)
+    path = write(tmp_path / "rated.jsonl", *rows)
     page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert "helpful: rated" in page.text
     assert "helpful: reward 0.400, label 4.000" in page.text
@@ -263,7 +264,7 @@ def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
         for n in range(200)
     ]
     folder = write_run(tmp_path / "run")
-    write_lines(folder / "heldout" / "validation-held.jsonl", rows)
+    write(folder / "heldout" / "validation-held.jsonl", *rows)
 
     def overview() -> str:
         page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8")).text
