@@ -229,6 +229,20 @@ def logged(run: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+def is_of_time(name: str) -> bool:
+    return name.startswith("timing/") or "per_second" in name
+
+
+def numbers(run: Path) -> dict[tuple[str, int], float]:
+    """What a run logged, by name and step, without times."""
+    return {
+        (name, step): value
+        for name, values in logged(run).items()
+        if not is_of_time(name)
+        for step, value in values.items()
+    }
+
+
 def environment(**more: str) -> dict[str, str]:
     """That of a script, on a machine without a GPU."""
     # What was given stays: packages may lie beside the environment's.

@@ -83,15 +83,6 @@ def test_hh_turns_keep_their_order(tmp_path: Path) -> None:
     assert [turn["content"] for turn in pair.texts[0]] == ["a", "b", "c\n\nmore", "d"]
 
 
-def test_comparison_lines_are_raw_texts(tmp_path: Path) -> None:
-    file = read(tmp_path, {"text": "q a"}, {"text": "q b"}, {"text": "r c"}, {"text": "r d"})
-    assert [pair.texts for pair in file.records] == [
-        ("q a", "q b"),
-        ("r c", "r d"),
-    ]
-    assert [pair.origin.line for pair in file.records] == [1, 3]
-
-
 def test_rated_labels_come_in_the_order_asked_for_with_null_and_the_mask_value(
     tmp_path: Path,
 ) -> None:

@@ -131,20 +131,17 @@ def test_pair_keys_of_other_fields_are_refused(tmp_path: Path) -> None:
     assert_refused(lambda record: read(tmp_path, record, pair_keys=NAMED), cases, DataError)
 
 
-def test_pair_keys_are_for_chat_pairs_alone(tmp_path: Path) -> None:
+def test_pair_keys_are_for_chat_pairs_alone(tmp_path: Path, contracts: Contracts) -> None:
     assert PairKeys.of(None, None, None) is None
     assert PairKeys.of(None, None, "worse") == PairKeys("prompt", "chosen", "worse")
     assert read(tmp_path, BY_NAME, pair_keys=NAMED, format="chat_pairs").counts["kept"] == 1
-    with pytest.raises(ConfigError, match=r"data.format: got 'hh', wanted auto or chat_pairs, who"):
-        read(tmp_path, BY_NAME, pair_keys=NAMED, format="hh")
-    with pytest.raises(ConfigError, match=r"data.prompt_key: got 'question', wanted null, and ch"):
-        read(tmp_path, BY_NAME, pair_keys=NAMED, kind=RecordKind.rating)
-
-
-def test_pair_keys_of_a_run(tmp_path: Path, contracts: Contracts) -> None:
     path = write(tmp_path / "named.jsonl", BY_NAME)
     found = build(contracts, [path], prompt_key="question", chosen_key="better")
     assert len(found.train.records) == 1
+    with pytest.raises(ConfigError, match=r"data.format: got 'hh', wanted auto or chat_pairs"):
+        read(tmp_path, BY_NAME, pair_keys=NAMED, format="hh")
+    with pytest.raises(ConfigError, match=r"data.prompt_key: got 'question', wanted null"):
+        read(tmp_path, BY_NAME, pair_keys=NAMED, kind=RecordKind.rating)
     with pytest.raises(ConfigError, match=r"model.data.prompt_key: got 'question', wanted null"):
         build(contracts, [path], attributes=["help"], prompt_key="question")
 

@@ -169,24 +169,10 @@ def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(
     read = python("tests/training/read_tracked.py", str(tmp_path / "run"))
     assert read.returncode == 0, read.stderr
     assert list((tmp_path / "here").iterdir()) == []
-    check(json.loads(read.stdout), numbers(tmp_path / "run"))
+    check(json.loads(read.stdout), tiny.numbers(tmp_path / "run"))
 
 
-def numbers(folder: Path) -> dict[tuple[str, int], float | None]:
-    """By name and step every number of the run's own file, without times; None is NaN."""
-    return {
-        (name, row["step"]): value
-        for row in read_metrics(folder / "metrics.jsonl")
-        for name, value in row.items()
-        if name != "step" and not is_of_time(name)
-    }
-
-
-def is_of_time(name: str) -> bool:
-    return name.startswith("timing/") or "per_second" in name
-
-
-def check(found: dict[str, Any], wanted: dict[tuple[str, int], float | None]) -> None:
+def check(found: dict[str, Any], wanted: dict[tuple[str, int], float]) -> None:
     """Both services have one run with each number of the run's own file once."""
     parts = found["wandb"]
     assert len(parts) == 2
@@ -211,13 +197,11 @@ def check(found: dict[str, Any], wanted: dict[tuple[str, int], float | None]) ->
     }
 
 
-def compare(
-    told: list[tuple[str, int, float]], wanted: dict[tuple[str, int], float | None]
-) -> None:
+def compare(told: list[tuple[str, int, float]], wanted: dict[tuple[str, int], float]) -> None:
     kept = [
-        ((name, step), None if math.isnan(value) else value)
+        ((name, step), math.nan if math.isnan(value) else value)
         for name, step, value in told
-        if not is_of_time(name)
+        if not tiny.is_of_time(name)
     ]
     assert len(dict(kept)) == len(kept)
     assert dict(kept) == wanted
