@@ -169,7 +169,7 @@ def test_prompt_in_training_and_validation_is_an_error_unless_allowed(
 ) -> None:
     train = write(tmp_path / "train.jsonl", pair("a", "b", "x"), pair("a", "b"))
     valid = write(tmp_path / "valid.jsonl", pair("c", "d", "y"), pair("c", "d"))
-    with pytest.raises(DataError, match=r"1 of its 2 prompts .*valid.jsonl:2 and .*train.jsonl:2"):
+    with pytest.raises(DataError, match=r"valid.jsonl:2 .*train.jsonl:2"):
         build(contracts, [train], [valid])
     data = build(contracts, [train], [valid], allow_prompt_overlap=True)
     assert rows_of(data.validation[0].table())["prompts also in training"] == "1"
@@ -184,7 +184,7 @@ def test_prompt_in_training_and_validation_is_an_error_unless_allowed(
     sides = (("why\nyes cat", "why\nyes dog"), ("why\nno", "why\na tree"))
     for path, texts in zip((train, valid), sides, strict=True):
         write(path, *({"text": text} for text in texts))
-    with pytest.raises(DataError, match="1 of its 1 prompts stand in the training files"):
+    with pytest.raises(DataError, match="1 of its 1 prompts"):
         build(contracts, [train], [valid])
 
 

@@ -191,9 +191,7 @@ def test_bad_labels_are_errors_with_file_and_line(tmp_path: Path) -> None:
 
 def test_format_can_be_named(tmp_path: Path) -> None:
     assert read(tmp_path, PAIR, format="chat_pairs").format == "chat_pairs"
-    with pytest.raises(
-        DataError, match=r":1: mixed formats.*got a record of chat_pairs.*wanted hh"
-    ):
+    with pytest.raises(DataError, match=r":1: .*got a record of chat_pairs.*wanted hh"):
         read(tmp_path, PAIR, format="hh")
     with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto or"):
         read(tmp_path, PAIR, format="rated_chat")
@@ -282,5 +280,5 @@ def test_malformed_rule_allows_a_fraction_of_each_file() -> None:
     assert str(caught.value).count("a.jsonl:1: bad") == 1
     (line,) = list_first(file_of(1, 1, reason="x" * 9999).malformed, 3)
     assert len(line) < 400
-    with pytest.raises(ConfigError, match=r"^max_malformed: got 1.5, wanted a number from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"^max_malformed: got 1.5, wanted"):
         Split(max_malformed=1.5)

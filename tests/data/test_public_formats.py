@@ -220,7 +220,7 @@ def test_helpsteer_prompts_of_several_turns_are_messages(tmp_path: Path) -> None
     file = read(tmp_path, rated, kind=RecordKind.rating, attributes=["helpfulness"])
     assert file.records[0].response == [*turns, GOOD]
     for roles in (["Assistant"], ["User"], ["Assistant", "User", "Assistant"]):
-        with pytest.raises(DataError, match=r"got turns of user, .*, wanted user and assis"):
+        with pytest.raises(DataError, match=r"got turns of user, .*wanted"):
             parse("helpsteer2_preference", {**HELPSTEER2, "prompt": several_turns(*roles)})
 
 
@@ -260,7 +260,7 @@ def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Pat
     named = [(record, f"data.jsonl:2: {message}") for record, message in cases]
     assert_refused(read_second, named, DataError)
     lacking = {key: value for key, value in HELPSTEER3.items() if key != "overall_preference"}
-    with pytest.raises(DataError, match=r":2: got keys .*; helpsteer3 wants 'context', 'resp"):
+    with pytest.raises(DataError, match=r":2: got keys .*; helpsteer3 wants"):
         read(tmp_path, HELPSTEER3, lacking)
 
 

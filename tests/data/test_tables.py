@@ -94,7 +94,7 @@ def test_table_that_is_malformed_is_refused(tmp_path: Path) -> None:
     ]
     assert_refused(take, cases, DataError)
     for text in ("hello, you\nthis is text\n", "hello\nyou\n"):
-        with pytest.raises(DataError, match=r"a.txt:1: malformed JSON.*no line of the file is"):
+        with pytest.raises(DataError, match=r"a.txt:1: malformed JSON"):
             lines_of(tmp_path / "a.txt", text)
 
 
@@ -130,7 +130,7 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
         [first, _] = read_lines(tmp_path / name)
         assert json.loads(first.raw) == ROWS[0]
     write_table(tmp_path / "a.parquet", [*ROWS, {**ROWS[0], "rejected": None}])
-    with pytest.raises(DataError, match=r"a.parquet:3: rejected: got None, wanted a string or a"):
+    with pytest.raises(DataError, match=r"a.parquet:3: rejected: got None, wanted"):
         read_records(tmp_path / "a.parquet", Reading(RecordKind.comparison))
 
 

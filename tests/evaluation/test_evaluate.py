@@ -114,9 +114,7 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
                 raise DataError("refused by the template")
             return super().encode(text)
 
-    with pytest.raises(
-        DataError, match=r"pairs.jsonl:9: got keys(.|\n)*\ndata.malformed=drop would"
-    ):
+    with pytest.raises(DataError, match=r"pairs.jsonl:9: got keys(.|\n)*data.malformed=drop"):
         evaluate_file(of_scorer(Refusing()), path)
     rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
     report = evaluate_file(of_scorer(Refusing()), path, Reading(rule=rule))
@@ -124,9 +122,7 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
     table = render_report(report, {}).splitlines()
     assert table[1] == "left out as malformed:"
     assert table[3] == f"  {path}:10: refused by the template"
-    with pytest.raises(
-        DataError, match=r"2 of its 10 records(.|\n)*\ndata.max_malformed=0.15 allow"
-    ):
+    with pytest.raises(DataError, match=r"2 of its 10 records(.|\n)*data.max_malformed=0.15"):
         evaluate_file(of_scorer(Refusing()), path, Reading(rule=replace(rule, most=0.15)))
 
 

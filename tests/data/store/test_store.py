@@ -152,7 +152,7 @@ def test_index_made_by_several_processes_is_the_same(
     with pytest.raises(DataError, match=r"bad.jsonl:1: got \d+ tokens, wanted at most 60"):
         build(contracts, [bad], **settings)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(DataError, match=r"a.jsonl: a process .* ended with exit code 1"):
+    with pytest.raises(DataError, match=r"a.jsonl: .*exit code 1"):
         build(contracts, files, **{**settings, "index_dir": str(tmp_path / "other")})
 
 
@@ -349,7 +349,7 @@ def test_index_that_cannot_be_made_is_an_error(
             build(contracts, [path], index_dir=str(place))
     assert list(place.iterdir()) == []
     monkeypatch.setattr(folders, "content_digest", lambda _: os.utime(path) or "")
-    with pytest.raises(DataError, match=r"a.jsonl: it was changed while it was read"):
+    with pytest.raises(DataError, match=r"a.jsonl: .*changed"):
         build(contracts, [path], index_dir=str(place))
 
 

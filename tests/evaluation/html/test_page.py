@@ -199,7 +199,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     assert "1.000 (0.342 to 1.000)" in text
     assert "What is trained." in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
-    with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted what evaluate's"):
+    with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted"):
         write_page([folder], tmp_path / "p.html")
 
 
