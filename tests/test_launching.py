@@ -78,10 +78,14 @@ def test_script_says_ends_fails_and_takes_too_long_alike(script: str, fresh: boo
     assert str(caught.value).endswith("KeyError: 'lost'\n")
     with pytest.raises(subprocess.TimeoutExpired):
         tiny.run_script(script, "sleep", timeout=1, fresh=fresh)
-    for how in ("kill", "fail"):  # the others end with a rank that fails
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
+def test_the_others_end_with_a_rank_that_fails(script: str, fresh: bool) -> None:
+    for how in ("kill", "fail"):
         done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
-        assert done.returncode == 1
-        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines())
+        assert done.returncode == 1, how
+        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), how
 
 
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
