@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.metrics.table import PAIRS
 from nemo_aligner.objectives.base import count_outputs, label_limits, rewards_of, spreads_of
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.clipped_value import ClippedValueLoss
@@ -240,4 +241,5 @@ def test_mixed_pairs_are_shown_with_what_labels_were_centred_on() -> None:
     labels = records.labels.centred_on({"help": 2.0, "brief": 4.0})
     centred = Records(records.ids, records.bounds, labels, records.ranks)
     step = WEIGHTED.step_metrics(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), centred)
+    assert list(step) == [metric.name for metric in PAIRS if metric.in_step]
     assert (step["reward_margin"], step["reward_chosen_mean"]) == (2.0, 1.0 + 2.0 - 0.5 * 4.0)

@@ -95,7 +95,7 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     """Over HTTP the same number as in process: with few texts, alone and in company.
 
     The first to fail where reading, batching or sending changes a reward. Bits in any company are
-    tests/scoring/test_batch_invariance.py's, a trained model tests/end_to_end/test_main_job.py's.
+    tests/scoring/test_batch_invariance.py's, a trained model tests/end_to_end/test_quickstart.py's.
     """
     check_by_client(model_server, rewards)
     check_score_example(model_server, rewards)
