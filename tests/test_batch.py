@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch import Group, LabelColumns, PackedBatch, Records
+from nemo_aligner.cache_use import CachedPrefix, Stored
 from nemo_aligner.pairs import PairRows
 from nemo_aligner.prefix import common_prefix
 
@@ -50,6 +51,29 @@ def test_batch_has_a_common_prefix_once() -> None:
         PackedBatch.pack([[1, 2]], groups=[Group(1, 2)])
     batch = PackedBatch.pack([[1, 2]], groups=[Group(1, 1)])
     assert (batch.cu_seqlens.tolist(), batch.prefixes.tolist()) == ([0, 1, 2], [-1, 0])
+
+
+def test_batch_says_where_keys_and_values_are_taken_from_and_stored() -> None:
+    sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8, 9]]
+    groups = [Group(2, 3, CachedPrefix(torch.tensor([10, 11]))), Group(1, 0)]
+    stored = [
+        Stored(2, torch.tensor([20, 21, 22])),
+        Stored(3, torch.tensor([23])),
+        Stored(1, torch.tensor([24, 25])),
+    ]
+    batch = PackedBatch.pack(sequences, groups=groups, stored=stored)
+    assert batch.tokens.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert batch.position_ids.tolist() == [2, 3, 4, 3, 0, 1, 2]
+    assert batch.prefixes.tolist() == [0, 1, 1, -1]
+    cached = batch.cached
+    assert cached is not None
+    assert (cached.lengths, cached.taken.tolist()) == ((2,), [10, 11])
+    # Of the common prefix, of what follows it, and of a sequence without one.
+    assert cached.stored.tolist() == [0, 1, 2, 3, 5, 6]
+    assert cached.slots.tolist() == [20, 21, 22, 23, 24, 25]
+    assert PackedBatch.pack(sequences, groups=groups).cached is not None
+    assert PackedBatch.pack(sequences, stored=stored).cached is not None
+    assert PackedBatch.pack(sequences).cached is None
 
 
 def test_batch_filler_is_a_segment_that_no_record_owns() -> None:

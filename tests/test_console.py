@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 import time
 
@@ -10,6 +12,7 @@ import pytest
 from nemo_aligner import console
 from nemo_aligner.console import (
     Counter,
+    Progress,
     fit,
     fit_row,
     join_fields,
@@ -95,6 +98,35 @@ def test_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> Non
         quick.show(done, 99)
     quick.close()
     assert capsys.readouterr().out == ""
+
+
+def test_bar_is_there_from_the_start_and_says_what_is_at_work_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def shown() -> str:
+        return terminal.getvalue().rpartition("\r")[2]
+
+    counter = Counter("validation", "records")
+    counter.show(0, 20)
+    assert shown().startswith("validation   0%|")
+    assert shown().endswith("| 0/20")
+    counter.show(20, 20)
+    assert shown().strip() == ""
+    counter.show(0, 0)
+    progress = Progress("train", 4, now=lambda: 0.0)
+    progress.move(2)
+    assert shown().endswith("| 2/4, 0 s left")
+    progress.mention("saving")
+    assert shown().endswith("| 2/4, 0 s left, saving")
+    progress.move(4)
+    assert shown().rstrip().endswith("| 4/4, saving")
+    progress.mention(None)
+    assert shown().rstrip().endswith("| 4/4")
+    progress.close()
 
 
 def test_work_without_a_measure_says_how_long_it_takes(

@@ -27,6 +27,9 @@ class ServerConfig:
     worker_timeout_secs: float = setting(
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
+    triton_log_file: str | None = setting(
+        None, "file for Triton's log; null: a temporary one, removed at the end"
+    )
     ready_file: str | None = setting(None, "file that contains the URL while the server is ready")
 
     def __post_init__(self) -> None:

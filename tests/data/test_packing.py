@@ -16,6 +16,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import (
     find_prefix_groups,
+    largest_record,
     pack_records,
     pack_sequences,
     packed_size,
@@ -267,6 +268,22 @@ def test_prefix_groups_stand_on_one_cached_beginning_each() -> None:
     }
 
 
+def test_prefix_groups_read_no_more_cached_keys_than_a_pack_may() -> None:
+    """Eight times the budget, however few tokens there are to compute."""
+    beginning = CachedPrefix(torch.arange(200))
+    sequences = [[*range(200), *range(500, 510), 600 + n] for n in range(12)]
+    groups = find_prefix_groups(sequences, 100, dict.fromkeys(range(12), beginning))
+    assert [len(group.members) for group in groups] == [2] * 6
+    assert [len(group.members) for group in find_prefix_groups(sequences, 300)] == [12]
+
+
+def test_largest_record_is_the_first_of_most_tokens() -> None:
+    lengths, prefixes = [3, 1, 9, 8, 9, 9, 2, 2, 9, 9], [0, 8, 2, 1, 2]
+    data = replace(dataset(lengths), prefixes=torch.tensor(prefixes))
+    assert [packed_size(data, record) for record in range(5)] == [4, 9, 16, 3, 16]
+    assert largest_record(data) == (2, 16)
+
+
 def test_drawn_records_are_the_same_ones_every_time() -> None:
     whole = dataset([*range(2, 42)])
     some = whole.draw(5, seed=3)
@@ -308,3 +325,7 @@ def test_token_packs_have_every_token_as_a_record_with_its_labels() -> None:
     assert all(shares)
     assert packing.share([4], 2) == [[0], []]
     assert packing.pack(ROLLOUTS, []) == []
+    # 21 tokens are less work than twice 11 while attention costs less than 1 / 99.
+    for query_key_cost, wanted in ((1 / 120, [[0, 3], [1, 2]]), (1 / 80, [[0], [1, 2, 3]])):
+        packing = TokenPacking(micro_batch_tokens=100, query_key_cost=query_key_cost)
+        assert packing.share([21, 11, 11, 1], 2) == wanted

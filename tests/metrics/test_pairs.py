@@ -112,6 +112,7 @@ def test_temperature_has_the_highest_likelihood() -> None:
     assert fit_temperature(MARGINS * 1000) == pytest.approx(1000 * found)
     assert math.isnan(fit_temperature(MARGINS.abs()))
     assert math.isnan(fit_temperature(-MARGINS))
+    assert math.isnan(fit_temperature(torch.tensor([1.0, -1.0])))
     # Margins of one size: the one that makes them the odds.
     for right in (51, 75, 99):
         for margin in (0.01, 1.0, 300.0):

@@ -9,8 +9,10 @@ import torch
 
 from nemo_aligner.batch import LabelColumns, Records
 from nemo_aligner.metrics.table import PAIRS
+from nemo_aligner.objectives.base import Objective, label_limits
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.objectives.quantiles import Quantiles
 
 LENGTHS = torch.tensor([10, 20, 30, 40])
 
@@ -18,6 +20,16 @@ LENGTHS = torch.tensor([10, 20, 30, 40])
 def test_columns_pairs_read_no_label_and_ratings_one_for_each_attribute() -> None:
     assert BradleyTerry().columns == ()
     assert MaskedMse(("help", "brief")).columns == ("help", "brief")
+
+
+def test_label_limits_are_those_that_the_loss_sets() -> None:
+    objectives: dict[float, tuple[Objective, ...]] = {
+        -math.inf: (MaskedMse(("help",)), Quantiles(("help",)), BradleyTerry()),
+        0.0: (BradleyTerry(label_margin="scale"),),
+    }
+    for lowest, those in objectives.items():
+        for objective in those:
+            assert label_limits(objective, ["help"]).tolist() == [[lowest, math.inf]]
 
 
 def test_step_on_pairs_has_the_metrics_of_a_batch_and_a_report_has_all() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.metrics.table import PAIRS
 from nemo_aligner.objectives.masked_mse import MaskedMse
 from nemo_aligner.objectives.ranking_and_regression import RankingAndRegression
 from tests.objectives.hand_made import check_any_batch, check_gradient, learn
@@ -78,7 +79,9 @@ def test_mixed_report_has_the_metrics_of_the_kinds_that_are_there() -> None:
     assert both == compared | rated
     assert ("accuracy" in compared, "pearson_mean" in compared) == (True, False)
     assert ("accuracy" in rated, "pearson_mean" in rated) == (False, True)
-    assert WEIGHTED.step_metrics(rewards[:2], of_pairs)["accuracy"] in (0.0, 1.0)
+    step = WEIGHTED.step_metrics(rewards[:2], of_pairs)
+    assert list(step) == [metric.name for metric in PAIRS if metric.in_step]
+    assert step["accuracy"] in (0.0, 1.0)
     wanted = MaskedMse(NAMES).report(rewards[:2], of_ratings, lengths[:2])
     found = WEIGHTED.report(rewards[:2], of_ratings, lengths[:2])
     assert found == pytest.approx(wanted, nan_ok=True)

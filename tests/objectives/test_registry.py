@@ -160,6 +160,7 @@ def test_objective_that_cannot_be_learned_by_is_refused() -> None:
             ModelConfig(objective_kwargs={"label_smoothing": 0.7}),
             f"{settings}bradley_terry: label_smoothing: got 0.7, wanted a number of",
         ),
+        (ModelConfig(objective_kwargs={"label_smoothing": -0.1}), "label_smoothing: got -0.1, "),
         (
             ModelConfig(objective="rao_kupper", objective_kwargs={"tie_parameter": 1}),
             f"{settings}rao_kupper: tie_parameter: got 1, wanted a number above 1",

@@ -12,6 +12,7 @@ import pytest
 
 from nemo_aligner.config.shaping import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.errors import ConfigError, SettingsError
+from nemo_aligner.readout import Readout
 from nemo_aligner.scoring.ensemble import check_alike
 from nemo_aligner.scoring.shaping import RewardShaper, build_shaper
 from nemo_aligner.text.contract import ScoringContract
@@ -73,6 +74,28 @@ def test_shaping_by_each_rule() -> None:
         assert passed is not None
         assert passed.tolist() == [True, False, True]
     assert build_shaper(ShapingConfig(), EnsembleConfig(), [ONE]) is None
+
+
+def test_shaping_takes_a_multiple_of_the_uncertainty_off() -> None:
+    """In the unit of the shaped reward; of quantiles that cross it is none."""
+    bins = Readout("bins", ((0.0, 4.0),) * 2).to_json()
+    two = dataclasses.replace(TWO, readout=bins)
+    given = {"standardize": Standardize.given, "mean": [0.0, 0.0], "std": [2.0, 1.0]}
+    weights = {"help": 1.0, "length": -0.5}
+    made = shaper(two, spread_penalty=2.0, attribute_weights=weights, **given)
+    raw = np.array([[4.0, 2.0], [4.0, 2.0]], dtype=np.float32)
+    spreads = np.array([[1.0, 0.5], [-3.0, 0.5]], dtype=np.float32)
+    shaped = made.shape(raw, None, spreads)
+    assert shaped.spread is not None
+    assert shaped.spread.tolist() == [[0.75], [0.25]]
+    assert shaped.rewards.tolist() == [[4 / 2 - 1 - 2 * 0.75], [4 / 2 - 1 - 2 * 0.25]]
+    assert made.contract.readout is None
+    models = [dataclasses.replace(ONE, readout=Readout("bins", ((0.0, 4.0),)).to_json())] * 2
+    both = RewardShaper(ShapingConfig(spread_penalty=1.0), EnsembleConfig(), models)
+    pair = both.shape(np.array([[1.0, 3.0]]), None, np.array([[0.5, 1.5]]))
+    assert (pair.rewards.tolist(), pair.spread.tolist()) == ([[1.0]], [[1.0]])
+    with pytest.raises(ConfigError, match=r"spread_penalty: got 2\.0.*quantiles"):
+        shaper(ONE, spread_penalty=2.0)
 
 
 def test_shaping_standardizes_by_all_rewards_so_far() -> None:

@@ -39,6 +39,7 @@ class Server:
     log: Path
     mark: str
     home: Path
+    temporary: Path
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -83,6 +84,7 @@ class Server:
             time.sleep(0.1)
         assert self.processes() == []
         assert list(self.home.iterdir()) == []
+        assert list(self.temporary.glob("nemo_aligner_triton_*")) == []
         assert self.segments() == []
 
     def segments(self) -> list[str]:
@@ -129,7 +131,8 @@ def _running(
     folder: Path, command: list[str], ranks: int, current: Path, added: Mapping[str, str]
 ) -> Iterator[Server]:
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
-    home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
+    # Short paths: sockets have at most 108 letters.
+    home, temporary = (Path(tempfile.mkdtemp(prefix=name)) for name in ("triton", "served"))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -137,10 +140,11 @@ def _running(
         "CUDA_VISIBLE_DEVICES": "",
         "TEST_MARK": mark,
         "PYTRITON_HOME": str(home),
+        "TMPDIR": str(temporary),
         **added,
     }
     port = free_port()
-    server = Server("", [], log, mark, home)
+    server = Server("", [], log, mark, home, temporary)
     command[-1] += str(ready)
     with log.open("wb") as output:
         for rank in range(ranks):
@@ -167,6 +171,7 @@ def _running(
         for segment in server.segments():
             os.unlink(segment)
         shutil.rmtree(home)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def prefix(script: str, arguments: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.errors import ServingError
+from nemo_aligner.integrations.in_process import InProcessScorer
+from nemo_aligner.readout import Readout
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.client import RewardClient
+from tests.serving.gateway_calls import call
 from tests.serving.servers import SERVE, running
 
 CHAT = [
@@ -72,3 +77,46 @@ def test_shaped_reward_has_its_parts_and_a_client_of_the_plain_model_is_refused(
     assert scored.errors == {3: "the text has no tokens: it is empty"}
     for each in (scored.rewards, scored.raw_rewards, scored.deviation, scored.passed):
         assert np.isnan(each[3]).all()
+
+
+def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
+    scorer: RewardScorer, archive: Path, tmp_path: Path
+) -> None:
+    """Of a head with two bins for one attribute, read by the same rule everywhere."""
+    pytest.importorskip("pytriton")
+    pytest.importorskip("fastapi")
+    from nemo_aligner.serving.transports.http import build_app
+    from nemo_aligner.serving.wire.protocols import ROUTES
+
+    loaded = load_reward_model(archive, scorer._layout)
+    contract = dataclasses.replace(
+        loaded.contract,
+        attributes=("help",),
+        attribute_weights=(1.0,),
+        label_means=(0.0,),
+        readout=Readout("bins", ((0.0, 4.0),)).to_json(),
+    )
+    binned = tmp_path / "binned.nemo"
+    save_reward_model(binned, loaded.model, loaded.config, loaded.tokenizer, contract)
+    own = load_scorer(binned, scorer._layout, micro_batch_tokens=128)
+    rewards, spreads = own.score_and_spread(TEXTS)
+    assert spreads is not None
+    assert len(np.unique(spreads)) == len(TEXTS)
+    in_process = InProcessScorer(own).score_rows([*TEXTS, ""])
+    settings = ["server.port=0", "model.micro_batch_tokens=128", "shaping.spread_penalty=0.5"]
+    with (
+        running(tmp_path, SERVE, f"rm_model_file={binned}", *settings) as server,
+        RewardClient(server.url) as client,
+    ):
+        served = client.score_rows([*TEXTS, ""])
+        app = build_app(ROUTES, client, GatewayConfig(), None)
+        answer = call(app, "/v1/rewards", {"texts": TEXTS[:2], "outputs": True}).json
+    for name, found in (("in process", in_process), ("over HTTP", served)):
+        assert found.spread is not None, name
+        assert found.outputs is not None, name
+        np.testing.assert_allclose(found.spread[:3], spreads, rtol=0, atol=1e-5)
+        assert found.outputs.shape == (4, 2)
+        assert np.isnan(found.spread[3]).all()
+    np.testing.assert_allclose(served.rewards[:3], rewards - 0.5 * spreads, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(answer["spread"], spreads[:2], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(answer["outputs"], served.outputs[:2], rtol=0, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -281,6 +282,17 @@ def test_client_says_that_the_model_fails_with_its_status(lone: Misbehaving) -> 
         assert caught.value.status == 500
         assert str(caught.value).endswith("reward_model: the model failed: out of memory")
     assert len(lone.asked) == 2
+    # What Triton says of a body that it cannot parse is not about the model.
+    for said in (
+        "failed to parse the request JSON buffer: Invalid value. at 1",
+        "Unable to parse 'inputs': no",
+    ):
+        lone.answer = lambda texts, said=said: (500, {"error": said})
+        with RewardClient(lone.url) as client, pytest.raises(RefusedError) as caught:
+            client.score(["a"])
+        assert re.search(
+            rf"could not read the request as it arrived.*{re.escape(said)}$", str(caught.value)
+        )
 
 
 def test_client_of_a_server_of_nemo_aligner_has_rewards_alone(lone: Misbehaving) -> None:

@@ -275,6 +275,12 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
     for path in ("/seed_session", "/close_session"):
         assert call(app, path, session).json == {"resources_session_id": "s"}
     assert call(app, "/reverify_mode").json == "stateless"
+    # As its agents ask where Gym observes rollouts.
+    assert call(app, "/ng-rollout/0-1/close_session", session).json == {"resources_session_id": "s"}
+    assert call(app, "/ng-rollout/0-1/ng-rollout/0-1/seed_session", {}).status == 404
+    guarded = make(token="s3cret")
+    assert call(guarded, "/ng-rollout/0-1/verify", {}).status == 401
+    assert call(guarded, "/ng-rollout/0-1/health").status == 200
     rollouts = [
         {
             "_ng_task_index": task,

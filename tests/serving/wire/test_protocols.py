@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,12 @@ def test_rewards_that_a_server_shapes_show_by_row_what_it_adds() -> None:
     assert answer["raw_rewards"] == [[2.0, 3.0], None]
     assert answer["deviation"] == [[0.25], None]
     assert str(answer["passed"]) == "[True, None]"
+    assert "spread" not in answer
+    reply = replace(reply, spread=np.array([[0.5], [np.nan]]), outputs=np.ones((2, 3)))
+    request = parsed(REWARDS, {"texts": ["a", ""], "outputs": True})
+    answer = REWARDS.answer(request, ScoredRequest(reply, {1: "the text is empty"}), SERVED)
+    assert answer["spread"] == [[0.5], None]
+    assert answer["outputs"][0] == [1.0] * 3
     REWARDS.response.model_validate(answer)
 
 

@@ -14,8 +14,13 @@ import pytest
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.transports.ready import ready_file
-from nemo_aligner.serving.transports.triton.internals import bind_unbatched, call_at_exit
+from nemo_aligner.serving.transports.triton.internals import (
+    bind_unbatched,
+    call_at_exit,
+    hand_output_to,
+)
 from nemo_aligner.serving.transports.triton.processes import (
+    TritonLog,
     free_port,
     is_running,
     triton_processes,
@@ -84,6 +89,49 @@ def test_processes_of_triton_are_found_by_name_among_descendants(tmp_path: Path)
     finally:
         os.kill(pid, 9)
         shell.communicate()
+
+
+def test_log_of_triton_is_a_file_whose_end_stands_beside_errors(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.log"
+    kept.write_text("of an earlier server\n")
+    for path in (str(kept), None):
+        log = TritonLog(path)
+        assert log.ending() == "Triton's log is empty"
+        for piece in (
+            "fir",
+            "st\n\n",
+            b"second: \xff\n",
+            *(f"line {n}\n" for n in range(18)),
+            "cut",
+        ):
+            log.write(piece)
+        heading, *lines = log.ending().splitlines()
+        assert heading == f"the end of Triton's log{f' ({kept})' if path else ''}:"
+        assert (len(lines), lines[0], lines[-1]) == (
+            20,
+            "  second: \N{REPLACEMENT CHARACTER}",
+            "  cut",
+        )
+        log.close()
+        assert log.path.exists() == (path is not None)
+        log.write("after its end\n")
+    assert kept.read_text().startswith("of an earlier server\nfirst\n\nsecond")
+    with pytest.raises(ServingError, match=r"server\.triton_log_file: .*: it cannot be written: "):
+        TritonLog(str(tmp_path))
+
+
+def test_output_of_triton_is_handed_on_from_before_its_start() -> None:
+    said: list[str] = []
+    triton = SimpleNamespace()
+
+    def initialize() -> None:
+        triton._triton_server = SimpleNamespace(_record_logs=print)
+
+    triton._initialize_server = initialize
+    hand_output_to(triton, said.append)
+    triton._initialize_server()
+    triton._triton_server._record_logs("a line")
+    assert said == ["a line"]
 
 
 def test_ready_file_is_there_while_the_server_answers_and_never_half_written(

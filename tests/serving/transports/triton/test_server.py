@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -75,7 +76,16 @@ def test_server_answers_plain_json(server: Server) -> None:
     assert found["turn_end"] is None  # its contract has no template
     said = server.output()
     assert "Serving contract, reward_model at" in said
-    assert 0 < said.index("loaded 'contract'") < said.index("loading: reward_model")
+    log = triton_log(server).read_text()
+    assert 0 < log.index("loaded 'contract'") < log.index("loading: reward_model")
+    assert "Started HTTPService" in log
+    assert not re.search(r"^[IWE]\d{4} |Option  ", said, re.MULTILINE)  # which Triton's lines have
+
+
+def triton_log(server: Server) -> Path:
+    """As the server names it."""
+    (line,) = [each for each in server.output().splitlines() if each.startswith("Starting Triton")]
+    return Path(line.split()[-1])
 
 
 BAD: list[tuple[list[dict[str, Any]], str]] = [
@@ -103,7 +113,9 @@ def test_server_answers_a_bad_request_in_one_line_and_goes_on(server: Server) ->
         500,
         {"error": "the model failed: RuntimeError: token 666 cannot be scored"},
     )
-    assert server.post(b"{")[0] in (400, 500)
+    # Triton parses JSON, and answers what is none, before anything of ours sees it.
+    status, answer = server.post(b"{")
+    assert (status, answer["error"][:32]) == (500, "failed to parse the request JSON")
     assert server.post({"inputs": [json_request("sentences", "BYTES", [["a"]])]})[0] == 200
 
 
@@ -211,7 +223,10 @@ def test_server_ends_when_its_triton_dies_while_it_waits_for_rewards(
         os.kill(min(pids), signal.SIGKILL)
         assert server.wait(timeout=8) == [1]
         assert slow.exception(timeout=8) is not None or slow.result()[0] >= 500
-        assert "The server cannot go on" in server.output()
+        said = server.output()
+        assert "The server cannot go on" in said
+        assert "died; the end of Triton's log:\n  " in said
+        assert not triton_log(server).exists()
         server.assert_nothing_is_left()
 
 
@@ -305,4 +320,10 @@ def test_server_on_a_taken_port_is_one_line_of_one_rank() -> None:
 
 def test_server_whose_triton_does_not_start_is_an_error_at_once() -> None:
     said = start_and_fail(PYTRITON_TRITON_CONFIG_CACHE_CONFIG="nonsense")
-    assert "Triton did not start" in said
+    _, _, ending = said.partition("Triton did not start; the end of Triton's log:\n")
+    lines = ending.splitlines()
+    assert 1 < len(lines) <= 20
+    assert all(line.startswith("  ") for line in lines)
+    assert "server.triton_log_file: /nowhere/log: it cannot be written" in start_and_fail(
+        "triton_log_file=/nowhere/log"
+    )
