@@ -25,7 +25,7 @@ from nemo_aligner.training.optimizer.optimizer import Optimizer
 from tests.data.test_packing import dataset
 from tests.parallel.late_copies import play_late_copies
 from tests.training import poisoned
-from tests.training.optimizer import clipping
+from tests.training.optimizer import test_clipping as clipping
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

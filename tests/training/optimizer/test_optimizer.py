@@ -1,4 +1,4 @@
-"""Learning rates, the optimizer's state and gradients that are no longer finite."""
+"""Learning rates, the optimizer's state, and gradients that are no longer finite."""
 
 from __future__ import annotations
 
@@ -13,23 +13,12 @@ from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.optimizer.build import build_optimizer
 from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
-
-SHAPE = ModelShape.from_config(
-    {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "ffn_hidden_size": 32,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 64,
-        "make_vocab_size_divisible_by": 16,
-    }
-)
+from tests.parallel.late_copies import play_late_copies
+from tests.training import poisoned
 
 
 def build(
@@ -40,11 +29,11 @@ def build(
     cpu_offload: bool = False,
     **sched: Any,
 ) -> tuple[Any, Optimizer]:
-    model = build_reward_model(SHAPE, layout, num_attributes=1, precision=precision)
+    model = build_reward_model(poisoned.SHAPE, layout, num_attributes=1, precision=precision)
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    freeze_lower_layers(model, freeze, SHAPE.num_layers)
+    freeze_lower_layers(model, freeze, poisoned.SHAPE.num_layers)
     wrapped = wrap_for_training(model)
     config = OptimConfig(lr=0.01, cpu_offload=cpu_offload, sched=SchedulerConfig(**sched))
     return wrapped, build_optimizer(wrapped, config, 1.0, total_steps)
@@ -190,3 +179,43 @@ def test_validation_gathers_the_weights_on_a_rank_without_records_too(
         assert found["buckets"] > 3
         assert (found["gathered"], found["under_way"]) == (found["buckets"], 0)
         assert found["metrics"] == [two_ranks["validation"][0]["metrics"][1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "offload"),
+    [(Precision.fp32, False), (Precision.bf16, True), (Precision.fp16, False)],
+)
+def test_updates_wait_for_a_save_and_change_nothing_of_it(
+    layout: ParallelLayout,
+    precision: Precision,
+    offload: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = play_late_copies(monkeypatch.setattr)
+    wrapped, optimizer = build(layout, precision, cpu_offload=offload, warmup_steps=0)
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.reserve(wrapped.module, optimizer)
+    for number in (1, 2):  # the second save has the memory of the first
+        step(wrapped, optimizer, 0.01 * number)
+        expected = [each.clone() for each in (*wrapped.parameters(), *optimizer.state_tensors())]
+        checkpoints.save(RunState(number, number), wrapped.module, optimizer)
+        assert stream.num_left == len(expected)
+        step(wrapped, optimizer, -0.5)
+        assert stream.num_left == 0
+    saved = checkpoints.latest()
+    assert saved is not None
+    assert saved.state.step == 2
+    resumed, other = build(layout, precision, cpu_offload=offload, warmup_steps=0)
+    checkpoints.load(saved, resumed.module, other)
+    found = [*resumed.parameters(), *other.state_tensors()]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[str, Any]) -> None:
+    """Not all of it on each; a shard's rows may have numbers of the other rank's, too."""
+    for found in two_ranks["resume"]:
+        assert found["same"]
+        assert found["own"] > 10**7
+        assert found["allocated"] < 1.1 * found["own"], two_ranks["resume"]
+        assert found["read"] < 1.3 * found["own"], two_ranks["resume"]  # every piece has an index
