@@ -52,6 +52,9 @@ class ShapingConfig:
     attribute_weights: dict[str, float] = setting(
         {}, "weights by attribute for the combined reward"
     )
+    spread_penalty: float = setting(
+        0.0, "k: reward minus k times its uncertainty, where the model has one"
+    )
     length_penalty: float = setting(
         0.0, "penalty per token of the reply beyond length_penalty_from"
     )
@@ -61,7 +64,7 @@ class ShapingConfig:
 
     def __post_init__(self) -> None:
         with Checks("shaping", self) as checks:
-            checks.not_negative("length_penalty", "length_penalty_from")
+            checks.not_negative("spread_penalty", "length_penalty", "length_penalty_from")
             checks.require(
                 self.length_penalty > 0 or not self.length_penalty_from,
                 "length_penalty_from",

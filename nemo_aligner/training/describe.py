@@ -140,12 +140,14 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def next_commands(model: Path, heldout: Sequence[TokenizedDataset]) -> str:
-    """What a person may type next, to measure, serve and export the model of a run."""
+def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: bool = True) -> str:
+    """Commands to type next: measure, serve and, if it can be, export the model of a run."""
     paths = [report.path for dataset in heldout for report in dataset.reports]
     measured = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
     setting = f"rm_model_file={model}"
     export = ["--input", str(model), "--output", str(model.with_suffix(".hf"))]
-    commands = {"evaluate": [setting, measured], "serve": [setting], "export": export}
+    commands = {"evaluate": [setting, measured], "serve": [setting]}
+    if can_export:
+        commands["export"] = export
     shown = [show_command(verb, arguments, "  ") for verb, arguments in commands.items()]
     return "\n".join(["next:", *shown])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +53,7 @@ class FakeTriton:
 
 
 def test_port_is_the_one_asked_for_or_a_free_one() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = holder.getsockname()[1]
         with pytest.raises(ServingError, match=rf"server.port: 127.0.0.1:{taken} is not free: "):
             free_port("127.0.0.1", taken)
@@ -66,15 +63,9 @@ def test_port_is_the_one_asked_for_or_a_free_one() -> None:
         free_port("192.0.2.1", 0)
 
 
-def test_process_runs_until_it_ends() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert is_running(child.pid)
-    assert triton_processes(child.pid) == {}
-    child.communicate(b"\n")
-    assert not is_running(child.pid)
-
-
-def test_processes_of_triton_are_found_by_name_among_descendants(tmp_path: Path) -> None:
+def test_processes_of_triton_are_found_by_name_among_descendants_until_they_end(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "tritonserver"
     program.symlink_to("/bin/sleep")
     shell = subprocess.Popen(["/bin/sh", "-c", f"{program} 60 & echo $!; wait"], stdout=-1)
@@ -86,9 +77,11 @@ def test_processes_of_triton_are_found_by_name_among_descendants(tmp_path: Path)
         assert triton_processes(shell.pid) == {pid: "Triton's server"}
         assert pid in triton_processes(os.getpid())
         assert triton_processes(pid + 1) == {}
+        assert is_running(shell.pid)
     finally:
         os.kill(pid, 9)
         shell.communicate()
+    assert not is_running(shell.pid)
 
 
 def test_log_of_triton_is_a_file_whose_end_stands_beside_errors(tmp_path: Path) -> None:
