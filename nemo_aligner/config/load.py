@@ -53,7 +53,9 @@ def load_with_notes(
     return merging.finish(), merging.notes()
 
 
-def load_given(schema: type[T], given: Mapping[str, Any], file: str | Path | None = None) -> T:
+def load_given(
+    schema: type[T], given: Mapping[str, Any], file: str | PathLike[str] | None = None
+) -> T:
     """``load_config`` for a program: Python values by their whole keys, or nested, over a file's.
 
     Paths, members of enums and numbers of numpy are taken as what they stand for.

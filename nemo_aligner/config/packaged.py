@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from importlib.metadata import PackageNotFoundError
+from os import PathLike
 from pathlib import Path
 
 from nemo_aligner import __version__
@@ -57,7 +58,7 @@ def find_conflict() -> str | None:
         found = importlib.metadata.metadata(_NVIDIAS)
     except PackageNotFoundError:
         return None
-    if "NVIDIA" not in f"{found.get('Author')} {found.get('Home-page')}":
+    if not any("NVIDIA" in found[key] for key in ("Author", "Home-page") if key in found):
         return None
     return (
         f"NVIDIA's nemo_aligner {found['Version']} is installed beside {DISTRIBUTION}, and both "
@@ -80,7 +81,7 @@ def settings_names() -> list[str]:
     return sorted(path.as_posix() for path in found)
 
 
-def find_settings(given: str | Path) -> Path:
+def find_settings(given: str | PathLike[str]) -> Path:
     """The file of that path or, where there is none, the package's own of that name."""
     path = Path(given)
     if not path.is_file() and path.as_posix() in settings_names():

@@ -70,6 +70,7 @@ COLUMNS = 100  # that a training's log has
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
 MODULE = re.compile(r"# (\w+\.py)\n")
+LAUNCHED = re.compile(r"torchrun --standalone --nproc-per-node (\d) (\w+\.py)")
 EXPORT = re.compile(r"export (\w+)=(.*)")
 
 
@@ -146,6 +147,9 @@ class Page:
             self._run_program(step.removeprefix("PYTHON\n"))
         elif step.startswith("PYTHON\n"):
             exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
+        elif launched := LAUNCHED.fullmatch(step):
+            script, ranks = str(self._folder / launched[2]), int(launched[1])
+            tiny.run_script(script, processes=ranks, fresh=True, folder=self._folder)
         elif exported := EXPORT.fullmatch(step):
             self._env[exported[1]] = self._run_in_bash(f"printf %s {exported[2]}")
         elif is_server(step):
