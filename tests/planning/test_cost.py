@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.lora import LORA_TARGETS
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.adapters import train_adapters_alone
+from nemo_aligner.models.attention.segments import PackedSegments
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.planning.cost import (
     Machine,
@@ -29,6 +35,7 @@ from nemo_aligner.planning.cost import (
 )
 from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
 from nemo_aligner.planning.peaks import peak_flops
+from nemo_aligner.planning.planner import Planner
 from tests import tiny
 
 CONFIG = {
@@ -46,8 +53,6 @@ FP32 = Precision.fp32
 
 
 def test_keys_are_those_that_a_pack_attends_to() -> None:
-    from nemo_aligner.batch import Group, PackedBatch, Records
-
     sequences = [list(range(30)), [*range(20), *range(100, 110)]]
     for prefix in (0, 20):
         batch = PackedBatch.pack(sequences, Records.of([0], [2]), groups=[Group(2, prefix)])
@@ -58,9 +63,6 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
 
 def test_keys_of_a_beginning_are_kept_once_more_for_each_that_has_it() -> None:
     """As a GPU's attention is given them."""
-    from nemo_aligner.batch import Group, PackedBatch, Records
-    from nemo_aligner.models.attention.segments import PackedSegments
-
     none = torch.zeros(0)
     for prefix in (0, 20):
         groups = [Group(2, prefix)] * 2
@@ -98,13 +100,6 @@ def count_flops(
     layout: ParallelLayout, activation: str, frozen: int | str
 ) -> tuple[list[float], list[float]]:
     """Of a forward and a backward pass: what torch counts, and what is expected."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from nemo_aligner.batch import PackedBatch
-    from nemo_aligner.models.adapters import train_adapters_alone
-    from nemo_aligner.models.reward_model import build_reward_model
-    from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-
     has_lora, frozen = frozen == "lora", int(frozen if frozen != "lora" else 0)
     more = FAMILIES["lora"] if has_lora else {}
     shape = ModelShape.from_config({**CONFIG, **more, "activation": activation})
@@ -148,10 +143,21 @@ def test_frozen_layers_have_no_gradients_and_keep_nothing() -> None:
     assert pack_flops(SHAPE, frozen, 0).backward < pack_flops(SHAPE, whole, 0).backward / 3
 
 
-def test_lora_trains_its_matrices_and_the_head_alone(layout: ParallelLayout) -> None:
-    from nemo_aligner.models.adapters import train_adapters_alone
-    from nemo_aligner.models.reward_model import build_reward_model
+def test_copies_of_keys_for_every_head_are_kept_in_every_layer() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50, kept_keys=1.5)
+    grouped = Plan(packs, precision=FP32)
+    copied = replace(grouped, equal_heads=True)
+    more = pack_activations(SHAPE, copied, 0) - pack_activations(SHAPE, grouped, 0)
+    # 4 heads instead of 2 groups, keys and values; and the output of all segments beside theirs.
+    assert more == pytest.approx(4 * 1000 * (2 * 1.5 * 2 * 16 + 4 * 16) * 4)
+    machine = Machine(flops=1e12, efficiency=0.5, intra_node=1e11, inter_node=1e10)
+    for precision in Precision:
+        planner = Planner(SHAPE, machine, 1e12, 8, 128, 4096, precision=precision)
+        plans = [each.plan for each in planner.candidates(1)]
+        assert [plan.equal_heads for plan in plans] == [precision is FP32]
 
+
+def test_lora_trains_its_matrices_and_the_head_alone(layout: ParallelLayout) -> None:
     plan = Plan(Packs(tokens=1000, sequences=10, keys=50), precision=FP32)
     model = build_reward_model(WITH_LORA, layout, num_attributes=1, precision=FP32)
     train_adapters_alone(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, int, bool]] = {
     "TP=2": (2, 1, False),
     "TP=2+SP": (2, 1, True),
     "PP=2": (1, 2, False),
+    "DP=2": (1, 1, False),
     "TP=4": (4, 1, False),
 }
 ORDERS = 20
@@ -55,6 +56,26 @@ def write_cases(path: Path, cases: Mapping[str, Case]) -> Path:
 def read_cases(path: str) -> dict[str, Case]:
     given = json.loads(Path(path).read_text())
     return {name: Case(**fields) for name, fields in given.items()}
+
+
+def draw(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(90) for _ in range(count)]
+
+
+def traffic(rng: random.Random, calls: int) -> list[list[list[int]]]:
+    """Groups, dialogues that go on, texts again, and beginnings of texts."""
+    known = [draw(rng, 70) for _ in range(4)]
+    made = []
+    for _ in range(calls):
+        texts = []
+        for _ in range(rng.randint(1, 5)):
+            before = rng.choice(known)
+            text = before[: rng.choice([0, 1, 15, 16, 17, 32, 50, 64, len(before)])]
+            text = (text + draw(rng, rng.choice([0, 1, 5, 16, 30])))[:200] or [1]
+            known[rng.randrange(4)] = text
+            texts += [text, [*text, 7]][: rng.randint(1, 2)]
+        made.append(texts)
+    return made
 
 
 def draw_texts(count: int, longest: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
@@ -122,18 +143,24 @@ def compare(
     }
 
 
-def main(path: str, *names: str) -> None:
-    cases = read_cases(path)
+def print_at_layouts(names: Iterable[str], find: Callable[[ParallelLayout], object]) -> None:
+    """What ``find`` finds at each layout, by the layout's name."""
     with launch(120.0) as world:
-        found: dict[str, dict[str, dict[str, int]]] = {}
-        # Three share rows out less evenly than one or two.
-        torch.set_num_threads(3 if names == ("one",) else 1)
+        found = {}
         for name in names:
-            layout = initialize_layout(*LAYOUTS[name])
-            found[name] = {which: compare(case, layout) for which, case in cases.items()}
+            found[name] = find(initialize_layout(*LAYOUTS[name]))
             destroy_layout()
         if world.is_main:
             print(json.dumps(found))
+
+
+def main(path: str, *names: str) -> None:
+    cases = read_cases(path)
+    # Three share rows out less evenly than one or two.
+    torch.set_num_threads(3 if names == ("one",) else 1)
+    print_at_layouts(
+        names, lambda layout: {which: compare(case, layout) for which, case in cases.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         "readout": READ, "chat_template_kwargs": "{\"a\": 1}",
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
-    together = {"scored_position": "reply_mean", "reply_marker": (1, 2)}
+    together = {"scored_position": "reply_mean", "reply_marker": (0, 2)}
     fields = {field.name for field in dataclasses.fields(FIXED)}
     assert set(changes) | set(told) | set(together) == fields
     assert changed(**together).hash != FIXED.hash

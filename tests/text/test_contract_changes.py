@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.common import Precision
+from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract_changes import continue_contract, describe_differences
@@ -64,7 +64,15 @@ def test_advice_is_the_setting_that_works(contracts: Contracts) -> None:
 
 def test_start_keeps_weights_label_means_and_readout(contracts: Contracts) -> None:
     """Unless the head is a new one, or other weights are given."""
-    start = contracts(["help"]).with_readout(Readout("bins", ((0.0, 1.0),)))
+    readout = Readout("bins", ((0.0, 1.0),))
+    start = contracts(["help"]).with_readout(readout)
+    assert start.readout == readout.to_json()
+    assert start.with_readout(None) == contracts(["help"])
+    assert (start.outputs_per_attribute, contracts(["help"]).outputs_per_attribute) == (2, 1)
+    assert (start.record_kind, contracts(None).record_kind) == (
+        RecordKind.rating,
+        RecordKind.comparison,
+    )
     start = dataclasses.replace(start, attribute_weights=(0.5,), label_means=(2.0,))
     given = dataclasses.replace(contracts(["help"]), attribute_weights=(4.0,))
     assert continue_contract(given, start) == start

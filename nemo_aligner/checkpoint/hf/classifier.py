@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_aligner.checkpoint.weights.pickles import bounded_torch_load
 from nemo_aligner.config.common import Precision
 from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.errors import CheckpointError, DataError, one_line
@@ -119,9 +120,9 @@ class HfRewardModel:
         """``[N, A]`` float32; the mean labels that an export of ours names are added.
 
         Raises:
-            DataError: as ``encode``.
+            DataError: as ``encode``; the message has the text's number.
         """
-        token_lists = [self.encode(text).token_ids for text in texts]
+        token_lists = [self._encode_numbered(*each) for each in enumerate(texts)]
         rewards = np.zeros((len(texts), len(self.attributes)), dtype=np.float32)
         done = 0
         self.watch(0, len(texts))
@@ -131,6 +132,12 @@ class HfRewardModel:
             self.watch(done, len(texts))
         means = getattr(self.model.config, "label_means", None) or {}
         return rewards + np.array([means.get(name, 0) for name in self.attributes], np.float32)
+
+    def _encode_numbered(self, number: int, text: Text) -> list[int]:
+        try:
+            return self.encode(text).token_ids
+        except DataError as error:
+            raise DataError(f"text {number}: {error}") from error
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
         """Rows of about one length, the longest first, so that little is padded."""
@@ -176,9 +183,10 @@ def load_hf_reward_model(
     dtype = torch_dtype(precision or Precision.fp32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype=dtype, output_loading_info=True
-        )
+        with bounded_torch_load():  # its weights may be pickled
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, dtype=dtype, output_loading_info=True
+            )
     except Exception as error:  # a library that is not ours, and files that may be wrong
         raise CheckpointError(
             f"{name}: transformers loads no reward model from it: {one_line(error)}"
