@@ -71,7 +71,7 @@ class DataConfig:
         None, "tokenizer (its own), chatml, llama3, plain, zephyr, or a file"
     )
     chat_template_kwargs: dict[str, Any] | None = setting(
-        None, "more variables for the template, as {enable_thinking: false} (null: none)"
+        None, "variables of the template, as {enable_thinking: false} (null: none)"
     )
     add_bos: bool | None = setting(None, "put BOS before every text")
     add_eos: bool | None = setting(None, "put EOS after every text")

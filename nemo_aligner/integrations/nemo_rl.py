@@ -20,7 +20,14 @@ from nemo_aligner.serving.client import RewardClient, ScoredRows
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_changes import check_expected
-from nemo_aligner.text.messages import REASONING, Conversation, Text, with_tools
+from nemo_aligner.text.messages import (
+    REASONING,
+    Conversation,
+    Text,
+    prompt_of,
+    with_messages,
+    with_tools,
+)
 from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 if TYPE_CHECKING:
@@ -179,7 +186,8 @@ class RewardModelEnvironment:
         """Of the refused rows those whose prompt is refused with another reply, too, and why."""
         if not errors:
             return {}
-        others: list[Text] = [[*texts[row][:-1], _OTHER_REPLY] for row in errors]  # type: ignore[list-item]
+        refused = [text for text in map(texts.__getitem__, errors) if not isinstance(text, str)]
+        others = [with_messages(text, [*prompt_of(text), _OTHER_REPLY]) for text in refused]
         found = rewarder.score_rows(others).errors
         rows = list(errors)
         return {rows[place]: why for place, why in found.items()}

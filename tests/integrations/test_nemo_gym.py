@@ -87,7 +87,7 @@ def test_only_servers_that_are_gone_or_busy_are_asked_again(
         async with TestServer(app) as server:
             servers = RewardServers([str(server.make_url("/"))], None, 10, retry_s=0.2)
             with pytest.raises(RewardServerError) as caught:
-                await servers.score([{"role": "assistant", "content": "a"}])
+                await servers.score({"messages": [{"role": "assistant", "content": "a"}]})
             await servers.close()
         return caught.value.kind
 

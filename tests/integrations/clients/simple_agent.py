@@ -27,7 +27,11 @@ from resources_servers.reward_model.app import (
 )
 from responses_api_agents.simple_agent.app import SimpleAgent, SimpleAgentConfig
 
-MASKED = {"call": "verifier_error", "no": "verifier_error", "mark": "reward_model:refused_text"}
+MASKED = {
+    "call": "reward_model:refused_text",
+    "no": "verifier_error",
+    "mark": "reward_model:refused_text",
+}
 MASKED |= {"thoughts": "reward_model:refused_text", "<|im_end|>": "verifier_error"}
 
 
