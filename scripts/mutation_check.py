@@ -24,10 +24,12 @@ import signal
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -307,7 +309,8 @@ class Check:
         jobs = []
         for mutant in self.mutants:
             if tests := self.tests_of(mutant):
-                jobs.append(self.job(mutant, [items[test] for test in tests]))
+                chosen = self.within_budget(tests)
+                jobs.append(self.job(mutant, [items[test] for test in chosen], len(tests)))
             else:
                 self.results[mutant.key] = {"outcome": "uncovered"}
         self.judge(jobs)
@@ -344,17 +347,16 @@ class Check:
         own, statement = mutant.lines
         found = self.covering[mutant.path, own] or self.covering[mutant.path, statement]
         beside = tests_beside(mutant.path)
-        chosen: list[str] = []
-        spent = 0.0
-        for test in sorted(found, key=lambda t: (not t.startswith(beside), self.seconds[t], t)):
-            spent += self.seconds[test]
-            if chosen and spent > self.budget:
-                break
-            chosen.append(test)
+        return sorted(found, key=lambda t: (not t.startswith(beside), self.seconds[t], t))
+
+    def within_budget(self, tests: list[str]) -> list[str]:
+        """The first ``budget`` seconds of them, at least one, file by file."""
+        spent = list(accumulate(self.seconds[test] for test in tests))
+        chosen = tests[: max(1, bisect_right(spent, self.budget))]
         files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
         return sorted(chosen, key=lambda test: files.index(test.partition("::")[0]))
 
-    def job(self, mutant: Mutant, items: list[pytest.Item]) -> Job:
+    def job(self, mutant: Mutant, items: list[pytest.Item], covering: int) -> Job:
         def body(write: Callable[[Report], None]) -> None:
             if not exchange(mutant, self.functions[full(mutant.path)]):
                 write({"outcome": "not judged"})
@@ -362,7 +364,7 @@ class Check:
             first = FirstFailure(write)
             run(items, first, lambda: first.found)
             if not first.found:
-                write({"outcome": "survived", "tests": len(items)})
+                write({"outcome": "survived", "by": f"{len(items)} of {covering} tests"})
 
         return Job(mutant.key, body, 30 + 10 * sum(self.seconds[item.nodeid] for item in items))
 
@@ -431,8 +433,9 @@ def main() -> int:
     told.out.parent.mkdir(parents=True, exist_ok=True)
     told.out.write_text(json.dumps(check.results, indent=1))
     for mutant in mutants:
-        if (outcome := check.results[mutant.key]["outcome"]) != "killed":
-            print(f"{outcome}: line {mutant.lines[0]}: {mutant.key}")
+        if (result := check.results[mutant.key])["outcome"] != "killed":
+            by = f" {result['by']}" if "by" in result else ""
+            print(f"{result['outcome']}{by}: line {mutant.lines[0]}: {mutant.key}")
     print(table(check.results))
     return int(code)
 
