@@ -156,6 +156,7 @@ class Progress:
     ) -> None:
         self._name, self._total, self._start, self._now = name, total, start, now
         self._bar: Any = None
+        self._beside: str | None = None
         self._is_main = is_main()
         self.begin()
         self._last_line = self._since
@@ -169,9 +170,18 @@ class Progress:
         if self._is_main and self._bar is None and sys.stderr.isatty():
             self._bar = self._open_bar()
         if self._bar is not None:
-            self._bar.set_postfix_str(self.time_left(done) or "", refresh=False)
             self._bar.update(done - self._bar.n)
-            self._bar.refresh()
+            self._show_postfix(done)
+
+    def mention(self, work: str | None) -> None:
+        """Have the bar say what is at work beside the items; None: nothing is any more."""
+        self._beside = work
+        if self._bar is not None:
+            self._show_postfix(self._bar.n)
+
+    def _show_postfix(self, done: int) -> None:
+        said = [text for text in (self.time_left(done), self._beside) if text]
+        self._bar.set_postfix_str(", ".join(said))  # which draws it anew
 
     def _open_bar(self) -> Any:
         return tqdm(
@@ -227,6 +237,8 @@ class Counter:
         """Say how many items are done: 0 begins anew, and after the last nothing is left to see."""
         if done == 0:
             self._progress = Progress(self._name, total, now=self._now)
+            if total:
+                self._progress.move(0)
         elif done >= total:
             self.close()
         elif sys.stderr.isatty():

@@ -179,5 +179,11 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def base(once: Once) -> Path:
+    """A tiny base model, which nobody changes."""
+    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
+
+
+@pytest.fixture(scope="session")
 def contracts(tokenizer: Tokenizer) -> Contracts:
     return Contracts(tokenizer)

@@ -178,6 +178,35 @@ def launch_script(
         )
 
 
+def run_code(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Done:
+    """A program in a fresh Python, in an environment with no more than this package and a CPU."""
+    bare = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=bare if environment is None else environment,
+    )
+
+
+def start_local_ranks(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Have a process start ``command`` on two local ranks, as the package does without torchrun."""
+    program = (
+        "import sys; from nemo_aligner.parallel.local import run_ranks; "
+        "sys.exit(run_ranks(sys.argv[1:], 2))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+
+
 def free_port() -> int:
     """A free port that the kernel hands out to nobody meanwhile."""
     while True:

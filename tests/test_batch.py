@@ -28,7 +28,7 @@ def test_batch_of_too_few_or_empty_sequences_is_refused() -> None:
     for sequences in ([], [[1], []]):
         with pytest.raises(ValueError, match="no sequence may be empty"):
             PackedBatch.pack(sequences)
-    with pytest.raises(ValueError, match="got 3 sequences, wanted 4, those of 2 records"):
+    with pytest.raises(ValueError, match="got 3 sequences, wanted 4"):
         PackedBatch.pack([[1], [2], [3]], Records.of([0, 1], [2, 2]))
     with pytest.raises(ValueError, match="got 2 rows, wanted 3"):
         PackedBatch.pack([[1], [2], [3]], Records.of([4, 2], [2, 1]), rows=[5, 6])
@@ -45,9 +45,9 @@ def test_batch_has_a_common_prefix_once() -> None:
     assert batch.prefixes.tolist() == [-1, 0, 0, -1, -1]
     assert batch.scored_tokens.tolist() == [3, 4, 6, 7]
     # A prefix leaves every sequence a last token.
-    with pytest.raises(ValueError, match="a prefix of 3 tokens leaves no last token"):
+    with pytest.raises(ValueError, match="a prefix of 3 tokens"):
         PackedBatch.pack(sequences[:2], Records.of([0], [2]), groups=[Group(2, 3)])
-    with pytest.raises(ValueError, match="a prefix of 2 tokens leaves no last token"):
+    with pytest.raises(ValueError, match="a prefix of 2 tokens"):
         PackedBatch.pack([[1, 2]], groups=[Group(1, 2)])
     batch = PackedBatch.pack([[1, 2]], groups=[Group(1, 1)])
     assert (batch.cu_seqlens.tolist(), batch.prefixes.tolist()) == ([0, 1, 2], [-1, 0])
@@ -151,10 +151,10 @@ def test_records_of_one_reward_each_are_single() -> None:
             Records.of(range(len(sizes)), sizes).as_single(rewards)
 
 
-def test_label_columns_know_their_names_and_whether_they_are_centred() -> None:
+def test_label_columns_know_their_names_and_are_centred_before_they_are_rounded() -> None:
     values = torch.tensor([[1.0, 10.0], [float("nan"), 30.0]])
     labels = LabelColumns.of(["help", "margin"], values).centred_on({"help": 0.5})
-    assert labels.means == (0.5, None)
+    assert labels.means == labels.select(torch.tensor([0])).means == (0.5, None)
     assert labels.targets(["margin", "help"])[0].tolist() == [10.0, 0.5]
     assert labels.targets(["margin"]).tolist() == [[10.0], [30.0]]
     assert bool(labels.targets(["help"])[1].isnan())
@@ -162,17 +162,13 @@ def test_label_columns_know_their_names_and_whether_they_are_centred() -> None:
     with pytest.raises(KeyError, match=r"got .*\('help', 'margin'\), wanted 'length'"):
         labels.targets(["length"])
     assert LabelColumns.none(3).values.shape == (3, 0)
-
-
-def test_label_targets_are_centred_before_they_are_rounded() -> None:
-    values = torch.tensor([[0.1, 0.1]])
-    labels = LabelColumns.of(["a", "b"], values).centred_on({"a": 0.1})
-    exact = values.double()[0, 0].item() - 0.1
+    tenths = torch.tensor([[0.1, 0.1]])
+    labels = LabelColumns.of(["a", "b"], tenths).centred_on({"a": 0.1})
+    exact = tenths.double()[0, 0].item() - 0.1
     assert exact != 0
     assert labels.targets(["a"]).item() == pytest.approx(exact, rel=1e-6, abs=0)
     assert labels.targets(["a", "b"]).dtype == torch.float32
-    assert labels.targets(["b"]).item() == values[0, 1].item()
-    assert labels.select(torch.tensor([0])).means == (0.1, None)
+    assert labels.targets(["b"]).item() == tenths[0, 1].item()
     # Means of a column are taken in float64, and there is none of no label.
     column = torch.tensor([[1.0, float("nan")], [1.0, float("nan")], [2.0, float("nan")]])
     mean, none = LabelColumns.of(["a", "b"], column).measured_means()
@@ -190,21 +186,22 @@ def listed(pairs: PairRows, rewards: int) -> list[tuple[int, int]]:
     return list(zip(better.tolist(), worse.tolist(), strict=True))
 
 
-def test_pairs_in_order_are_seen_without_an_index() -> None:
+def test_pairs_of_a_record_count_as_one_record() -> None:
+    """Pairs in order are seen without an index; no records have none."""
     pairs = Records.of([5, 3], [2, 2]).pairs()
     assert isinstance(pairs.better, slice)
-    assert listed(pairs, 4) == [(0, 1), (2, 3)]
+    nothing = Records.of([0], [1]).pairs(), Records.of([], []).pairs()
+    several = ranked([0, 1, 2], [1, 0], [0]).pairs()
+    for found, rewards, wanted, losses, total_and_count in (
+        (pairs, 4, [(0, 1), (2, 3)], [1.0, 5.0], (6.0, 2)),
+        (several, 6, [(0, 1), (0, 2), (1, 2), (4, 3)], [1.0, 2.0, 6.0, 10.0], (3.0 + 10.0, 2)),
+        *((each, number, [], [], (0.0, 0)) for each, number in zip(nothing, (1, 0), strict=True)),
+    ):
+        assert listed(found, rewards) == wanted
+        total, count = found.sum_and_count(torch.tensor(losses))
+        assert (float(total), int(count)) == (pytest.approx(total_and_count[0]), total_and_count[1])
     assert pairs.of_records(torch.tensor([7, 8])).tolist() == [7, 8]
-    total, count = pairs.sum_and_count(torch.tensor([1.0, 5.0]))
-    assert (float(total), int(count)) == (6.0, 2)
-
-
-def test_pairs_of_a_record_count_as_one_record() -> None:
-    pairs = ranked([0, 1, 2], [1, 0], [0]).pairs()
-    assert listed(pairs, 6) == [(0, 1), (0, 2), (1, 2), (4, 3)]
-    assert pairs.of_records(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 8]
-    total, count = pairs.sum_and_count(torch.tensor([1.0, 2.0, 6.0, 10.0]))
-    assert (float(total), int(count)) == (pytest.approx(3.0 + 10.0), 2)
+    assert several.of_records(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 8]
 
 
 def test_pairs_of_tied_completions_are_there_where_ties_are_wanted() -> None:
@@ -218,11 +215,3 @@ def test_pairs_of_tied_completions_are_there_where_ties_are_wanted() -> None:
     assert pairs.are_ties.tolist() == [False, True, False, True]
     assert pairs.shares is not None
     assert pairs.shares.tolist() == [pytest.approx(1 / 3)] * 3 + [1.0]
-
-
-def test_pairs_of_no_records_are_none() -> None:
-    for records in (Records.of([], []), Records.of([0], [1])):
-        pairs = records.pairs()
-        assert listed(pairs, records.num_rewards) == []
-        total, count = pairs.sum_and_count(torch.zeros(0))
-        assert (float(total), int(count)) == (0.0, 0)

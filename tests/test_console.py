@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 import time
 
@@ -10,6 +12,7 @@ import pytest
 from nemo_aligner import console
 from nemo_aligner.console import (
     Counter,
+    Progress,
     fit,
     fit_row,
     join_fields,
@@ -55,11 +58,6 @@ def test_a_long_row_of_a_table_goes_on_below_its_text() -> None:
     assert fit_row("  a name of more than its column", 3, 10) == "  a name of more than its column3"
 
 
-def test_text_in_a_log_file_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    say("word " * 40)
-    assert capsys.readouterr().out == "word " * 40 + "\n"
-
-
 def test_fields_are_never_broken() -> None:
     fields = [f"metric_{number} 0.25" for number in range(8)]
     lines = join_fields(fields, "> ", "    ").splitlines()
@@ -69,24 +67,12 @@ def test_fields_are_never_broken() -> None:
     assert unfold(f"before\n{join_fields(fields)}\nafter") == ["before", "  ".join(fields), "after"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (0.2, "0 s"),
-        (89.4, "89 s"),
-        (90, "2 min"),
-        (3540, "59 min"),
-        (3590, "1 h 0 min"),
-        (7260, "2 h 1 min"),
-        (172000, "47 h 47 min"),
-        (180000, "2 d 2 h"),
-    ],
-)
-def test_durations(seconds: float, shown: str) -> None:
-    assert show_duration(seconds) == shown
-
-
-def test_numbers_and_sizes() -> None:
+def test_durations_numbers_and_sizes_are_short() -> None:
+    durations = {
+        0.2: "0 s", 89.4: "89 s", 90: "2 min", 3540: "59 min", 3590: "1 h 0 min",
+        7260: "2 h 1 min", 172000: "47 h 47 min", 180000: "2 d 2 h",
+    }  # fmt: skip
+    assert {seconds: show_duration(seconds) for seconds in durations} == durations
     values = (0.6931472, 1.97e-05, 65536.0, 123456.7, 3e12, 1.0, float("nan"))
     assert [show_number(value) for value in values] == [
         *("0.6931", "1.97e-05", "65536", "123457", "3e+12", "1", "nan"),
@@ -107,17 +93,45 @@ def test_long_work_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[-1] == "validation: 420 of 423 pairs, 1 s left"
     assert len(lines) == 14
     assert console.LINE_SECONDS == 10
-
-
-def test_quick_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    counter = Counter("validation", "pairs")
+    quick = Counter("validation", "pairs")
     for done in range(100):
-        counter.show(done, 99)
-    counter.close()
+        quick.show(done, 99)
+    quick.close()
     assert capsys.readouterr().out == ""
 
 
-def test_work_without_a_measure_says_how_long_it_takes() -> None:
+def test_bar_is_there_from_the_start_and_says_what_is_at_work_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def shown() -> str:
+        return terminal.getvalue().rpartition("\r")[2]
+
+    counter = Counter("validation", "records")
+    counter.show(0, 20)
+    assert shown().startswith("validation   0%|")
+    assert shown().endswith("| 0/20")
+    counter.show(20, 20)
+    assert shown().strip() == ""
+    counter.show(0, 0)
+    progress = Progress("train", 4, now=lambda: 0.0)
+    progress.move(2)
+    assert shown().endswith("| 2/4, 0 s left")
+    progress.mention("saving")
+    assert shown().endswith("| 2/4, 0 s left, saving")
+    progress.move(4)
+    assert shown().rstrip().endswith("| 4/4, saving")
+    progress.mention(None)
+    assert shown().rstrip().endswith("| 4/4")
+    progress.close()
+
+
+def test_work_without_a_measure_says_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said: list[str] = []
     enough = threading.Event()
 
@@ -132,10 +146,10 @@ def test_work_without_a_measure_says_how_long_it_takes() -> None:
     assert said[:2] == ["loading: 0 s so far", "loading: 0 s so far"]
     time.sleep(0.1)
     assert len(said) == count
-
-
-def test_what_is_soon_over_says_nothing() -> None:
-    said: list[str] = []
+    # What is soon over says nothing, neither does text in a log file change.
+    said.clear()
     with pytest.raises(KeyError), waiting_for("loading", said.append):
         raise KeyError
     assert said == []
+    say("word " * 40)
+    assert capsys.readouterr().out == "word " * 40 + "\n"

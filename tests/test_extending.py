@@ -26,6 +26,7 @@ from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
+from tests.data.files import write
 
 PAGE = (tiny.ROOT / "docs" / "extending.md").read_text()
 FILES = {
@@ -50,10 +51,6 @@ def import_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         sys.modules.pop(name, None)
 
 
-def test_the_page_has_an_example_of_each_kind() -> None:
-    assert {"my_objectives", "my_formats", "my_metrics", "my_protocol"} <= set(FILES)
-
-
 def test_a_loss_learns_from_the_columns_that_it_names(
     import_example: Import, contracts: Contracts, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -62,8 +59,7 @@ def test_a_loss_learns_from_the_columns_that_it_names(
         {"prompt": "who", "chosen": "the cat", "rejected": f"a dog {n}", "label_margin": n}
         for n in range(1, 4)
     ]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write(tmp_path / "pairs.jsonl", *rows)
     config = ModelConfig(
         objective="my_objectives:MarginHinge",
         objective_kwargs={"scale": 0.5},
@@ -74,16 +70,14 @@ def test_a_loss_learns_from_the_columns_that_it_names(
     rewards = torch.tensor([[1.0], [0.0]] * 3)
     total, count = data.objective.loss(rewards, data.train.records)
     assert (float(total), int(count)) == (0.5, 3)
-    path.write_text(json.dumps({key: rows[0][key] for key in ("prompt", "chosen", "rejected")}))
-    with pytest.raises(DataError, match=r"pairs.jsonl:1: missing key 'label_margin', a label col"):
-        build_training_data(config, contracts(), tokenizer)
-
-
-def test_a_loss_may_have_labels_that_are_missing(import_example: Import) -> None:
-    objective = import_example("my_objectives").MarginHinge()
+    # Labels that are missing have no part in it.
+    objective = sys.modules["my_objectives"].MarginHinge()
     labels = LabelColumns.of(["label_margin"], torch.tensor([[2.0], [0.0]]))
     total, _ = objective.loss(torch.zeros(4, 1), Records.of([0, 1], [2, 2], labels))
     assert float(total) == 2.0
+    path.write_text(json.dumps({key: rows[0][key] for key in ("prompt", "chosen", "rejected")}))
+    with pytest.raises(DataError, match=r"pairs.jsonl:1: missing key 'label_margin'"):
+        build_training_data(config, contracts(), tokenizer)
 
 
 def test_a_format_is_found_by_its_keys(
@@ -96,7 +90,7 @@ def test_a_format_is_found_by_its_keys(
     file = read_records(path, Reading(RecordKind.comparison))
     assert (file.format, file.records[0].texts[0][-1]["content"]) == ("a_or_b", "4")
     path.write_text(json.dumps({**example.sample[0], "better": "c"}))
-    with pytest.raises(DataError, match=r"pairs.jsonl:1: better: got 'c', wanted 'a' or 'b'"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:1: better: got 'c', wanted"):
         read_records(path, Reading(RecordKind.comparison))
 
 
@@ -125,10 +119,10 @@ def test_a_protocol_is_served_with_the_others(import_example: Import) -> None:
     assert "ScoreOneRequest" in call(app, "/openapi.json").json["components"]["schemas"]
 
 
-@pytest.mark.parametrize("known", FORMATS.values(), ids=lambda known: known.name)
-def test_every_sample_fits_exactly_one_format(known: object) -> None:
-    for value in known.sample:  # type: ignore[attr-defined]
-        assert [each for each in FORMATS.values() if each.matches(value)] == [known]
+def test_every_sample_fits_exactly_one_format() -> None:
+    for known in FORMATS.values():
+        for value in known.sample:
+            assert [each for each in FORMATS.values() if each.matches(value)] == [known]
 
 
 def test_the_model_family_of_the_page_is_the_one_that_is_tested() -> None:

@@ -1,10 +1,11 @@
-"""Scripts forked from prepared processes end, fail and are stopped as those that start fresh."""
+"""Prepared processes run scripts as fresh ones do; workers build a thing once, and take turns."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import launching, tiny
+from tests.once import Turns, once_per_run
+from tests.tiny import ROOT
 
 SCRIPT = """
 import atexit, json, os, signal, subprocess, sys, time
@@ -60,37 +63,29 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
-class TestBoth:
-    def test_output_and_end(self, script: str, fresh: bool) -> None:
-        done = tiny.run_script(script, "tell", "a b", fresh=fresh)
-        line, end = done.stdout.splitlines()
-        folder = str(Path(script).parent)
-        root = str(tiny.ROOT)
-        assert line == f'[["{script}", "tell", "a b"], "{folder}", "{root}", null, "__main__"]'
-        assert end == "the end"
-        assert done.stderr == "rank 0 of 1\n"
-
-    def test_failures(self, script: str, fresh: bool) -> None:
-        done = tiny.run_script(script, "exit", check=False, fresh=fresh)
-        assert (done.returncode, done.stderr) == (1, "rank 0 of 1\nno more\n")
-        done = tiny.run_script(script, "raise", check=False, fresh=fresh)
-        assert done.returncode == 1
-        assert done.stderr.endswith("KeyError: 'lost'\n")
-        with pytest.raises(AssertionError, match="ended with 1"):
-            tiny.run_script(script, "raise", fresh=fresh)
-
-    def test_too_long(self, script: str, fresh: bool) -> None:
-        with pytest.raises(subprocess.TimeoutExpired):
-            tiny.run_script(script, "sleep", timeout=1, fresh=fresh)
+def test_script_says_ends_fails_and_takes_too_long_alike(script: str, fresh: bool) -> None:
+    done = tiny.run_script(script, "tell", "a b", fresh=fresh)
+    line, end = done.stdout.splitlines()
+    folder, root = Path(script).parent, tiny.ROOT
+    assert line == f'[["{script}", "tell", "a b"], "{folder}", "{root}", null, "__main__"]'
+    assert (end, done.stderr) == ("the end", "rank 0 of 1\n")
+    # Another environment than others had is set before the libraries are imported.
+    assert '"so"' in tiny.run_script(script, "tell", env={"TOLD": "so"}, fresh=fresh).stdout
+    done = tiny.run_script(script, "exit", check=False, fresh=fresh)
+    assert (done.returncode, done.stderr) == (1, "rank 0 of 1\nno more\n")
+    with pytest.raises(AssertionError, match="ended with 1") as caught:
+        tiny.run_script(script, "raise", fresh=fresh)
+    assert str(caught.value).endswith("KeyError: 'lost'\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        tiny.run_script(script, "sleep", timeout=1, fresh=fresh)
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
-@pytest.mark.parametrize("how", ["kill", "fail"])
-def test_the_others_end_with_a_rank_that_fails(script: str, how: str, fresh: bool) -> None:
-    done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
-    assert done.returncode == 1
-    assert "rank 0 of 2" in done.stderr
-    assert "rank 1 of 2" in done.stderr
+def test_the_others_end_with_a_rank_that_fails(script: str, fresh: bool) -> None:
+    for how in ("kill", "fail"):
+        done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
+        assert done.returncode == 1, how
+        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), how
 
 
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,12 +128,6 @@ def test_nothing_of_ours_is_imported_before_a_script_is(script: str) -> None:
     assert tiny.run_script(script, "ours").stdout.splitlines()[0] == "[]"
 
 
-def test_what_the_libraries_may_read_is_set_before_they_are_imported(script: str) -> None:
-    """By a fresh start, where a test wants another environment than others had."""
-    done = tiny.run_script(script, "tell", env={"TOLD": "so"})
-    assert '"so"' in done.stdout
-
-
 def test_what_a_launch_puts_into_this_process_reaches_no_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,3 +144,52 @@ def test_what_a_launch_puts_into_this_process_reaches_no_script(
     tiny.run_verb("plan")
     added = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
     assert seen[0].keys() <= tiny.GIVEN.keys() | added
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from tests.once import Turns, once_per_run
+
+def build(folder):
+    time.sleep(0.5)
+    (folder / "made").write_text("")
+    print("built")
+
+run = Path(sys.argv[1])
+assert (once_per_run(run, "thing", build) / "made").exists()
+turns = Turns()
+turns.begin(run)
+turns.count = 1
+with turns.one(), turns.one():
+    (run / "inside").mkdir()  # no other worker is
+    time.sleep(0.2)
+    (run / "inside").rmdir()
+"""
+
+
+def test_workers_build_a_thing_once_and_take_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    workers = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    said = [worker.communicate()[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * 4
+    assert sorted(said) == ["", "", "", "built\n"]
+
+
+def test_what_failed_is_built_again_in_an_empty_folder(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        once_per_run(tmp_path, "thing", fail)
+    folder = once_per_run(tmp_path, "thing", lambda folder: (folder / "whole").write_text(""))
+    assert [path.name for path in folder.iterdir()] == ["whole"]
+    assert once_per_run(tmp_path, "thing", fail) == folder
+
+
+def test_outside_of_a_run_nobody_waits() -> None:
+    with Turns().one():
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,45 +24,25 @@ SLURM = {
 }
 
 
-def test_torchrun_environment() -> None:
-    process = find_process(TORCHRUN)
-    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
-        5,
-        8,
-        1,
-        4,
-    )
-    assert process.master == ("node1", 1234)
-
-
-def test_slurm_environment() -> None:
-    process = find_process(SLURM)
-    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (
-        9,
-        16,
-        1,
-        8,
-    )
-    assert process.master == ("gpu003", 29402)
-    assert find_process({**SLURM, "MASTER_ADDR": "head"}).master == ("head", 29402)
-
-
-def test_a_slurm_batch_shell_without_srun_is_one_process() -> None:
+def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
+    for environment, numbers, master in (
+        (TORCHRUN, (5, 8, 1, 4), ("node1", 1234)),
+        (SLURM, (9, 16, 1, 8), ("gpu003", 29402)),
+        ({**SLURM, "MASTER_ADDR": "head"}, (9, 16, 1, 8), ("head", 29402)),
+    ):
+        found = find_process(environment)
+        ranks = (found.rank, found.world_size, found.local_rank, found.local_world_size)
+        assert (ranks, found.master) == (numbers, master)
+    # A batch shell without srun is one process.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
     assert find_process(shell).world_size == 1
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("gpu7", "gpu7"),
-        ("gpu[003-005,9],cpu1", "gpu003"),
-        ("a1,b2", "a1"),
-        ("rack[2,4]-n", "rack2-n"),
-    ],
-)
-def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
+    hosts = {
+        "gpu7": "gpu7",
+        "gpu[003-005,9],cpu1": "gpu003",
+        "a1,b2": "a1",
+        "rack[2,4]-n": "rack2-n",
+    }
+    assert {nodes: first_host(nodes) for nodes in hosts} == hosts
 
 
 def test_missing_and_malformed_variables_are_named() -> None:
@@ -87,43 +68,30 @@ def start_as(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(key, value)
 
 
-def test_the_only_process_says_its_error_at_once(
-    waits: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert report(ConfigError("x: got 3")) == 1
-    assert report(ConfigError("x: got 3"), lambda error: f"no: {error}") == 1
-    assert capsys.readouterr().err == "ConfigError: x: got 3\nno: x: got 3\n"
-    assert waits == []
-
-
-def test_before_the_ranks_know_each_other_the_first_one_speaks(
+def test_error_is_said_by_one_rank_and_others_wait(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The only process; before ranks know each other the first; one that speaks for others."""
+
+    def said(error: Exception, *how: Callable[[Exception], str]) -> tuple[str, list[float]]:
+        waits.clear()
+        assert report(error, *how) == 1
+        return capsys.readouterr().err, list(waits)
+
+    error, held_back = ConfigError("x: got 3"), [processes.HOLD_BACK_S]
+    assert said(error) == ("ConfigError: x: got 3\n", [])
+    assert said(error, lambda error: f"no: {error}") == ("no: x: got 3\n", [])
     start_as(0, monkeypatch)
-    report(ConfigError("x: got 3"))
-    assert (capsys.readouterr().err, waits) == ("ConfigError: x: got 3\n", [])
+    assert said(error) == ("ConfigError: x: got 3\n", [])
+    # One whose peer failed is silent.
+    assert said(PeerError("another")) == ("", held_back)
     start_as(5, monkeypatch)
-    report(ConfigError("x: got 3"))
-    assert capsys.readouterr().err == "rank 5: ConfigError: x: got 3\n"
-    assert waits == [processes.HOLD_BACK_S]
-
-
-def test_a_rank_that_speaks_for_others_does_not_wait(
-    waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_as(5, monkeypatch)
-    error = ConfigError("x: got 3")
+    assert said(error) == ("rank 5: ConfigError: x: got 3\n", held_back)
     settle(error, "")
-    report(error)
-    assert (capsys.readouterr().err, waits) == ("ConfigError: x: got 3\n", [])
-
-
-def test_a_rank_whose_peer_failed_is_silent_and_ends_later(
-    waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_as(0, monkeypatch)
-    assert report(PeerError("another")) == 1
-    assert (capsys.readouterr().err, waits) == ("", [processes.HOLD_BACK_S])
+    assert said(error) == ("ConfigError: x: got 3\n", [])
+    # Nonsense in the environment is said by every rank.
+    monkeypatch.delenv("MASTER_PORT")
+    assert said(ConfigError("MASTER_PORT"))[0] == "ConfigError: MASTER_PORT\n"
 
 
 def test_the_first_rank_alone_has_an_exit_code_and_leaves_last(
@@ -147,12 +115,3 @@ def test_torchrun_is_told(
         assert report(ConfigError("x: got 3")) == 1
     told = json.loads((tmp_path / "error.json").read_text())
     assert told["message"]["message"] == "ConfigError: x: got 3"
-
-
-def test_an_environment_of_nonsense_is_said_by_every_rank(
-    waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_as(5, monkeypatch)
-    monkeypatch.delenv("MASTER_PORT")
-    report(ConfigError("MASTER_PORT: it is missing"))
-    assert capsys.readouterr().err == "ConfigError: MASTER_PORT: it is missing\n"

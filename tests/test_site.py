@@ -1,12 +1,18 @@
-"""The site of the docs: mkdocs makes it of every page, without a warning."""
+"""The site of the docs is made of every page; troubleshooting has every error and exit code."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from nemo_aligner import errors
+from nemo_aligner.cli.main import main
+from nemo_aligner.cli.running import run_verb
+from nemo_aligner.training.stop import GO_ON_EXIT_CODE
 from tests.environments import install, kept_environment, new_environment
 from tests.tiny import ROOT
 
@@ -52,3 +58,37 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     # Nothing is fetched from other hosts when a page is opened.
     html = (tmp_path / "index.html").read_text()
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?://", html)
+
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def test_every_kind_of_error_has_a_section_and_no_other_has() -> None:
+    kinds = {
+        name
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, Exception) and kind.__module__ == errors.__name__
+    }
+    headings = re.findall(r"^### (\w+Error)$", PAGE, flags=re.MULTILINE)
+    assert sorted(headings) == sorted(kinds)
+
+
+def _fail(options: argparse.Namespace) -> int:
+    raise errors.DataError("pairs.jsonl:3: no JSON")
+
+
+def _interrupt(options: argparse.Namespace) -> int:
+    raise KeyboardInterrupt
+
+
+def test_the_exit_codes_of_commands_have_rows() -> None:
+    options = argparse.Namespace(debug=False, flags=set())
+    found = {
+        main(["--version"]),
+        main(["no-such-verb"]),
+        run_verb(_fail, options),
+        run_verb(_interrupt, options),
+    }
+    assert found == {0, 1, 2, 130}
+    found.add(GO_ON_EXIT_CODE)
+    assert found <= set(map(int, re.findall(r"^\| (\d+) \|", PAGE, flags=re.MULTILINE)))

@@ -49,20 +49,16 @@ def test_a_folder_goes_with_its_process(order: int, tmp_path: Path) -> None:
     assert is_empty_soon(tmp_path)
 
 
-def test_a_folder_is_gone_once_it_is_removed(scratch: Path) -> None:
+def test_a_folder_is_gone_once_it_is_removed_and_one_of_others_stays(
+    scratch: Path, tmp_path: Path
+) -> None:
     folder = make_temporary("x")
     (folder / "inside").mkdir()
     assert folder.parent == scratch
     remove_temporary(folder)
     remove_temporary(folder)
     assert not list(scratch.iterdir())
-
-
-def test_a_folder_of_others_stays(tmp_path: Path) -> None:
     remove_temporary(tmp_path)
     assert tmp_path.is_dir()
-
-
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         make_temporary("x", tmp_path / "nowhere")

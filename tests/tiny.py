@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ SHAPE = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
+}
+
+# The smallest that megatron-core builds, as its model_config.yaml says it.
+SMALLEST = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "make_vocab_size_divisible_by": 16,
 }
 
 
@@ -132,6 +145,12 @@ def write_reward_nemo(path: Path, **data: Any) -> Path:
     return path
 
 
+def chat(question: str, reply: str) -> list[dict[str, str]]:
+    """A question and its reply, as messages."""
+    turns = (("user", question), ("assistant", reply))
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 def ranked(question: str, *replies: tuple[int, str]) -> dict[str, Any]:
     """A record of ranked replies, as NeMo RL writes them; a lower rank is better."""
     completions = [
@@ -171,6 +190,57 @@ def write_ratings(path: Path, count: int, attributes: tuple[str, ...], seed: int
             row = {"prompt": f"{sentence(rng)} {index}", "response": sentence(rng), **labels}
             lines.write(json.dumps(row) + "\n")
     return path
+
+
+def training(
+    base: Path, folder: Path, train: Path | Sequence[Path], validation: Path | Sequence[Path] = ()
+) -> list[str]:
+    """Settings of a short run in ``folder``; those that are added behind them count."""
+
+    def listed(files: Path | Sequence[Path]) -> str:
+        return ",".join(map(str, [files] if isinstance(files, Path) else files))
+
+    return [
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix.train=[{listed(train)}]",
+        f"model.data.data_prefix.validation=[{listed(validation)}]",
+        "model.data.allow_prompt_overlap=true",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "model.data.seq_length=128",
+        "model.micro_batch_tokens=160",
+        "model.global_batch_size=8",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        "trainer.rm.max_epochs=10",
+    ]
+
+
+def logged(run: Path) -> dict[str, dict[int, float]]:
+    """What a run logged, by name and step; each of them once. A NaN is ``math.nan``."""
+    found: dict[str, dict[int, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        step = row.pop("step")
+        for name, value in row.items():
+            of_name = found.setdefault(name, {})
+            assert step not in of_name, (name, step)
+            of_name[step] = math.nan if value is None else value
+    return found
+
+
+def is_of_time(name: str) -> bool:
+    return name.startswith("timing/") or "per_second" in name
+
+
+def numbers(run: Path) -> dict[tuple[str, int], float]:
+    """What a run logged, by name and step, without times."""
+    return {
+        (name, step): value
+        for name, values in logged(run).items()
+        if not is_of_time(name)
+        for step, value in values.items()
+    }
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -259,10 +259,11 @@ def _contract(
     if kind not in [member.value for member in RewardModelType]:
         raise CheckpointError(f"{folder.source}: reward_model_type: got {shown(kind)}")
     count = len(head.weight)
-    weights = None
+    # One number of several is their mean where NeMo-Aligner's settings have no weights.
+    weights = [1 / count] * count
     if count > 1:
         regression = _section(folder.config, "regression")
-        weights = _numbers(regression, "attribute_weights", count)
+        weights = _numbers(regression, "attribute_weights", count) or weights
     return ScoringContract(
         template=_template(options.template, tokenizer),
         add_bos=False,
@@ -272,7 +273,7 @@ def _contract(
         overlong=Overlong.drop.value,
         seq_length=folder.config.get("encoder_seq_length") or 1024,
         attributes=_names(options.attributes, count),
-        attribute_weights=tuple(weights or [1.0] * count),
+        attribute_weights=tuple(weights),
         label_means=tuple(head.offsets.tolist()),
         dtype=precision.value,
         tokenizer_fingerprint=tokenizer.fingerprint,

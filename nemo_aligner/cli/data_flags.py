@@ -8,14 +8,15 @@ from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser, names
 
-_SETTING = re.compile(r"\w+(\.\w+)+=.*")
+_SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
 
 def data_file(text: str) -> str:
     """A file's name, the type of arguments; a setting is not taken for one."""
     if _SETTING.fullmatch(text) and not Path(text).exists():
         raise argparse.ArgumentTypeError(
-            f"got the setting {text}, wanted a file: this verb takes options alone, as --format"
+            f"got the setting {text}, wanted a file: this verb takes options, as --format NAME or "
+            "--prompt-key FIELD"
         )
     return text
 

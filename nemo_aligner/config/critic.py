@@ -31,16 +31,16 @@ class PpoConfig:
     """What the server does for PPO."""
 
     combine_rm_and_critic_server: bool = setting(
-        False, "rewards, too: in each answer of critic_infer, and as reward_model"
+        False, "also give rewards, in critic_infer and as reward_model"
     )
     offload_idle_model: bool | None = setting(
-        None, "with combine: host memory for the idle model; null: where there is a GPU"
+        None, "with combine: move the idle model to host memory; null: on a GPU"
     )
     infer_while_training: WhileTraining = setting(
-        WhileTraining.wait, "what becomes of requests for values that come while it trains"
+        WhileTraining.wait, "what to do with requests for values during training"
     )
-    max_steps: int = setting(10000, "steps until the learning rate is at its end")
-    gradient_clip_val: float = setting(1.0, "the largest norm of a gradient; 0: no clipping")
+    max_steps: int = setting(10000, "steps until the learning rate reaches its minimum")
+    gradient_clip_val: float = setting(1.0, "largest gradient norm; 0: no clipping")
 
     def __post_init__(self) -> None:
         with Checks("trainer.ppo", self) as checks:
@@ -53,7 +53,7 @@ class CriticTrainerConfig:
     """Precision, and what is PPO's."""
 
     precision: Precision | None = setting(
-        None, "of the critic; null: the one that the scoring contract names"
+        None, "precision of the critic; null: that of the scoring contract"
     )
     ppo: PpoConfig = field(default_factory=PpoConfig)
 
@@ -62,15 +62,15 @@ class CriticTrainerConfig:
 class CriticSchedulerConfig(SchedulerConfig):
     """As in training; the rate ends at a tenth of what it begins with."""
 
-    min_lr: float = setting(9e-7, "where it ends")
+    min_lr: float = setting(9e-7, "final learning rate")
 
 
 @dataclass
 class CriticOptimConfig(OptimConfig):
     """As in training, with the rates of NeMo-Aligner's critic."""
 
-    lr: float = setting(9e-6, "the learning rate after warm-up")
-    weight_decay: float = setting(0.1, "of matrices; norms have none")
+    lr: float = setting(9e-6, "learning rate after warm-up")
+    weight_decay: float = setting(0.1, "applies to matrices, not to norms and biases")
     sched: CriticSchedulerConfig = field(default_factory=CriticSchedulerConfig)
 
 
@@ -78,20 +78,22 @@ class CriticOptimConfig(OptimConfig):
 class CriticModelConfig(InvarianceConfig):
     """How the critic is laid out over ranks, and how it learns."""
 
-    tensor_model_parallel_size: int = setting(1, "processes that share every layer")
-    pipeline_model_parallel_size: int = setting(1, "stages that the layers are dealt out to")
-    sequence_parallel: bool = setting(False, "share norms, too, along the tokens; needs tensor > 1")
+    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
+    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    sequence_parallel: bool = setting(
+        False, "also split norms along the tokens; needs tensor parallelism"
+    )
     activations_checkpoint_granularity: Recompute = setting(
-        Recompute.none, "what the backward computes again, to save memory"
+        Recompute.none, "which activations to recompute in the backward pass"
     )
-    freeze_layers: int = setting(0, "lowest layers that stay as they are, and the embeddings")
-    global_batch_size: int = setting(64, "sequences of a step; a call of more makes several")
-    micro_batch_tokens: int = setting(4096, "tokens in one forward and backward pass")
-    loss_clip_val: float = setting(0.2, "how far a value may move from prev_values; 0: no clip")
+    freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
+    global_batch_size: int = setting(64, "sequences per step; larger calls make several steps")
+    micro_batch_tokens: int = setting(4096, "tokens per forward and backward pass")
+    loss_clip_val: float = setting(0.2, "clip range of values around prev_values; 0: no clipping")
     offload_adam_states: bool = setting(
-        False, "optimizer and gradients leave the GPU while values are asked for"
+        False, "move optimizer and gradients off the GPU for inference"
     )
-    seed: int = setting(1234, "of random numbers; a critic that starts needs none")
+    seed: int = setting(1234, "random seed; a critic that loads weights needs none")
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,7 @@ class CriticModelConfig(InvarianceConfig):
 class CriticRunConfig(RunFolderConfig):
     """Where critic_save writes, and a server that is started again goes on from."""
 
-    explicit_log_dir: str = setting("results/critic", "the run's folder")
+    explicit_log_dir: str = setting("results/critic", "folder of the run")
 
 
 @dataclass
@@ -119,7 +121,7 @@ class CriticServerConfig(ServerConfig):
     """The PyTriton endpoint, at the port of NeMo-Aligner's critic."""
 
     port: int = setting(5556, "0: any free port")
-    max_request_bytes: int = setting(256 * 2**20, "bytes of a request; a rollout has many")
+    max_request_bytes: int = setting(256 * 2**20, "largest request in bytes; a rollout needs many")
     prefix_cache_tokens: int = setting(
         0, "with combine: tokens of text beginnings that the reward model keeps; 0 keeps none"
     )

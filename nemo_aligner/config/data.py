@@ -13,10 +13,10 @@ class DataPrefixConfig:
     """Files of every part."""
 
     train: list[str] = setting([], "files to train on")
-    validation: list[str] = setting([], "files to validate on, each a set of its own")
+    validation: list[str] = setting([], "files to validate on, each as a set of its own")
     test: list[str] = setting([], "files to measure the finished model on, once, at the end")
     train_weights: list[float] = setting(
-        [], "of each training file in the mixture; none: by their records"
+        [], "weights of the training files; []: by number of records"
     )
 
     def __post_init__(self) -> None:
@@ -54,31 +54,31 @@ class DataConfig:
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
     format: str = setting("auto", "auto, or a format's name (docs/data.md)")
-    prompt_key: str | None = setting(None, "pairs by named fields: the prompt's (null: prompt)")
-    chosen_key: str | None = setting(None, "the field of the chosen reply (null: chosen)")
-    rejected_key: str | None = setting(None, "the field of the rejected reply (null: rejected)")
-    system_prompt_file: str | None = setting(
-        None, "what conversations without a system prompt begin with"
+    prompt_key: str | None = setting(None, "field with the prompt (null: prompt)")
+    chosen_key: str | None = setting(None, "field with the chosen reply (null: chosen)")
+    rejected_key: str | None = setting(None, "field with the rejected reply (null: rejected)")
+    system_prompt_file: str | None = setting(None, "system prompt for conversations that have none")
+    prompt_file: str | None = setting(
+        None, "text around the last user turn; {} stands for the turn"
     )
-    prompt_file: str | None = setting(None, "words around the last user turn; {} is where it goes")
     input_template: str | None = setting(
-        None, "makes prompt and reply a raw text; {} is where the prompt goes"
+        None, "write prompt and reply as raw text; {} stands for the prompt"
     )
-    seq_length: int = setting(1024, "the most tokens of a text")
-    overlong: Overlong = setting(Overlong.drop, "what becomes of a longer text")
+    seq_length: int = setting(1024, "most tokens of a text")
+    overlong: Overlong = setting(Overlong.drop, "what to do with a longer text")
     template: str | None = setting(
         None, "tokenizer (its own), chatml, llama3, plain, zephyr, or a file"
     )
-    add_bos: bool | None = setting(None, "a BOS token before every text")
-    add_eos: bool | None = setting(None, "an EOS token behind every text")
-    allow_prompt_overlap: bool = setting(False, "let prompts be in training and validation both")
+    add_bos: bool | None = setting(None, "put BOS before every text")
+    add_eos: bool | None = setting(None, "put EOS after every text")
+    allow_prompt_overlap: bool = setting(False, "allow prompts in both training and validation")
     malformed: Malformed = setting(
-        Malformed.error, "what becomes of records that cannot be read: drop leaves them out"
+        Malformed.error, "records that cannot be read: stop with an error, or skip them"
     )
-    max_malformed: float = setting(0.01, "the most of a file that may be left out so, 0 to 1")
+    max_malformed: float = setting(0.01, "largest share of a file that may be skipped, 0 to 1")
 
     index_dir: str | None = setting(
-        None, "where tokens of files are kept (null: beside those of 4 MiB and more)"
+        None, "folder for tokenized files (null: next to files of 4 MiB or more)"
     )
     keep_index: bool = setting(True, "keep tokens on the disk for the next start")
 
@@ -99,9 +99,9 @@ class RegressionConfig:
 
     attributes: list[str] = setting([], "label columns, in the order of label lists")
     attribute_weights: dict[str, float] = setting(
-        {}, "attributes by name: their weighted sum is the one reward; {}: 1 each"
+        {}, "weights by attribute for the combined reward; {}: 1 each"
     )
-    loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")
+    loss_mask_val: float = setting(-100.0, "number that means a missing label, like null")
 
     def __post_init__(self) -> None:
         with Checks("model.regression", self) as checks:

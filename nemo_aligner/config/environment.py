@@ -17,7 +17,7 @@ class RewardEnvironmentConfig:
         None, "with url: environment variable with the servers' bearer token"
     )
     rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
-    precision: Precision | None = setting(None, "null: the one that the scoring contract names")
+    precision: Precision | None = setting(None, "null: that of the scoring contract")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     prefix_cache_tokens: int = setting(0, "in process: tokens of text beginnings to keep")
     cpu_offload: bool = setting(False, "in process: on the device only while it scores")

@@ -14,7 +14,7 @@ from nemo_aligner.errors import SettingsError
 class EvaluateDataConfig:
     """What is scored; the rest comes from the model's scoring contract."""
 
-    path: str | None = setting(None, "a file of pairs or ratings")
+    path: str | None = setting(None, "file of pairs or ratings")
     format: str = setting("auto", "auto, or a format's name (docs/data.md)")
     prompt_key: str | None = setting(None, "as training's model.data.prompt_key")
     chosen_key: str | None = setting(None, "as training's model.data.chosen_key")
@@ -22,7 +22,7 @@ class EvaluateDataConfig:
     system_prompt_file: str | None = setting(None, "as training's model.data.system_prompt_file")
     prompt_file: str | None = setting(None, "as training's model.data.prompt_file")
     input_template: str | None = setting(None, "as training's model.data.input_template")
-    loss_mask_val: float = setting(-100.0, "the number that stands for a missing label, like null")
+    loss_mask_val: float = setting(-100.0, "number that means a missing label, like null")
     malformed: Malformed = setting(DataConfig.malformed, "as training's model.data.malformed")
     max_malformed: float = setting(
         DataConfig.max_malformed, "as training's model.data.max_malformed"
@@ -38,7 +38,7 @@ class SourceConfig:
     """What ``hf_model`` and ``server`` do not say themselves."""
 
     attribute_weights: dict[str, float] = setting(
-        {}, "the numbers of a text by name, and how they add up; {}: one"
+        {}, "weights of a text's numbers by name; {}: there is one"
     )
     tokenizer: str | None = setting(None, "/get_reward: folder with the chat template of texts")
     token_variable: str | None = setting(None, "environment variable with a bearer token")
@@ -54,15 +54,17 @@ class EvaluateConfig:
     """The whole of ``nemo-aligner evaluate``."""
 
     rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
-    hf_model: str | None = setting(None, "instead, a Hugging Face reward model: folder or name")
-    server: str | None = setting(None, "instead, the URL of a running server")
+    hf_model: str | None = setting(None, "a Hugging Face reward model instead: folder or name")
+    server: str | None = setting(None, "a running server instead: its URL")
     source: SourceConfig = field(default_factory=SourceConfig)
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
-    precision: Precision | None = setting(None, "null: the one that the scoring contract names")
+    precision: Precision | None = setting(None, "null: that of the scoring contract")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
-    task: str | None = setting(None, "a benchmark, whose file data.path is (docs/evaluation.md)")
+    task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
-    robustness_pairs: int | None = setting(None, "pairs to score again with their style changed")
+    robustness_pairs: int | None = setting(
+        None, "number of pairs to score again with changed style"
+    )
     output: str | None = setting(None, "JSON file to write: metrics and counts")
     output_rewards: str | None = setting(None, "JSONL file to write: a line for each record")
     report: str | None = setting(None, "HTML file to write: figures, tables, mistakes in full text")

@@ -13,7 +13,7 @@ class GatewayConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
     port: int = setting(8000, "0: any free port")
-    token_file: str | None = setting(None, "file with the bearer token that requests must have")
+    token_file: str | None = setting(None, "file with the bearer token that requests need")
     token_variable: str | None = setting(None, "environment variable with the bearer token")
     certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
     key_file: str | None = setting(None, "private key of the certificate (PEM)")
@@ -21,16 +21,18 @@ class GatewayConfig:
         True, "raw texts and ids that end at an end of turn get what the template has behind it"
     )
     reward_threshold: float | None = setting(
-        None, "/verify: reward 1 from here on, else 0; null: the reward as it is"
+        None, "/verify: reward 1 at or above this, else 0; null: the plain reward"
     )
-    max_request_bytes: int = setting(16 * 2**20, "bytes of a request's body; more get a 413")
-    max_queue_rows: int = setting(8192, "rows inside at once; more get a 503, to be sent later")
-    max_connections: int = setting(256, "requests at once to each backend")
+    max_request_bytes: int = setting(
+        16 * 2**20, "largest request body in bytes; larger ones get a 413"
+    )
+    max_queue_rows: int = setting(8192, "most rows in flight; more get a 503 to retry later")
+    max_connections: int = setting(256, "most concurrent requests per backend")
     timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
-    retry_s: float = setting(1.0, "seconds to look for a backend before a 503")
-    drift_rows: int = setting(1000, "rows that the metrics of rewards are taken over, the last")
-    exit_timeout_secs: int = setting(20, "seconds to answer what is in flight after SIGTERM")
-    ready_file: str | None = setting(None, "file that holds the URL while the gateway answers")
+    retry_s: float = setting(1.0, "seconds to wait for a backend before a 503")
+    drift_rows: int = setting(1000, "number of latest rows for the metrics of rewards")
+    exit_timeout_secs: int = setting(20, "seconds for requests in flight after SIGTERM")
+    ready_file: str | None = setting(None, "file that contains the URL while the gateway is ready")
 
     def __post_init__(self) -> None:
         with Checks("gateway", self) as checks:

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.describe import kinds_of, list_keys
 from nemo_aligner.config.nemo_aligner_keys import RULES
-from nemo_aligner.config.suggest import suggestion
+from nemo_aligner.config.suggest import suggest_setting
 from nemo_aligner.config.translate import Translation
 from nemo_aligner.config.written import KindOf, read_file, read_setting
 from nemo_aligner.errors import ConfigError, SettingsError, first_line, shown
@@ -140,7 +140,7 @@ class _Merging:
             key, kind = f"{prefix}{name!s}", hints.get(str(name))
             is_empty = value is None or (OmegaConf.is_config(value) and value._is_none())
             if kind is None:
-                self._add_unknown(key, where)
+                self._add_unknown(key, value, where)
             elif not is_dataclass(kind):
                 self._add_value(key, kind, value, where)
             elif isinstance(value, DictConfig) and not is_empty:
@@ -166,13 +166,19 @@ class _Merging:
         except OmegaConfBaseException:
             self._complain(where, f"{key}: got {value!r}, wanted {self._known[key]}")
 
-    def _add_unknown(self, key: str, where: str) -> None:
-        near = suggestion(key, self._known)
-        if near is not None:
-            self._complain(where, f"unknown key {key}; did you mean {near}?")
-            return
-        section, _, name = key.rpartition(".")
-        self._unknown.setdefault((where, section), []).append(name)
+    def _add_unknown(self, key: str, value: Any, where: str) -> None:
+        """An unknown key, or an unknown section, whose keys may be known elsewhere."""
+        inside: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
+        keys = [f"{key}.{name}" for name in flatten(inside)] if inside else [key]
+        meant = {each: suggest_setting(each, self._known) for each in keys}
+        if not any(meant.values()):
+            meant = {key: None}
+        for each, near in meant.items():
+            if near is not None:
+                self._complain(where, f"unknown key {each}; did you mean {near}?")
+                continue
+            section, _, name = each.rpartition(".")
+            self._unknown.setdefault((where, section), []).append(name)
 
     def _complain(self, where: str, problem: str) -> None:
         self._problems.setdefault(where, []).append(problem)

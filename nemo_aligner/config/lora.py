@@ -15,11 +15,11 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 class LoraConfig:
     """LoRA (Hu et al. 2021, arXiv:2106.09685) on the linear layers of the backbone."""
 
-    rank: int = setting(0, "of the trained matrices; 0: no LoRA, the weights themselves train")
-    alpha: float = setting(32.0, "what they add is multiplied by alpha / rank")
-    dropout: float = setting(0.0, "share of what A reads that a step leaves out")
+    rank: int = setting(0, "rank of the LoRA matrices; 0: train the weights themselves")
+    alpha: float = setting(32.0, "LoRA's output is scaled by alpha / rank")
+    dropout: float = setting(0.0, "dropout on LoRA's inputs")
     targets: list[str] = setting(
-        list(LORA_TARGETS), "linear layers that they stand beside; default: all four of a layer"
+        list(LORA_TARGETS), "linear layers with LoRA; default: all four of a layer"
     )
 
     def __post_init__(self) -> None:

@@ -29,10 +29,10 @@ class Schedule(Enum):
 class SchedulerConfig:
     """Learning rate over optimizer steps; it decays until the last step of the run."""
 
-    name: Schedule = setting(Schedule.cosine, "how the learning rate goes down")
-    warmup_steps: int = setting(10, "steps in which it goes up from 0")
-    constant_steps: int = setting(0, "last steps of the run, which stay at min_lr")
-    min_lr: float = setting(0.0, "where it ends")
+    name: Schedule = setting(Schedule.cosine, "learning rate schedule after warm-up")
+    warmup_steps: int = setting(10, "steps of linear warm-up from 0")
+    constant_steps: int = setting(0, "number of final steps at min_lr")
+    min_lr: float = setting(0.0, "final learning rate")
 
     def __post_init__(self) -> None:
         with Checks("model.optim.sched", self) as checks:
@@ -59,8 +59,8 @@ class SchedulerConfig:
 class OptimConfig:
     """AdamW through megatron-core's distributed optimizer."""
 
-    lr: float = setting(2e-5, "the learning rate after warm-up")
-    weight_decay: float = setting(0.01, "of matrices; norms have none")
+    lr: float = setting(2e-5, "learning rate after warm-up")
+    weight_decay: float = setting(0.01, "applies to matrices, not to norms and biases")
     betas: tuple[float, float] = setting((0.9, 0.98), "Adam's")
     eps: float = setting(1e-8, "Adam's")
     cpu_offload: bool = setting(False, "Adam's moments (8 bytes a parameter) in host memory")
@@ -87,10 +87,10 @@ class HeadConfig:
     """What makes rewards of the hidden states, in fp32."""
 
     reads: ScoredPosition = setting(
-        ScoredPosition.last_token, "the last token, or the mean over the reply"
+        ScoredPosition.last_token, "read the last token, or the mean over the reply"
     )
-    bias: bool = setting(False, "each layer of the head has a bias")
-    mlp_size: int | None = setting(None, "width of a layer with ReLU before the last; null: none")
+    bias: bool = setting(False, "add a bias to each layer of the head")
+    mlp_size: int | None = setting(None, "width of a hidden layer with ReLU; null: none")
 
     def __post_init__(self) -> None:
         with Checks("model.head", self) as checks:
@@ -102,29 +102,31 @@ class ModelConfig(InvarianceConfig):
     """What is trained, how it is laid out over ranks, and on which data."""
 
     reward_model_type: RewardModelType = setting(
-        RewardModelType.binary_ranking, "pairs, or labels of single replies"
+        RewardModelType.binary_ranking, "learn from pairs, or from labels of single replies"
     )
     objective: str | None = setting(
-        None, "a name of objectives/, or module:Name; null: the usual one of the type"
+        None, "an objective (docs/training.md), or module:Name; null: the default"
     )
-    objective_kwargs: dict[str, Any] = setting({}, "the objective's own settings, key by key")
+    objective_kwargs: dict[str, Any] = setting({}, "settings of the objective")
     regression: RegressionConfig = field(default_factory=RegressionConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
-    tensor_model_parallel_size: int = setting(1, "processes that share every layer")
-    pipeline_model_parallel_size: int = setting(1, "stages that the layers are dealt out to")
+    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
+    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
     context_parallel_size: int = setting(1, "not supported: 1")
-    sequence_parallel: bool = setting(False, "share norms, too, along the tokens; needs tensor > 1")
+    sequence_parallel: bool = setting(
+        False, "also split norms along the tokens; needs tensor parallelism"
+    )
     activations_checkpoint_granularity: Recompute = setting(
-        Recompute.none, "what the backward computes again, to save memory"
+        Recompute.none, "which activations to recompute in the backward pass"
     )
     activations_checkpoint_num_layers: int | None = setting(
-        None, "with full: how many layers, the first ones of a stage; null: all"
+        None, "with full: recompute the first N layers of a stage; null: all"
     )
-    freeze_layers: int = setting(0, "lowest layers that stay as they are, and the embeddings")
+    freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
     lora: LoraConfig = field(default_factory=LoraConfig)
-    global_batch_size: int = setting(64, "records (pairs or rated replies) of a step")
-    micro_batch_tokens: int = setting(4096, "tokens in one forward and backward pass")
-    seed: int = setting(1234, "of the head, and of the order of the data")
+    global_batch_size: int = setting(64, "records (pairs or rated replies) per step")
+    micro_batch_tokens: int = setting(4096, "tokens per forward and backward pass")
+    seed: int = setting(1234, "random seed of the head and of the order of the data")
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
 

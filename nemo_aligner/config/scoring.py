@@ -13,9 +13,10 @@ BATCH_INVARIANT_ROWS = 256
 class InvarianceConfig:
     """Whether a reward depends on what is scored beside it; validation and critics, too."""
 
-    batch_invariant: bool = setting(True, "a reward has the same bits alone and in any company")
+    batch_invariant: bool = setting(True, "rewards have the same bits alone and in any batch")
     batch_invariant_rows: int = setting(
-        BATCH_INVARIANT_ROWS, "rows of its matrix products; CPUs also use others of the same bits"
+        BATCH_INVARIANT_ROWS,
+        "rows per matrix product; CPUs also use others that give the same bits",
     )
 
     @property
@@ -28,10 +29,12 @@ class InvarianceConfig:
 class ScorerModelConfig(InvarianceConfig):
     """How a finished reward model is laid out to score."""
 
-    tensor_model_parallel_size: int = setting(1, "processes that share every layer")
-    pipeline_model_parallel_size: int = setting(1, "stages that the layers are dealt out to")
-    sequence_parallel: bool = setting(False, "share norms, too, along the tokens; needs tensor > 1")
-    micro_batch_tokens: int = setting(8192, "tokens in one forward pass")
+    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
+    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    sequence_parallel: bool = setting(
+        False, "also split norms along the tokens; needs tensor parallelism"
+    )
+    micro_batch_tokens: int = setting(8192, "tokens per forward pass")
 
     def __post_init__(self) -> None:
         with Checks("model", self) as checks:

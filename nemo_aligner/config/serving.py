@@ -15,17 +15,22 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
     port: int = setting(5555, "0: any free port")
-    token_file: str | None = setting(None, "file with the bearer token that requests must have")
+    token_file: str | None = setting(None, "file with the bearer token that requests need")
     token_variable: str | None = setting(None, "environment variable with the bearer token")
-    max_batch_size: int = setting(1024, "rows of a request")
-    max_request_bytes: int = setting(16 * 2**20, "bytes of a request")
-    max_queue_rows: int = setting(8192, "rows that may wait; more are refused, to be sent later")
-    prefix_cache_tokens: int = setting(16384, "tokens of text beginnings to keep; 0 keeps none")
-    report_every_secs: float = setting(10.0, "a line on how busy it is, this often; 0 is never")
-    exit_timeout_secs: int = setting(20, "seconds to answer what is in flight after SIGTERM")
-    heartbeat_secs: float = setting(3.0, "how often rank 0 makes itself heard by the others")
-    worker_timeout_secs: float = setting(30.0, "silence after which a rank counts as gone")
-    ready_file: str | None = setting(None, "file that holds the URL while the server answers")
+    max_batch_size: int = setting(1024, "most rows in a request")
+    max_request_bytes: int = setting(16 * 2**20, "largest request in bytes")
+    max_queue_rows: int = setting(8192, "most rows in the queue; more are refused, to be retried")
+    prefix_cache_tokens: int = setting(16384, "size of the prefix cache in tokens; 0: none")
+    report_every_secs: float = setting(10.0, "seconds between lines that show the load; 0: never")
+    exit_timeout_secs: int = setting(20, "seconds for requests in flight after SIGTERM")
+    heartbeat_secs: float = setting(3.0, "seconds between heartbeats of rank 0")
+    worker_timeout_secs: float = setting(
+        30.0, "seconds without a heartbeat until a rank counts as lost"
+    )
+    triton_log_file: str | None = setting(
+        None, "file for Triton's log; null: a temporary one, removed at the end"
+    )
+    ready_file: str | None = setting(None, "file that contains the URL while the server is ready")
 
     def __post_init__(self) -> None:
         with Checks("server", self) as checks:
@@ -48,7 +53,7 @@ class ServeConfig:
 
     rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
-    precision: Precision | None = setting(None, "null: the one that the scoring contract names")
+    precision: Precision | None = setting(None, "null: that of the scoring contract")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)

@@ -25,11 +25,11 @@ class Combine(Enum):
 class EnsembleConfig:
     """More reward models beside ``rm_model_file``, and one reward of them all."""
 
-    files: list[str] = setting([], "reward models that score the same texts beside rm_model_file")
+    files: list[str] = setting([], "more reward models that score the same texts")
     combine: Combine = setting(
-        Combine.mean, "lower_bound: the mean less k deviations between the models"
+        Combine.mean, "mean of the models, or lower_bound: mean minus k deviations"
     )
-    k: float = setting(1.0, "of lower_bound: how many deviations")
+    k: float = setting(1.0, "number of deviations for lower_bound")
 
     def __post_init__(self) -> None:
         with Checks("ensemble", self) as checks:
@@ -42,26 +42,29 @@ class ShapingConfig:
 
     standardize: Standardize = setting(
         Standardize.none,
-        "less a mean, over a deviation: as trained, of all rewards, or given",
+        "standardize by statistics of training, of all so far, or given ones",
     )
-    mean: list[float] = setting([], "of standardize=given: a number for each attribute")
-    std: list[float] = setting([], "of standardize=given: a number above 0 for each attribute")
+    mean: list[float] = setting([], "means for standardize=given, one per attribute")
+    std: list[float] = setting([], "deviations for standardize=given, one above 0 per attribute")
     statistics_file: str | None = setting(
-        None, "of standardize=running: kept here for the next start"
+        None, "file that keeps the statistics of standardize=running"
     )
     attribute_weights: dict[str, float] = setting(
-        {}, "attributes by name: their weighted sum is the one reward"
+        {}, "weights by attribute for the combined reward"
+    )
+    spread_penalty: float = setting(
+        0.0, "k: reward minus k times its uncertainty, where the model has one"
     )
     length_penalty: float = setting(
-        0.0, "taken off for each token of the reply beyond length_penalty_from"
+        0.0, "penalty per token of the reply beyond length_penalty_from"
     )
-    length_penalty_from: int = setting(0, "tokens of a reply that cost nothing")
-    clip: list[float] = setting([], "[low, high]: rewards beyond become these")
-    threshold: float | None = setting(None, "says of each reward whether it is at least this")
+    length_penalty_from: int = setting(0, "tokens of a reply that are free")
+    clip: list[float] = setting([], "[low, high]: clip rewards to this range")
+    threshold: float | None = setting(None, "also report whether each reward reaches this value")
 
     def __post_init__(self) -> None:
         with Checks("shaping", self) as checks:
-            checks.not_negative("length_penalty", "length_penalty_from")
+            checks.not_negative("spread_penalty", "length_penalty", "length_penalty_from")
             checks.require(
                 self.length_penalty > 0 or not self.length_penalty_from,
                 "length_penalty_from",

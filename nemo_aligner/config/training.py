@@ -26,14 +26,14 @@ class PretrainedCheckpointConfig:
     """
 
     restore_from_path: str | None = setting(None, "a .nemo file, or the folder it unpacks to")
-    allow_contract_change: bool = setting(False, "let a reward model's text rules change")
-    new_head: bool = setting(False, "take a reward model's body alone, with a new head on it")
+    allow_contract_change: bool = setting(
+        False, "allow a change of a reward model's scoring contract"
+    )
+    new_head: bool = setting(False, "use only the body of a reward model, with a new head")
     load_rm_head_weights: str | None = setting(
-        None, "a reward model whose outputs, by attribute, a new head begins with"
+        None, "a reward model whose head initializes the new one, by attribute"
     )
-    rm_head_names: dict[str, str] = setting(
-        {}, "what attributes are called there, where it is not the same"
-    )
+    rm_head_names: dict[str, str] = setting({}, "names of attributes there, where they differ")
 
     def __post_init__(self) -> None:
         with Checks("pretrained_checkpoint", self) as checks:
@@ -45,15 +45,19 @@ class PretrainedCheckpointConfig:
 class RmLoopConfig:
     """How long to train, and how often to look and to save; intervals are in steps."""
 
-    max_epochs: int = setting(1, "times that the data is gone through")
-    max_steps: int | None = setting(None, "end after so many steps, if the epochs do not before")
-    val_check_interval: int | None = setting(100, "steps between validations; null: at the end")
-    val_before_training: bool = setting(False, "validate before the first step, too")
-    limit_val_records: int | None = setting(
-        None, "validate on so many of each set, drawn once; null: on all"
+    max_epochs: int = setting(1, "passes over the data")
+    max_steps: int | None = setting(
+        None, "stop after this many steps, if the epochs do not end before"
     )
-    save_interval: int | None = setting(100, "steps between checkpoints; null: at the end")
-    gradient_clip_val: float = setting(1.0, "the largest norm of a gradient; 0: no clipping")
+    val_check_interval: int | None = setting(
+        100, "steps between validations; null: only at the end"
+    )
+    val_before_training: bool = setting(False, "also validate before the first step")
+    limit_val_records: int | None = setting(
+        None, "records to validate on per set, drawn once; null: all"
+    )
+    save_interval: int | None = setting(100, "steps between checkpoints; null: only at the end")
+    gradient_clip_val: float = setting(1.0, "largest gradient norm; 0: no clipping")
 
     def __post_init__(self) -> None:
         with Checks("trainer.rm", self) as checks:
@@ -73,9 +77,9 @@ class RmLoopConfig:
 class TrainerConfig:
     """Precision and wall clock."""
 
-    precision: Precision = setting(Precision.fp32, "of the forward and backward pass")
+    precision: Precision = setting(Precision.fp32, "precision of the forward and backward pass")
     max_time: str | None = setting(
-        None, "DD:HH:MM:SS of wall clock, after which all is saved and the run stops"
+        None, "DD:HH:MM:SS of wall clock time, then the run saves and stops"
     )
     rm: RmLoopConfig = field(default_factory=RmLoopConfig)
 
@@ -89,11 +93,11 @@ class CheckpointCallbackConfig:
     """
 
     monitor: str | None = setting(
-        None, "set/metric, or one of the first set; null: accuracy, or pearson_mean"
+        None, "set/metric, or metric of the first set; null: accuracy or pearson_mean"
     )
-    mode: MonitorMode | None = setting(None, "null: what is better of that metric")
-    save_top_k: int = setting(1, "how many of the best are kept")
-    average_best: int = setting(1, "the model is the mean of the weights of so many of them")
+    mode: MonitorMode | None = setting(None, "null: the metric's own direction")
+    save_top_k: int = setting(1, "how many of the best checkpoints to keep")
+    average_best: int = setting(1, "average the weights of this many of the best")
 
     def __post_init__(self) -> None:
         with Checks("exp_manager.checkpoint_callback_params", self) as checks:
@@ -108,9 +112,9 @@ class EarlyStoppingConfig:
     """End a run whose monitored metric, that of the best checkpoints, gets no better."""
 
     patience: int | None = setting(
-        None, "so many validations without a better one end the run; null: none do"
+        None, "stop after this many validations without improvement; null: never"
     )
-    min_delta: float = setting(0.0, "by how much a value must be better to count")
+    min_delta: float = setting(0.0, "smallest change that counts as an improvement")
 
     def __post_init__(self) -> None:
         with Checks("exp_manager.early_stopping_callback_params", self) as checks:
@@ -122,14 +126,14 @@ class EarlyStoppingConfig:
 class RunFolderConfig:
     """Where a run lives, and who is told about it; the run's name is the folder's."""
 
-    explicit_log_dir: str = setting("results", "the run's folder")
-    resume_if_exists: bool = setting(True, "go on from the newest checkpoint in it")
+    explicit_log_dir: str = setting("results", "folder of the run")
+    resume_if_exists: bool = setting(True, "resume from the newest checkpoint in it")
     create_tensorboard_logger: bool = setting(True, "log to TensorBoard")
     create_csv_logger: bool = setting(True, "log to a CSV file")
     create_wandb_logger: bool = setting(False, "log to Weights & Biases")
-    wandb_logger_kwargs: dict[str, Any] = setting({}, "of Lightning's WandbLogger, key by key")
+    wandb_logger_kwargs: dict[str, Any] = setting({}, "arguments of Lightning's WandbLogger")
     create_mlflow_logger: bool = setting(False, "log to MLflow")
-    mlflow_logger_kwargs: dict[str, Any] = setting({}, "of Lightning's MLFlowLogger, key by key")
+    mlflow_logger_kwargs: dict[str, Any] = setting({}, "arguments of Lightning's MLFlowLogger")
 
 
 @dataclass

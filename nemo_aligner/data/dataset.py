@@ -160,8 +160,7 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
     """
     reports = report_on(indexes, name)
     if not any(map(len, indexes)):
-        counts = [dict(report.counts) for report in reports]
-        raise DataError(f"{name}: no usable record in {[each.path for each in reports]}: {counts}")
+        raise DataError("\n".join(str(nothing_left(each.path, each.counts)) for each in reports))
     facts = indexes[0].facts
     return TokenizedDataset(
         kind=facts.summary.kind,

@@ -36,7 +36,7 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
         rows.append(f"{kind:<12}{kinds['train'][kind]:>7}{kinds['heldout'][kind]:>9}  {reason}")
     wins = longer_wins([(len(pair.chosen), len(pair.rejected)) for pair in held])
     rows.append(f"written: {', '.join(written)}")
-    rows.append(f"always taking the longer reply is right in {wins:.1%} of heldout")
+    rows.append(f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout")
     return "\n".join(rows)
 
 

@@ -18,7 +18,7 @@ def render_length_baseline(
     if isinstance(heldout[0], Comparison):
         lengths = [length for record in heldout for length in _lengths(record)]
         wins = longer_chosen(heldout, lengths)
-        return [f"always taking the longer reply is right in {wins:.1%} of heldout"]
+        return [f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout"]
     lines, values = [], []
     for index, name in enumerate(attributes):
         # A line fitted to the training lengths: of its slope only the sign matters to r.

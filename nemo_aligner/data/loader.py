@@ -150,12 +150,6 @@ class Imbalance:
     ranks: float
     micro_batches: float
 
-    def __str__(self) -> str:
-        return (
-            f"the largest share of a step is {self.ranks:.2f} of the mean over ranks, "
-            f"{self.micro_batches:.2f} over micro-batches"
-        )
-
 
 def _largest_to_mean(work: Sequence[float]) -> float:
     return max(work) / fmean(work)

@@ -178,12 +178,17 @@ def _have_different_prompts(record: Comparison) -> bool:
 
 
 def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
-    """The error of a file that has no record to use."""
-    return DataError(f"{path}: no usable record in it: {_describe(counts)}")
+    """Build the error of a file that has no record to use."""
+    advice = (
+        "; they are longer than model.data.seq_length: raise it, or set "
+        "model.data.overlong=truncate_left"
+    ) * bool(counts.get("overlong"))
+    return DataError(f"{path}: no usable record in it: {_describe(counts)}{advice}")
 
 
 def _describe(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "it is empty"
+    found = (f"{count} {name}" for name, count in counts.items() if count)
+    return ", ".join(found) or "it is empty"
 
 
 def _why_drop(record: Record, labelled: bool, ties: bool) -> str | None:

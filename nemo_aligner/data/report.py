@@ -90,8 +90,8 @@ class FileReport:
         total, prefixes = summary.lengths.total, summary.prefixes
         yield self.unit, total
         if summary.kind is RecordKind.comparison and prefixes is not None and total:
-            fraction = prefixes.saved / total
-            yield "computed once for all", f"{fraction:.1%}; nothing in {prefixes.alone} records"
+            alone = f"; {prefixes.alone} records share none" if prefixes.alone else ""
+            yield "shared beginnings", f"{prefixes.saved / total:.1%} of {self.unit} saved{alone}"
         yield f"{self.unit} of a sequence", summary.lengths
         yield f"{self.unit} of a reply", summary.reply_lengths
         if summary.longer_chosen is not None:

@@ -84,13 +84,21 @@ class InProcessScorer:
         rewards = np.full((len(texts), len(self._scorer.attributes)), np.nan, dtype=np.float32)
         with self._weights_here():
             token_lists = [each.token_ids for each in encoded.values()]
-            found = self._scorer.score_token_lists(token_lists)
+            outputs = self._scorer.score_outputs(token_lists)
+        found, spreads = self._scorer.read_outputs(outputs)
         for row, reward in zip(encoded, found, strict=True):
             if not np.isfinite(reward).all():
                 raise ServingError(f"row {row}: the model's reward is not a finite number")
         rewards[list(encoded)] = found
         exceeded = [row in encoded and encoded[row].truncated for row in range(len(texts))]
-        return ScoredRows(rewards, errors, np.array(exceeded, dtype=bool), self.contract().hash)
+        return ScoredRows(
+            rewards,
+            errors,
+            np.array(exceeded, dtype=bool),
+            self.contract().hash,
+            spread=None if spreads is None else _at_rows(spreads, list(encoded), len(texts)),
+            outputs=None if spreads is None else _at_rows(outputs, list(encoded), len(texts)),
+        )
 
     @contextmanager
     def _weights_here(self) -> Iterator[None]:
@@ -108,3 +116,10 @@ class InProcessScorer:
         if self._weights is not None:
             self._weights.come()
         self._held.close()
+
+
+def _at_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
+    """``values`` at these of ``total`` rows, NaN at the others."""
+    found = np.full((total, values.shape[1]), np.nan, dtype=np.float32)
+    found[rows] = values
+    return found

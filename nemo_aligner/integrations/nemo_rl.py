@@ -36,6 +36,7 @@ MESSAGES_KEY = "messages"
 _ACTOR = f"{__name__}.RewardModelActor"
 _METRICS = "reward_model_env"
 _FEWEST_TOKENS = 4
+_OTHER_REPLY = {"role": "assistant", "content": "."}  # that nobody refuses
 
 
 class EnvironmentReturn(NamedTuple):
@@ -91,6 +92,7 @@ class RewardModelEnvironment:
         check_expected(contract, self._config.expect_contract, "expect_contract")
         self._weights = reward_weights(contract, self._config.attribute)
         self._refused = 0
+        self._refused_prompts = 0
 
     def step(
         self, message_logs: Sequence[Sequence[Mapping[str, Any]]], env_infos: Sequence[Any]
@@ -102,8 +104,11 @@ class RewardModelEnvironment:
                 what else a message has is left alone.
             env_infos: of each sample None, or its ``extra_env_info``, see above.
 
+        A reply that the model refuses gets ``refused_reward``. A prompt that it refuses with any
+        reply is not the policy's doing: its samples get 0, all of a group the same.
+
         Raises:
-            DataError: a reply cannot be scored, and there is no ``refused_reward``.
+            DataError: a sample cannot be scored, and there is no ``refused_reward``.
             ServingError: no server answers, or it failed.
         """
         import torch
@@ -113,7 +118,12 @@ class RewardModelEnvironment:
         texts = [_conversation(*each) for each in zip(message_logs, env_infos, strict=True)]
         scored = self._rewarder.score_rows(texts)
         rewards = one_reward(scored.rewards, self._weights)
-        self._settle(scored.errors, rewards)
+        of_prompts = self._refused_with_any_reply(self._rewarder, texts, scored.errors)
+        of_replies = {row: why for row, why in scored.errors.items() if row not in of_prompts}
+        self._settle(of_replies, rewards, "replies", self._config.refused_reward)
+        self._settle(of_prompts, rewards, "prompts", 0.0)
+        self._refused += len(of_replies)
+        self._refused_prompts += len(of_prompts)
         count = len(texts)
         return EnvironmentReturn(
             observations=[
@@ -132,12 +142,13 @@ class RewardModelEnvironment:
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """The batch as it is, and metrics of its ``rewards`` or ``total_reward``.
 
-        ``std_reward`` divides by N - 1, as NeMo RL's, and is 0 for one sample. ``num_refused`` is
-        of all steps so far.
+        ``std_reward`` divides by N - 1, as NeMo RL's, and is 0 for one sample. ``num_refused``
+        replies, and the samples of ``num_refused_prompts``, are of all steps so far.
         """
         metrics: dict[str, float] = {
             f"{_METRICS}/num_samples": len(batch.get("message_log", [])),
             f"{_METRICS}/num_refused": self._refused,
+            f"{_METRICS}/num_refused_prompts": self._refused_prompts,
         }
         rewards = batch.get("rewards", batch.get("total_reward"))
         if rewards is not None and len(rewards):
@@ -156,17 +167,30 @@ class RewardModelEnvironment:
         if rewarder is not None:
             rewarder.close()
 
-    def _settle(self, errors: Mapping[int, str], rewards: np.ndarray) -> None:
-        """What becomes of the replies without a reward."""
+    @staticmethod
+    def _refused_with_any_reply(
+        rewarder: Rewarder, texts: Sequence[Text], errors: Mapping[int, str]
+    ) -> dict[int, str]:
+        """Of the refused rows those whose prompt is refused with another reply, too, and why."""
+        if not errors:
+            return {}
+        others: list[Text] = [[*texts[row][:-1], _OTHER_REPLY] for row in errors]  # type: ignore[list-item]
+        found = rewarder.score_rows(others).errors
+        rows = list(errors)
+        return {rows[place]: why for place, why in found.items()}
+
+    def _settle(
+        self, errors: Mapping[int, str], rewards: np.ndarray, whose: str, reward: float | None
+    ) -> None:
+        """Put ``reward`` into the rows of ``errors``; without ``refused_reward`` it is an error."""
         if not errors:
             return
         row, reason = next(iter(errors.items()))
-        said = f"{len(errors)} of {len(rewards)} replies cannot be scored; sample {row}: {reason}"
-        if self._config.refused_reward is None:
+        said = f"{len(errors)} of {len(rewards)} {whose} cannot be scored; sample {row}: {reason}"
+        if self._config.refused_reward is None or reward is None:
             raise DataError(f"{said}; refused_reward=0 gives them that reward")
-        self._refused += len(errors)
-        logger.warning("%s; they get %g", said, self._config.refused_reward)
-        rewards[list(errors)] = self._config.refused_reward
+        logger.warning("%s; they get %g", said, reward)
+        rewards[list(errors)] = reward
 
 
 def messages_processor(

@@ -64,6 +64,24 @@ class RewardEnsemble:
             [member.score_token_lists(token_lists) for member in self._members], axis=1
         )
 
+    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, M * A * K]`` float32 outputs of the heads, for token ids that were checked."""
+        return np.concatenate(
+            [member.score_outputs(token_lists) for member in self._members], axis=1
+        )
+
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""
+        parts = np.split(outputs, len(self._members), axis=1)
+        read = [
+            member.read_outputs(part) for member, part in zip(self._members, parts, strict=True)
+        ]
+        spreads = [each for _, each in read if each is not None]
+        return (
+            np.concatenate([rewards for rewards, _ in read], axis=1),
+            np.concatenate(spreads, axis=1) if spreads else None,
+        )
+
     def forget(self) -> None:
         """Forget what is cached, as keys and values of a call that failed may not be there."""
         for member in self._members:

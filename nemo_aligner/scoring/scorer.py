@@ -151,16 +151,21 @@ class RewardScorer:
             DataError: as ``score``.
         """
         ids = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
-        outputs, readout = self._outputs(ids), self.contract.output_readout
-        spreads = None if readout is None else readout.spreads(outputs)
-        return self.contract.rewards_of(outputs), spreads
+        return self.read_outputs(self.score_outputs(ids))
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
-        return self.contract.rewards_of(self._outputs(token_lists))
+        return self.contract.rewards_of(self.score_outputs(token_lists))
 
-    def _outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, outputs]`` float32 of the head."""
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """``[N, A]`` float32 rewards of the head's ``outputs``, and their spreads, if any.
+
+        It is not collective.
+        """
+        return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
+
+    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, A * K]`` float32 outputs of the head, for token ids that were checked."""
         if not token_lists:
             return np.zeros((0, self._num_outputs), dtype=np.float32)
         try:

@@ -1,9 +1,10 @@
 """From a model's raw rewards to the reward that a trainer learns from, by rules it can read.
 
 In this order, each off by default: every attribute of every model is standardised; the attributes
-are weighed into one reward; the models' rewards are combined; a penalty for length comes off; the
-reward is clipped, and compared with a threshold. The rules are part of the contract that a server
-publishes, so that a client which expects one is not given another.
+are weighed into one reward; a multiple of its uncertainty comes off; the models' rewards are
+combined; a penalty for length comes off; the reward is clipped, and compared with a threshold. The
+rules are part of the contract that a server publishes, so that a client which expects one is not
+given another.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ class ShapedRewards:
         deviation: ``[N, A]`` float32, between the models of an ensemble (the root of the mean
             squared difference from their mean); None for one model.
         passed: ``[N]`` bool, whether the reward is at least the threshold; None without one.
+        spread: ``[N, A]`` float32, the uncertainty of the rewards in their own unit, of several
+            models the mean; of weighed attributes the sum of ``|weight| * spread``, as if their
+            errors went together. None where no model tells it.
     """
 
     rewards: np.ndarray
     deviation: np.ndarray | None
     passed: np.ndarray | None
+    spread: np.ndarray | None = None
 
 
 class RewardShaper:
@@ -69,6 +74,12 @@ class RewardShaper:
         self._shape = (len(contracts), len(contracts[0].attributes))
         self._weights = _weights(shaping, contracts[0])
         self._check_columns()
+        if shaping.spread_penalty and contracts[0].output_readout is None:
+            raise ConfigError(
+                f"shaping.spread_penalty: got {shaping.spread_penalty}, but the model has one "
+                "output for each attribute and no uncertainty; wanted 0, or a model of the "
+                "objective ordinal_bins or quantiles"
+            )
         self._fixed = _fixed_statistics(shaping, contracts)
         hashes = [contract.hash for contract in contracts]
         self._running = None
@@ -90,22 +101,37 @@ class RewardShaper:
         }
         return tuple(name for name in has if has[name])
 
-    def shape(self, raw: np.ndarray, reply_tokens: Sequence[int] | None = None) -> ShapedRewards:
+    def shape(
+        self,
+        raw: np.ndarray,
+        reply_tokens: Sequence[int] | None = None,
+        spreads: np.ndarray | None = None,
+    ) -> ShapedRewards:
         """Shape raw rewards.
 
         Args:
             raw: ``[N, M * A]`` float32, model after model.
             reply_tokens: ``[N]``, with a length penalty.
+            spreads: ``[N, M * A]`` float32, how uncertain they are; negative ones count as 0.
         """
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
+        spread = None
+        if spreads is not None:
+            spread = spreads.astype(np.float64).reshape(values.shape).clip(0)
+        std: np.ndarray | float = 1.0
         if self._running is not None:
             self._running.add(values)
-            values = self._running.standardize(values)
+            values, std = self._running.standardize(values), self._running.std
         if self._fixed is not None:
             mean, std = self._fixed
             values = (values - mean) / std
+        if spread is not None:
+            spread = spread / std
         if self._weights is not None:
             values = values @ self._weights[:, None]
+            spread = None if spread is None else spread @ np.abs(self._weights)[:, None]
+        if spread is not None and self._shaping.spread_penalty:
+            values = values - self._shaping.spread_penalty * spread
         deviation = values.std(axis=1)
         rewards = self._combine(values, deviation)
         shaping = self._shaping
@@ -120,6 +146,7 @@ class RewardShaper:
             shaped,
             deviation.astype(np.float32) if "deviation" in self.outputs else None,
             None if least is None else shaped[:, 0] >= np.float32(least),
+            None if spread is None else spread.mean(axis=1).astype(np.float32),
         )
 
     def check_file(self) -> None:
@@ -168,6 +195,8 @@ class RewardShaper:
                 attributes=(_MERGED,),
                 attribute_weights=(1.0,),
                 label_means=(0.0,),
+                # Its numbers are a row for each attribute, and there is one left.
+                readout=contract.readout if len(contract.attributes) == 1 else None,
             )
         return dataclasses.replace(
             contract,

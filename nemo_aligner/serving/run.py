@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError, ConfigError
@@ -28,7 +29,7 @@ def run_server(config: ServeConfig) -> int:
     files = [config.rm_model_file, *config.ensemble.files]
     for file in files:
         if not Path(file).exists():
-            raise CheckpointError(f"{file}: there is no such file; wanted a reward model's .nemo")
+            raise CheckpointError(no_such_archive(Path(file)))
     with launch():
         check_front(config.server)  # now, and not when a large model is loaded
         layout = initialize_layout(

@@ -122,6 +122,11 @@ class ScoringContract:
         read = outputs if readout is None else readout.rewards(outputs)
         return read + np.array(self.label_means, dtype=np.float32)
 
+    def spreads_of(self, outputs: np.ndarray) -> np.ndarray | None:
+        """``[N, A]`` float32 uncertainty of these rewards; None where no output tells it."""
+        readout = self.output_readout
+        return None if readout is None else readout.spreads(outputs)
+
     @property
     def outputs_per_attribute(self) -> int:
         """How many outputs the head has for each attribute."""

@@ -20,7 +20,7 @@ from nemo_aligner.parallel.device import lacks_bf16
 from nemo_aligner.parallel.layout import LayoutSizes
 from nemo_aligner.subcommand import show_command
 
-_STEPS_FOR_BALANCE = 20
+_STEPS_FOR_BALANCE, _MOST_EVEN = 20, 1.05
 # What a model is measured by, and what the length of a reply alone would give.
 _BASELINES = {
     "accuracy": ("longer_reply_accuracy", "always the longer reply"),
@@ -65,7 +65,7 @@ def describe_steps(
         f"run: {total_steps} steps of {options.global_batch_size} records",
         *_mixture(config, data),
         f"objective: {describe_objective(options, data.objective)}",
-        join_fields([f"balance: {imbalance(range(some))}", f"(first {some} steps)"]),
+        *_uneven_work(imbalance(range(some)), some, config.model.pipeline_model_parallel_size),
     ]
     lines += [
         f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones every time"
@@ -90,6 +90,24 @@ def describe_steps(
         ]
     lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
     return "\n".join(lines)
+
+
+def _uneven_work(found: Imbalance, steps: int, stages: int) -> list[str]:
+    """A note where ranks wait for others, as one has more than its part of a step's work."""
+    most = {"the busiest rank": found.ranks}
+    if stages > 1:  # whose stages wait for the largest micro-batch; else it costs no time
+        most["the largest micro-batch"] = found.micro_batches
+    parts = [
+        f"{name} has {share - 1:.0%} more to do than the mean"
+        for name, share in most.items()
+        if share > _MOST_EVEN
+    ]
+    if not parts:
+        return []
+    return [
+        f"note: in the first {steps} steps {', and '.join(parts)}",
+        "  the others wait meanwhile; a larger model.global_batch_size evens it out",
+    ]
 
 
 def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
@@ -122,12 +140,14 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def next_commands(model: Path, heldout: Sequence[TokenizedDataset]) -> str:
-    """What a person may type next, to measure, serve and export the model of a run."""
+def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: bool = True) -> str:
+    """Commands to type next: measure, serve and, if it can be, export the model of a run."""
     paths = [report.path for dataset in heldout for report in dataset.reports]
     measured = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
     setting = f"rm_model_file={model}"
     export = ["--input", str(model), "--output", str(model.with_suffix(".hf"))]
-    commands = {"evaluate": [setting, measured], "serve": [setting], "export": export}
+    commands = {"evaluate": [setting, measured], "serve": [setting]}
+    if can_export:
+        commands["export"] = export
     shown = [show_command(verb, arguments, "  ") for verb, arguments in commands.items()]
     return "\n".join(["next:", *shown])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ from nemo_aligner.checkpoint.run_folder import MODEL_NAME
 from nemo_aligner.checkpoint.runs import RunCheckpoints, Saved
 from nemo_aligner.console import Counter, say, waiting_for
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.head_shape import check_is_linear
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.one_reward import check_plain_reading
 from nemo_aligner.training.describe import describe_heldout, next_commands
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.trainer import Outcome
@@ -96,8 +99,19 @@ def export(
     if learner.data.test:
         tested = learner.measure(learner.data.test, Counter("test", "records").show)
     say(describe_heldout({**chosen.state.metrics, **tested}))
-    say(next_commands(path, [*learner.data.test, *learner.data.validation]))
+    heldout = [*learner.data.test, *learner.data.validation]
+    say(next_commands(path, heldout, _can_export(contract, config)))
     return tested
+
+
+def _can_export(contract: ScoringContract, config: Mapping[str, Any]) -> bool:
+    """Whether a reward model of Hugging Face has a place for this head."""
+    try:
+        check_plain_reading(contract, "", "")
+        check_is_linear(ModelShape.from_config(config).head, "", "")
+    except CheckpointError:
+        return False
+    return True
 
 
 def _average(
@@ -140,7 +154,8 @@ def render_candidates(
     names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]
     heading = "checkpoints"
     if ranked:
-        heading += f", by {names[0]}" + "".join(f",\n  equals by {name}" for name in names[1:])
+        heading += f", the best first by {names[0]}"
+        heading += "".join(f",\n  ties by {name}" for name in names[1:])
     others = [latest] if latest is not None and latest not in ranked else []
     lines = [heading + ":"]
     for saved in (*ranked[:_MOST_LISTED], *others):

@@ -102,13 +102,13 @@ class SupervisedTrainer:
         with self._stop.while_training():
             try:
                 stopping = self._run()
+                self._publish()
             except TrainingError:
                 # Every rank raises it, and what was saved before stays saved.
                 self._publish()
                 raise
             finally:
                 self._progress.close()
-            self._publish()
         if self._patience.is_over:
             say(f"training ends at step {self._step}: {self._patience.describe()}")
         stopped = stopping and not self._is_over
@@ -196,6 +196,7 @@ class SupervisedTrainer:
 
     def _save(self, metrics: dict[str, float]) -> None:
         self._publish()
+        self._progress.mention("saving")
         with self._timers.measure("save"):
             state = self._state(metrics)
             self._checkpoints.save(state, self._learner.model, self._learner.optimizer)
@@ -221,6 +222,7 @@ class SupervisedTrainer:
         start = time.perf_counter()
         with waiting_for("writing a checkpoint", self._progress.say):
             saved = self._checkpoints.publish()
+        self._progress.mention(None)
         if saved is not None:
             self._timers.add_since(start, "publish")
             self._timers.add_since(self._saving_since, "save_in_background")

@@ -44,13 +44,9 @@ def report(script: str, folder: Path, *arguments: str) -> tuple[str, dict]:
     return done.stdout, json.loads(output.read_text())
 
 
-def run(script: str, folder: Path, *arguments: str) -> list[dict]:
-    """The rows of the benchmark's table."""
-    return report(script, folder, *arguments)[1]["rows"]
-
-
 def test_scoring_gives_the_rewards_of_transformers(folder: Path) -> None:
-    rows = run("benchmarks/scoring.py", folder, "--pairs=6", "--turns=1", "--threads=1")
+    few = ("--pairs=6", "--turns=1", "--threads=1")
+    rows = report("benchmarks/scoring.py", folder, *few)[1]["rows"]
     assert [row["scorer"] for row in rows] == ["nemo_aligner", "transformers"] * 3
     assert all(row["rewards/s"] > 0 for row in rows)
     assert all(row["largest |difference|"] < 1e-5 for row in rows[1::2])
@@ -60,14 +56,8 @@ def test_precision_tells_roundings_apart(folder: Path) -> None:
     """Each row computes otherwise than the others."""
     model, output = folder / "rated.nemo", folder / "precision.json"
     tiny.write_reward_nemo(model)
-    tiny.run_script(
-        "benchmarks/precision.py",
-        f"--model={model}",
-        f"--data={folder / 'pairs.jsonl'}",
-        "--pairs=6",
-        "--draws=2",
-        f"--output={output}",
-    )
+    given = (f"--model={model}", f"--data={folder / 'pairs.jsonl'}", f"--output={output}")
+    tiny.run_script("benchmarks/precision.py", *given, "--pairs=6", "--draws=2")
     rows = {row["in fp32"]: row for row in json.loads(output.read_text())["rows"]}
     computed = {name: row["mean, same weights"] for name, row in rows.items()}
     assert computed.pop("weights alone") == 0 < rows["weights alone"]["mean"]
@@ -77,50 +67,42 @@ def test_precision_tells_roundings_apart(folder: Path) -> None:
 
 
 def test_training_has_the_loss_of_trl(folder: Path, trl_python: Path) -> None:
-    rows = run(
-        "benchmarks/training.py",
-        folder,
-        f"--trl-python={trl_python}",
-        "--trl-batch=2",
-        "--global-batch=4",
-        "--turns=1",
-        "--threads=1",
-    )
+    trl, few = f"--trl-python={trl_python}", ("--trl-batch=2", "--global-batch=4", "--threads=1")
+    rows = report("benchmarks/training.py", folder, trl, *few, "--turns=1")[1]["rows"]
     assert [row["trainer"] for row in rows] == ["nemo_aligner", "TRL, batch 2"]
 
 
+SERVED = ("--clients=2", "--requests=6", "--turns=1", "--threads=1")
 KILLED = "it was ended by SIGKILL, as the kernel does where memory is short\nout of memory"
 
 
-def test_training_is_measured_where_trl_dies(folder: Path, dying_python: Path) -> None:
-    shown, content = report(
-        "benchmarks/training.py",
-        folder,
-        f"--trl-python={dying_python}",
-        *("--trl-batch=2", "--global-batch=4", "--turns=2", "--threads=1"),
-    )
-    ours, trl = content["rows"]
-    assert (ours["trainer"], trl["trainer"]) == ("nemo_aligner", "TRL, batch 2")
-    assert ours["pairs/s"] > 0
-    assert ours["peak GiB"] > 0
-    assert trl["pairs/s"] is None
-    assert content["failures"] == [f"TRL, batch 2: {KILLED}"]
-    assert f"\nTRL, batch 2: {KILLED}\n" in shown
-    # Ours is measured in every turn, and TRL is not asked again.
-    assert shown.splitlines()[:2] == ["turn 1 of 2: ours, TRL", "turn 2 of 2: ours"]
-
-
-def test_scoring_is_measured_where_transformers_dies(folder: Path, dying_python: Path) -> None:
-    shown, content = report(
-        "benchmarks/scoring.py",
-        folder,
-        f"--transformers-python={dying_python}",
-        *("--pairs=4", "--turns=1", "--threads=1"),
-    )
-    assert all(row["rewards/s"] > 0 for row in content["rows"][::2])
-    assert [row["rewards/s"] for row in content["rows"][1::2]] == [None] * 3
-    assert content["failure"] == KILLED
-    assert f"\ntransformers: {KILLED}\n" in shown
+@pytest.mark.parametrize(
+    ("script", "peer", "arguments"),
+    [
+        ("training", "trl", ("--trl-batch=2", "--global-batch=4", "--threads=1", "--turns=2")),
+        ("scoring", "transformers", ("--pairs=4", "--turns=1", "--threads=1")),
+        ("serving", "vllm", ("--kinds=pairs", *SERVED)),
+    ],
+)
+def test_benchmark_is_measured_where_its_peer_dies(
+    folder: Path, dying_python: Path, script: str, peer: str, arguments: tuple[str, ...]
+) -> None:
+    if script == "serving":
+        pytest.importorskip("pytriton")
+    python = f"--{peer}-python={dying_python}"
+    shown, content = report(f"benchmarks/{script}.py", folder, python, *arguments)
+    speeds: dict[bool, list[float | None]] = {True: [], False: []}
+    for row in content["rows"]:
+        is_ours = "nemo_aligner" in row.values()
+        speeds[is_ours].append(row.get("pairs/s", row.get("rewards/s")))
+    assert speeds[True]
+    assert all(speed is not None and speed > 0 for speed in speeds[True])
+    assert {*speeds[False]} == {None}
+    said = content.get("failures") or [content["failure"]]
+    assert all(each.endswith(KILLED) for each in (said.values() if peer == "vllm" else said))
+    assert f"{KILLED}\n" in shown
+    if script == "training":  # ours is measured in every turn, and TRL is not asked again
+        assert shown.splitlines()[:2] == ["turn 1 of 2: ours, TRL", "turn 2 of 2: ours"]
 
 
 def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
@@ -144,25 +126,22 @@ def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_run_is_told_step_by_step(folder: Path) -> None:
-    rows = run("benchmarks/memory.py", folder, "--steps=4", "--save-interval=2", "--skip-products")
+    few = ("--steps=4", "--save-interval=2", "--skip-products")
+    rows = report("benchmarks/memory.py", folder, *few)[1]["rows"]
     starts = ["libraries", "model and optimizer", "the save's copy"]
     assert [row["when"] for row in rows] == [*starts, *(f"step {step}" for step in range(1, 5))]
     assert all(row["peak"] >= row["resident"] > row["in use"] > 0 for row in rows)
     assert all(row["at most"] >= row["in use"] for row in rows)
 
 
-def serve(folder: Path, *arguments: str) -> tuple[str, dict]:
-    pytest.importorskip("pytriton")
-    few = ("--clients=2", "--requests=6", "--turns=1", "--threads=1")
-    return report("benchmarks/serving.py", folder, *few, *arguments)
-
-
 def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pytriton")
     python = tmp_path / "python"
     fake = tiny.ROOT / "tests/benchmarks/fake_vllm.py"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
     python.chmod(0o755)
-    _, content = serve(folder, f"--vllm-python={python}", "--kinds=shared")
+    peer = (f"--vllm-python={python}", "--kinds=shared")
+    _, content = report("benchmarks/serving.py", folder, *peer, *SERVED)
     rows = content["rows"]
     assert [row["server"] for row in rows] == ["nemo_aligner", "vLLM with prefix cache"]
     assert [row["clients"] for row in rows] == [1, 1]
@@ -170,15 +149,6 @@ def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> 
     assert rows[1]["ours is faster by"] > 0
     assert content["difference"] < 1e-5
     assert content["failures"] == {}
-
-
-def test_serving_is_measured_where_its_peer_dies(folder: Path, dying_python: Path) -> None:
-    shown, content = serve(folder, f"--vllm-python={dying_python}", "--kinds=pairs")
-    ours, *theirs = content["rows"]
-    assert ours["rewards/s"] > 0
-    assert [row["rewards/s"] for row in theirs] == [None] * 2
-    assert set(content["failures"].values()) == {f"it did not start: {KILLED}"}
-    assert f"\nvLLM: it did not start: {KILLED}\n" in shown
 
 
 def test_what_the_server_itself_costs(folder: Path) -> None:

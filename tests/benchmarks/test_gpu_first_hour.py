@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,26 +128,25 @@ def test_who_stops_it_keeps_what_was_found(tmp_path: Path, order: signal.Signals
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
-def fake_part(hour: SimpleNamespace, name: str, program: str, **more: Any) -> Any:
-    """A part that runs ``program``, which finds the file for its rows in ``out``."""
-
-    def command(context: Any) -> list[str]:
-        return [sys.executable, "-c", f"out = {str(context.output(name))!r}\n{program}"]
-
-    limit = more.pop("limit", 20)
-    return hour.parts.Part(name, "a part", limit, command, hour.parts.read_rows, **more)
+WRITES = "open(out, 'w').write('[{\"a\": 1}]')"
 
 
 @pytest.fixture
-def run(hour: SimpleNamespace, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Run parts, and give what became of each."""
+def run(hour: SimpleNamespace, tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
+    """What became of parts, by name; their programs find the file for their rows in ``out``."""
 
-    def run_parts(parts: Sequence[Any], seconds: float = 60.0) -> list[dict[str, Any]]:
+    def run_parts(
+        seconds: float = 60.0, limit: float = 20, **parts: str | tuple[str, dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
         context = hour.parts.Hour("cpu", 0, tmp_path, None, None, None, 0.1, "", "")
         results: list[dict[str, Any]] = []
-        for part in parts:
+        for name, given in parts.items():
+            program, more = (given, {}) if isinstance(given, str) else given
+            words = [sys.executable, "-c", f"out = {str(context.output(name))!r}\n{program}"]
+            kind, read = hour.parts.Part, hour.parts.read_rows
+            part = kind(name, "a part", limit, lambda _, words=words: words, read, **more)
             results.append(hour.main._run(part, context, results, time.monotonic() + seconds, 1))
-        return results
+        return {result["part"]: result for result in results}
 
     return run_parts
 
@@ -159,32 +158,34 @@ def is_running(pid: int) -> bool:
         return False
 
 
-WRITES = "open(out, 'w').write('[{\"a\": 1}]')"
-
-
-def test_a_part_that_fails_hides_no_other(
-    hour: SimpleNamespace, run: Callable[..., list[dict[str, Any]]]
+def test_a_part_that_fails_or_cannot_run_says_why_and_hides_no_other(
+    run: Callable[..., dict[str, dict[str, Any]]],
 ) -> None:
-    failed, silent, good = run(
-        [
-            fake_part(hour, "fails", f"{WRITES}; print('a word'); raise SystemExit(3)"),
-            fake_part(hour, "silent", "pass"),
-            fake_part(hour, "good", WRITES),
-        ]
-    )
-    assert (failed["state"], failed["why"]) == ("failed", "it ended with exit status 3")
-    assert failed["rows"] == [{"a": 1}]
-    assert failed["remarks"] == ["a word"]
-    assert (silent["state"], silent["why"]) == ("failed", "it ended without a result")
-    assert (good["state"], good["rows"]) == ("done", [{"a": 1}])
+    found = run(
+        fails=f"{WRITES}; print('a word'); raise SystemExit(3)",
+        silent="pass",
+        lacks=(WRITES, {"lacks": lambda context: "no such thing here"}),
+        needs=(WRITES, {"needs": ("lacks",)}),
+        good=WRITES,
+    ) | run(late=WRITES, seconds=0)
+    assert {name: (part["state"], part["why"]) for name, part in found.items()} == {
+        "fails": ("failed", "it ended with exit status 3"),
+        "silent": ("failed", "it ended without a result"),
+        "lacks": ("not run", "no such thing here"),
+        "needs": ("not run", "it needs the part lacks, which is not run"),
+        "good": ("done", ""),
+        "late": ("not run", "no time is left"),
+    }
+    assert found["good"]["rows"] == found["fails"]["rows"] == [{"a": 1}]
+    assert found["fails"]["remarks"] == ["a word"]
 
 
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
-    hour: SimpleNamespace, run: Callable[..., list[dict[str, Any]]], tmp_path: Path
+    run: Callable[..., dict[str, dict[str, Any]]], tmp_path: Path
 ) -> None:
     child = "import subprocess, time; p = subprocess.Popen(['sleep', '60'], start_new_session=True)"
     note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
-    (late,) = run([fake_part(hour, "late", f"{WRITES}\n{child}\n{note}\ntime.sleep(60)", limit=2)])
+    late = run(late=f"{WRITES}\n{child}\n{note}\ntime.sleep(60)", limit=2)["late"]
     assert (late["state"], late["why"]) == ("out of time", "it was stopped after 2 s")
     assert late["rows"] == [{"a": 1}]
     pid = int((tmp_path / "pid").read_text())
@@ -192,25 +193,6 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)
-
-
-def test_a_part_that_cannot_run_says_why(
-    hour: SimpleNamespace, run: Callable[..., list[dict[str, Any]]]
-) -> None:
-    lacks, needs = run(
-        [
-            fake_part(hour, "lacks", WRITES, lacks=lambda context: "no such thing here"),
-            fake_part(hour, "needs", WRITES, needs=("lacks",)),
-        ]
-    )
-    assert (lacks["state"], lacks["why"]) == ("not run", "no such thing here")
-    assert needs["why"] == "it needs the part lacks, which is not run"
-    (late,) = run([fake_part(hour, "late", WRITES)], seconds=0)
-    assert late["why"] == "no time is left"
-
-
-def test_what_a_part_needs_is_run_before_it(hour: SimpleNamespace) -> None:
-    assert [part.name for part in hour.main._with_needs(["scoring"])] == ["model", "scoring"]
 
 
 def test_files_that_are_not_there_are_an_error_at_once(
@@ -223,16 +205,16 @@ def test_files_that_are_not_there_are_an_error_at_once(
         assert f"--{name}: there is no no/file" in capsys.readouterr().err
 
 
-def test_all_parts_fit_into_half_an_hour(hour: SimpleNamespace) -> None:
-    assert sum(part.limit for part in hour.parts.PARTS) <= 30 * 60
-
-
-def test_each_point_of_the_gpu_fits_into_80_gib(hour: SimpleNamespace) -> None:
+def test_parts_fit_into_half_an_hour_and_80_gib_and_have_what_they_need_before(
+    hour: SimpleNamespace,
+) -> None:
     from scaling import plan_of
 
     from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.planning.memory import fullest_stage
 
+    assert [part.name for part in hour.main._with_needs(["scoring"])] == ["model", "scoring"]
+    assert sum(part.limit for part in hour.parts.PARTS) <= 30 * 60
     points = hour.sizes.sizes_of("cuda", "bf16").points
     assert {part.name for part in hour.parts.PARTS} >= {*points}
     for point in (each for part in points.values() for each in part):

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.serving.client.misbehaving import Answering
 
 pytest.importorskip("aiohttp")
 
@@ -43,11 +44,11 @@ class FakeServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     server: FakeServer
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = json.loads(self.body())
         is_kserve = "inputs" in asked
         ids = asked["inputs"][0]["data"] if is_kserve else asked.get("input", asked.get("tokens"))
         ids = ids[0] if isinstance(ids[0], list) else ids
@@ -61,17 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         reward = [sum(ids)]
         outputs = {"outputs": [{"name": "rewards", "data": reward}]}
         others = {"rewards": [reward]} if "tokens" in asked else {"data": [{"probs": reward}]}
-        self.answer(9 in ids, outputs if is_kserve else others)
-
-    def answer(self, is_refused: bool, content: dict[str, Any]) -> None:
-        body = b"no nines" if is_refused else json.dumps(content).encode()
-        self.send_response(400 if is_refused else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        found = (200, outputs if is_kserve else others)
+        self.answer(*((400, b"no nines") if 9 in ids else found))
 
 
 @pytest.fixture
@@ -101,22 +93,18 @@ def put(load: dict[str, Any]) -> Any:
     return module("serving_servers").Load(**asyncio.run(module("serving_load").put(load)))
 
 
-def test_both_servers_are_asked_and_understood(server: FakeServer) -> None:
-    found = put(load_of(server.url, [1, 2], [3]))
-    assert found.rewards == [[3.0], [3.0]]
-    recipe = module("serving_servers").Recipe("vLLM", Path("m"), 1, (), "python")
-    found = put(load_of(server.url) | {"requests": [recipe.request([4, 5])], "count": 3})
-    assert found.rewards == [[9.0]] * 3
+def test_every_server_is_asked_and_understood(server: FakeServer) -> None:
+    gateway, kind = module("gateway"), module("serving_servers").Recipe
+    ours, peer = kind("ours", Path("m"), 1), kind("vLLM", Path("m"), 1, (), "python")
+    requests = [
+        *(ours.request([1, 2]), peer.request([4, 5])),
+        *(gateway.rewards_request([1, 2]), gateway.classify_request([3])),
+    ]
+    found = put(load_of(server.url) | {"requests": requests, "count": 6})
+    assert found.rewards == [[3.0], [9.0], [3.0], [3.0], [3.0], [9.0]]
     assert found.refused == 0
-    assert server.asked == ["/v2/models/reward_model/infer"] * 2 + ["/classify"] * 3
-
-
-def test_the_gateway_is_asked_and_understood(server: FakeServer) -> None:
-    gateway = module("gateway")
-    requests = [gateway.rewards_request([1, 2]), gateway.classify_request([3])]
-    found = put(load_of(server.url) | {"requests": requests, "count": 2})
-    assert found.rewards == [[3.0], [3.0]]
-    assert server.asked == ["/v1/rewards", "/classify"]
+    paths = ["/v2/models/reward_model/infer", "/classify", "/v1/rewards", "/classify"]
+    assert server.asked == [*paths, *paths[:2]]
 
 
 def test_what_the_gateway_adds_is_compared_turn_by_turn_and_every_reward_is_the_servers() -> None:
@@ -156,19 +144,16 @@ def test_what_is_refused_or_late_or_unreachable_has_no_reward(server: FakeServer
     assert "Cannot connect" in found.said[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_load_is_bounded() -> None:
+    for changes, message in (
         ({"url": "http://example.org"}, "url: got http://example.org"),
         ({"url": "http://127.0.0.1.example.org"}, "url: got"),
         ({"count": 10**7}, "count: got 10000000, wanted 1 to 1000000"),
         ({"clients": 0}, "clients: got 0, wanted 1 to 1024"),
         ({"limit_s": 1e9}, "limit_s: got"),
-    ],
-)
-def test_a_load_is_bounded(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        put(load_of("http://127.0.0.1:9", [1]) | changes)
+    ):
+        with pytest.raises(ValueError, match=message):
+            put(load_of("http://127.0.0.1:9", [1]) | changes)
 
 
 def test_no_turn_asks_for_texts_of_another() -> None:
@@ -215,28 +200,12 @@ def test_the_table_has_medians_of_turns_and_dashes() -> None:
     rows = serving.rows_of(
         both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2, 3)}
     )
-    assert rows == [
-        {
-            "work": "uniform",
-            "clients": 8,
-            "server": "nemo_aligner",
-            "rewards/s": 2.0,
-            "tokens/s": 40,
-            "p50 s": 0.5,
-            "p99 s": pytest.approx(1.0, abs=0.1),
-            "ours is faster by": "",
-        },
-        {
-            "work": "uniform",
-            "clients": 8,
-            "server": "vLLM",
-            "rewards/s": 1.0,
-            "tokens/s": 20,
-            "p50 s": 1.0,
-            "p99 s": pytest.approx(1.5, abs=0.1),
-            "ours is faster by": 2.0,
-        },
+    names = ("server", "rewards/s", "tokens/s", "p50 s", "p99 s", "ours is faster by")
+    assert [[row[name] for name in names] for row in rows] == [
+        ["nemo_aligner", 2.0, 40, 0.5, pytest.approx(1.0, abs=0.1), ""],
+        ["vLLM", 1.0, 20, 1.0, pytest.approx(1.5, abs=0.1), 2.0],
     ]
+    assert {(row["work"], row["clients"]) for row in rows} == {("uniform", 8)}
     # One that failed in the last turn has no figures at all.
     rows = serving.rows_of(both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2)})
     shown = module("common").render(rows).splitlines()

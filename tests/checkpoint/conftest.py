@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tests import tiny
 from tests.checkpoint import foreign
-from tests.checkpoint.fuzzing import TINY, EntryPoint, Files, Mutation, check_all
+from tests.checkpoint.fuzzing import TINY, Damaged, Fuzzer
 from tests.checkpoint.loading import Theirs
+from tests.checkpoint.weights.tensors import request
 
 QUICK, AT_A_TIME = 100, 1000
 
@@ -32,26 +33,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def fuzz(
-    layout: Any,
-    scratch: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., None]:
-    """Every seed's mutation of a checkpoint's files is met by the entry point ``convert``."""
+    layout: Any, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Damaged, range], None]:
+    """Every seed's mutation of a checkpoint is loaded as it may be, or refused."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-    def fuzz(
-        files: Files,
-        mutations: Sequence[Mutation],
-        seeds: range,
-        convert: Callable[[Path, Path], Any],
-        source: str = ".",
-    ) -> None:
-        folder = tmp_path_factory.mktemp("fuzz")
-        entry_point = EntryPoint(files, convert, layout, folder, scratch, source)
-        check_all(entry_point, mutations, seeds)
-
-    return fuzz
+    return lambda damaged, seeds: Fuzzer(damaged, layout, tmp_path / "fuzz", scratch).check(seeds)
 
 
 @pytest.fixture
@@ -118,6 +104,15 @@ def unpacked(tiny_archive: Path, tmp_path: Path) -> Path:
     shutil.unpack_archive(tiny_archive, folder, "tar")
     (folder / "checksums.json").unlink()
     return folder
+
+
+@pytest.fixture
+def saved(layout: Any, tmp_path: Path) -> Path:
+    """The weights of ``weights/tensors.py``, as this package saves them."""
+    from nemo_aligner.checkpoint.weights.save import save_weights
+
+    save_weights(request(), tmp_path / "weights")
+    return tmp_path / "weights"
 
 
 @pytest.fixture

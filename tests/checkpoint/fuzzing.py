@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import random
 import resource
 import shutil
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, load_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import AlignerError
 from tests import tiny
@@ -28,6 +31,10 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+# YAML of a few lines that unfolds to billions of items.
+LAUGHS = "\n".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]" for n in range(12)
+)
 BOMB = "executed"  # a file that untrusted code would make
 DEEP: Any = []
 for _ in range(200):
@@ -50,6 +57,8 @@ TEMPLATES = [
     "{{ messages.append(1) }}", "{% for m in messages %}" * 30 + "x" + "{% endfor %}" * 30,
 ]  # fmt: skip
 Files = dict[str, bytes]
+Make = Callable[[Files, random.Random], Files]
+ALL = ("config", "weights", "tokenizer")  # the fields of Content
 
 
 class TooLong(BaseException):
@@ -69,15 +78,12 @@ class Content:
 class Mutation:
     """``make`` gives the files of a damaged checkpoint; ``alters``: what may load otherwise."""
 
-    make: Callable[[Files, random.Random], Files]
+    make: Make
     alters: tuple[str, ...] = ()
 
 
 def load(path: Path, layout: Any) -> Content:
     """A base model's content, or a reward model's with its contract."""
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, load_reward_model
-
     with open_nemo(path, with_weights=False) as folder:
         contract = folder.contract
     if contract is None:
@@ -155,39 +161,70 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         path.write_bytes(data)
 
 
-def convert_hf(source: Path, output: Path) -> str:
-    """By the entry point for Hugging Face and GGUF."""
-    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-
-    return str(convert_hf_to_nemo(source, output))
+def text_of(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
-class EntryPoint:
-    """A way in: ``files`` lie in a folder, of which ``source`` is the part that is converted."""
+def damage(*endings: str) -> Make:
+    """A mutation: some bytes of a file whose name ends with one of ``endings``."""
 
-    def __init__(
-        self,
-        files: Files,
-        convert: Callable[[Path, Path], Any],
-        layout: Any,
-        folder: Path,
-        scratch: Path,
-        source: str = ".",
-    ) -> None:
-        self.files = files
-        self._convert, self._layout = convert, layout
-        self._folder, self._scratch, self._source = folder, scratch, source
-        self._wanted = self._converted(files)
+    def some_bytes_of(files: Files, rng: random.Random) -> Files:
+        name = rng.choice([name for name in files if name.endswith(endings)])
+        return edited(files, name, lambda data: some_bytes(data, rng))
+
+    some_bytes_of.__name__ += f" {endings}"
+    return some_bytes_of
+
+
+def two_files(files: Files, rng: random.Random) -> Files:
+    """Files lost, doubled under another name, or with each other's content."""
+    first, second = rng.sample(sorted(files), 2)
+    how = rng.randrange(3)
+    if how == 0:
+        return {name: data for name, data in files.items() if name != first}
+    if how == 1:
+        return {**files, first: files[second], second: files[first]}
+    other = rng.choice(["x.safetensors", "model.safetensors", "special_tokens_map.json", "x.py"])
+    return {**files, other: files[first]}
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """The files of a checkpoint, what is done to them, and the way in.
+
+    ``source`` is the part of them that ``convert`` is given; None: that is opened as it is.
+    """
+
+    files: Files
+    mutations: Sequence[Mutation]
+    convert: Callable[[Path, Path], Any] | None
+    source: str = "."
+
+
+class Fuzzer:
+    """Meets a checkpoint's mutations by its way in, in ``folder``."""
+
+    def __init__(self, damaged: Damaged, layout: Any, folder: Path, scratch: Path) -> None:
+        self._damaged, self._layout = damaged, layout
+        self._folder, self._scratch = folder, scratch
+        self._wanted = self._content(damaged.files)
         assert isinstance(self._wanted, Content), self._wanted
 
-    def check(self, mutation: Mutation, seed: int) -> bool:
+    def check(self, seeds: range) -> None:
+        """Every seed's mutation is loaded as it may be, or refused; some are, and some are not."""
+        mutations = self._damaged.mutations
+        loaded = sum(self._is_loaded(mutations[seed % len(mutations)], seed) for seed in seeds)
+        least = len(seeds) // 50
+        assert least < loaded < len(seeds) - least, f"{loaded} of {len(seeds)} loaded"
+
+    def _is_loaded(self, mutation: Mutation, seed: int) -> bool:
         """Whether what the mutation made was loaded; raises where anything else came of it."""
         rng = random.Random(seed)
         what = f"{mutation.make.__name__}, seed {seed}"
-        files = mutation.make(self.files, rng)
+        files = mutation.make(self._damaged.files, rng)
         try:
             with limited():
-                got = self._converted(files)
+                got = self._content(files)
         except BaseException as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
         assert not Path(BOMB).exists(), f"{what}: it ran code"
@@ -195,41 +232,35 @@ class EntryPoint:
             assert str(self._folder) in got, f"{what}: the error names no file: {got[:500]}"
             assert len(got) < SHOWN, f"{what}: {len(got)} characters of error: {got[:500]}"
             return False
-        for part in ("config", "weights", "tokenizer"):
+        for part in ALL:
             if part not in mutation.alters:
                 wanted = getattr(self._wanted, part)
                 assert getattr(got, part) == wanted, f"{what}: it loads with another {part}"
         return True
 
-    def _check_scratch(self) -> None:
-        # torch makes a folder for its compiler, which nothing here uses, when it is first asked.
-        names = [path.name for path in self._scratch.iterdir()]
-        assert all(name.startswith("torchinductor") for name in names), f"it left {names}"
-
-    def _converted(self, files: Files) -> Content | str:
-        """What an archive of ``files`` loads as, or the error that refuses them."""
+    def _content(self, files: Files) -> Content | str:
+        """What ``files`` load as, or the error that refuses them; nothing is left behind."""
         shutil.rmtree(self._folder, ignore_errors=True)
         source, output = self._folder / "theirs", self._folder / "out" / "ours.nemo"
         write_files(source, files)
         before = sorted(self._folder.rglob("*"))
+        convert, given = self._damaged.convert, source / self._damaged.source
         try:
-            self._convert(source / self._source, output)
+            if convert is None:
+                return load(given, self._layout)
+            convert(given, output)
         except AlignerError as error:
             left = [path for path in self._folder.rglob("*") if path not in before]
             assert not [path for path in left if path != output.parent], f"it left {left}"
-            self._check_scratch()
             if caused_by_memory(error):
                 raise MemoryError(str(error)) from error
             return str(error)
+        finally:
+            # torch makes a folder for its compiler when it is first asked; nothing here uses it.
+            names = [path.name for path in self._scratch.iterdir()]
+            assert all(name.startswith("torchinductor") for name in names), f"it left {names}"
         assert sorted(output.parent.iterdir()) == [output]
-        self._check_scratch()
         return load(output, self._layout)
-
-
-def check_all(entry_point: EntryPoint, mutations: Sequence[Mutation], seeds: range) -> None:
-    """Every seed's mutation is met by ``entry_point``; some are loaded, and some refused."""
-    loaded = sum(entry_point.check(mutations[seed % len(mutations)], seed) for seed in seeds)
-    assert len(seeds) // 50 < loaded < len(seeds) * 49 // 50, f"{loaded} of {len(seeds)} loaded"
 
 
 def caused_by_memory(error: BaseException | None) -> bool:

@@ -37,10 +37,6 @@ def refuse(path: Path, layout: Any, message: str) -> None:
         load(path, layout)
 
 
-def files_of(unpacked: Path) -> list[Path]:
-    return [path for path in unpacked.rglob("*") if path.is_file()]
-
-
 def edit(unpacked: Path, **changes: Any) -> None:
     path = unpacked / "model_config.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))

@@ -1,19 +1,25 @@
-"""Several things that have to be refused, in one test that tells every one that was not."""
+"""Tables of what has to be refused: one test tells every case that was not."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 from nemo_aligner.errors import CheckpointError
+from tests.checkpoint.fuzzing import files_of, write_files
 
+LONGEST = 2000  # characters of an error
 Refused = Callable[[object, str], AbstractContextManager[None]]
+# What is done to a checkpoint's folder, and the pattern of the error that refuses it.
+Damages = Iterable[tuple[Callable[[Path], object], str]]
 
 
 @contextmanager
 def refusals(kind: type[Exception] = CheckpointError) -> Iterator[Refused]:
-    """``with refused(case, pattern)``: what is in it ends in an error that has the pattern.
+    """``with refused(case, pattern)``: what is in it ends in a short error that has the pattern.
 
     At the end, all cases that went otherwise are told at once.
     """
@@ -24,10 +30,35 @@ def refusals(kind: type[Exception] = CheckpointError) -> Iterator[Refused]:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, kind) or not re.search(pattern, str(error)):
-                wrong[str(case)] = f"{type(error).__name__}: {str(error)[:500]}; wanted {pattern}"
+            said = str(error)
+            is_right = isinstance(error, kind) and re.search(pattern, said)
+            if not is_right or len(said) > LONGEST:
+                wrong[str(case)] = f"{type(error).__name__}: {said[:500]}; wanted {pattern}"
         else:
             wrong[str(case)] = f"it was taken; wanted {pattern}"
 
     yield refused
     assert not wrong, "\n".join(f"{case}: {told}" for case, told in wrong.items())
+
+
+def overwrite(name: str, content: bytes | str) -> Callable[[Path], object]:
+    """The damage that a file has other content."""
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def check_damages(
+    folder: Path,
+    damages: Damages,
+    use: Callable[[Path], object],
+    kind: type[Exception] = CheckpointError,
+) -> None:
+    """``use(folder)`` refuses each damage; ``folder`` is put back as it was after each."""
+    kept = files_of(folder)
+    with refusals(kind) as refused:
+        for number, (damage, pattern) in enumerate(damages):
+            damage(folder)
+            with refused(f"{number}: {pattern}", pattern):
+                use(folder)
+            shutil.rmtree(folder)
+            write_files(folder, kept)

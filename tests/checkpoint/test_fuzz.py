@@ -1,4 +1,4 @@
-"""Damaged and hostile archives: each loads as it was, or is refused by an error of ours.
+"""Damaged and hostile checkpoints of NeMo and Megatron: each loads as it may, or is refused.
 
 Nothing else may happen: no other exception, no hang, no file outside, nothing left behind. An
 archive of ours knows its content by checksums. In those of others settings, tokenizer and
@@ -10,35 +10,71 @@ from __future__ import annotations
 import copy
 import gzip
 import io
+import json
 import random
 import tarfile
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
-from nemo_aligner.errors import CheckpointError, ConfigError, DataError
-from tests import tiny
-from tests.checkpoint.fuzzing import TINY, Content, limited, load, some_bytes
+from tests.checkpoint import foreign
+from tests.checkpoint.fuzzing import (
+    ALL,
+    BOMB,
+    LAUGHS,
+    NASTY,
+    TEMPLATES,
+    Damaged,
+    Files,
+    Mutation,
+    damage,
+    edited,
+    files_of,
+    some_bytes,
+    two_files,
+    with_nasty_value,
+)
+from tests.checkpoint.loading import Bomb, Theirs, head_of, import_nemo
 
-NASTY = [
-    "1000000000000", "-1", "0", "1e400", ".nan", "null", "[1, 2]", "{a: b}", "true", "'text'", "3",
-    "!!python/object/apply:os.getcwd []", "&a [*a]", "9" * 5000, "2.5", "0x41", "4096",
-]  # fmt: skip
+ARCHIVE = "base.nemo"
+CONFIG = "model_config.yaml"
+TRACKER = "latest_checkpointed_iteration.txt"
+BOMBS = Bomb(Path(BOMB))
 Member = tuple[tarfile.TarInfo, bytes]
 Members = list[Member]
+LINES = [
+    f"x: !!python/object/apply:os.mknod [{BOMB}]", "x: !!python/name:os.system", "x: !y z",
+    "x: &x [*x]", LAUGHS, "x: " + "[" * 3000, "<<: [{num_layers: 9}]", "num_layers: 9", "x: *y",
+    "? [a, b]\n: c", "%YAML 9.9", "---", "x: 0x" + "f" * 5000, "x: 2001-99-99", "x: 1:99:99",
+    "x: !!binary '#'", "x: !!float x", "\tx: y", "x: !!set {a, [b]}", "x: \x00", "1e999: {}",
+]  # fmt: skip
+KEYS = [
+    "override_vocab_size", "vocab_size", "window_size", "num_moe_experts", "tokenizer",
+    "rope_scaling", "scale_factor", "reward_model_type", "regression", "_target_",
+]  # fmt: skip
+HEADERS = {
+    "shape": [[], [0], [2**40, 2**40], [1], "x", [-1], [1.0], [4, 64], 2**40],
+    "chunks": [[], [0], [1], [2**40, 1], [1, 1], [3, 3], [10**12], "x", [True]],
+    "dtype": ["<f2", "bfloat16", "<f8", ">f4", "|O", "<U9", [["a", "<f4"]], None, "<i4"],
+    "compressor": [{"id": "zlib"}, {"id": "blosc"}, {"id": "pickle"}, {"id": "x"}, "gzip", []],
+    "filters": [[], [{"id": "pickle"}], "x"],
+    "fill_value": [0, "NaN", "x", [1], 10**400, {}],
+    "order": ["F", "x", None, []],
+    "zarr_format": [3, 1, "2", 2.0, None],
+    "dimension_separator": ["/", ".", "", None, 1],
+}
 
 
-@pytest.fixture(scope="module")
-def members(layout: Any, tmp_path_factory: pytest.TempPathFactory) -> Members:
-    path = tiny.write_base_nemo(tmp_path_factory.mktemp("fuzz") / "base.nemo", **TINY)
-    with tarfile.open(path) as archive:
-        found = []
-        for member in archive:
-            file = archive.extractfile(member)
-            found.append((member, b"" if file is None else file.read()))
-        return found
+def members_of(data: bytes) -> Members:
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        read = [(member, archive.extractfile(member)) for member in archive]
+        return [(member, b"" if file is None else file.read()) for member, file in read]
 
 
 def pack(members: Members, kind: int = tarfile.GNU_FORMAT) -> bytes:
@@ -51,7 +87,7 @@ def pack(members: Members, kind: int = tarfile.GNU_FORMAT) -> bytes:
     return stream.getvalue()
 
 
-def edited(
+def with_member(
     members: Members,
     change: Callable[[bytes], bytes] | None = None,
     index: int | None = None,
@@ -66,10 +102,6 @@ def edited(
     for key, value in attributes.items():
         setattr(member, key, value)
     return [*members[:index], (member, change(data) if change else data), *members[index + 1 :]]
-
-
-def index_of(members: Members, name: str) -> int:
-    return next(i for i, (member, _) in enumerate(members) if member.name.endswith("/" + name))
 
 
 def flip_archive(members: Members, rng: random.Random) -> bytes:
@@ -92,14 +124,18 @@ def flip_header(members: Members, rng: random.Random) -> bytes:
 
 
 def flip_member(members: Members, rng: random.Random) -> bytes:
-    return pack(edited(members, lambda data: some_bytes(data, rng), rng=rng))
+    return pack(with_member(members, lambda data: some_bytes(data, rng), rng=rng))
+
+
+def change_named(members: Members, name: str, change: Callable[[bytes], bytes]) -> bytes:
+    (index,) = (i for i, found in enumerate(members) if found[0].name.endswith(f"/{name}"))
+    return pack(with_member(members, change, index))
 
 
 def flip_index(members: Members, rng: random.Random) -> bytes:
     """The pickle that says where the weights are, or what lies beside it."""
     name = rng.choice([".metadata", ".metadata", "common.pt", "metadata.json"])
-    index = index_of(members, name)
-    return pack(edited(members, lambda data: some_bytes(data, rng), index))
+    return change_named(members, f"model_weights/{name}", lambda data: some_bytes(data, rng))
 
 
 def rename(members: Members, rng: random.Random) -> bytes:
@@ -112,14 +148,14 @@ def rename(members: Members, rng: random.Random) -> bytes:
     )  # fmt: skip
 
     kind = rng.choice([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-    return pack(edited(members, rng=rng, name=name), kind)
+    return pack(with_member(members, rng=rng, name=name), kind)
 
 
 def retype(members: Members, rng: random.Random) -> bytes:
     kinds = [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE]
     target = rng.choice(["/etc/hostname", "model_config.yaml", "../../x", ""])
     changes = {"type": rng.choice(kinds), "linkname": target}
-    return pack(edited(members, lambda data: b"", rng=rng, **changes))
+    return pack(with_member(members, lambda data: b"", rng=rng, **changes))
 
 
 def rearrange(members: Members, rng: random.Random) -> bytes:
@@ -141,66 +177,208 @@ def rearrange(members: Members, rng: random.Random) -> bytes:
 
 
 def edit_config(members: Members, rng: random.Random) -> bytes:
-    """A setting's value, or a line, made something else."""
-
-    def change(data: bytes) -> bytes:
-        lines = data.decode().splitlines()
-        index = rng.randrange(len(lines))
-        key, _, _ = lines[index].partition(":")
-        how = rng.randrange(4)
-        if how == 0:
-            del lines[index]
-        elif how == 1:
-            lines.insert(index, lines[rng.randrange(len(lines))])
-        else:
-            lines[index] = f"{key}: {rng.choice(NASTY)}"
-        return "\n".join(lines).encode()
-
-    return pack(edited(members, change, index_of(members, "model_config.yaml")))
+    make = rng.choice(change_yaml(CONFIG)).make
+    return change_named(members, CONFIG, lambda data: make({CONFIG: data}, rng)[CONFIG])
 
 
-MUTATIONS = [
-    flip_archive, flip_header, flip_member, flip_index, rename, retype, rearrange, edit_config,
-]  # fmt: skip
 # Of others' archives, these change what is as good as it was.
 HARMLESS = (flip_member, flip_index, rename, rearrange, edit_config)
+MUTATIONS = (flip_archive, flip_header, retype, *HARMLESS)
 
 
-@pytest.mark.parametrize("has_checksums", [True, False], ids=["ours", "others"])
-def test_an_archive_loads_as_it_was_or_is_refused(
-    seeds: range, has_checksums: bool, members: Members, layout: Any, scratch: Path, tmp_path: Path
-) -> None:
-    if not has_checksums:
-        members = [found for found in members if not found[0].name.endswith("checksums.json")]
-    path = tmp_path / "archive.nemo"
-    path.write_bytes(pack(members))
-    wanted = load(path, layout)
-    outcomes = {"loaded": 0, "refused": 0}
-    for seed in seeds:
-        rng = random.Random(seed)
-        mutation = MUTATIONS[seed % len(MUTATIONS)]
-        data = mutation(members, rng)
-        path.write_bytes(gzip.compress(data, 1) if rng.random() < 0.2 else data)
-        try:
-            with limited():
-                got = refused_or_loaded(path, layout)
-        except BaseException as error:
-            what = f"{mutation.__name__}, seed {seed}: {type(error).__name__}: {error}"
-            raise AssertionError(what) from error
-        if got is None:
-            outcomes["refused"] += 1
+def archive_of(members: Members, alters: Callable[[Any], tuple[str, ...]]) -> Damaged:
+    def mutation(change: Callable[[Members, random.Random], bytes]) -> Mutation:
+        def make(files: Files, rng: random.Random) -> Files:
+            data = change(members_of(files[ARCHIVE]), rng)
+            return {ARCHIVE: gzip.compress(data, 1) if rng.random() < 0.2 else data}
+
+        make.__name__ = change.__name__
+        return Mutation(make, alters(change))
+
+    return Damaged({ARCHIVE: pack(members)}, [*map(mutation, MUTATIONS)], None, ARCHIVE)
+
+
+def ours(theirs: Theirs, archive: Path) -> Damaged:
+    return archive_of(members_of(archive.read_bytes()), lambda change: ())
+
+
+def others(theirs: Theirs, archive: Path) -> Damaged:
+    members = members_of(archive.read_bytes())
+    unchecked = [found for found in members if not found[0].name.endswith("checksums.json")]
+    kept = ("config", "tokenizer")
+    return archive_of(unchecked, lambda change: ALL if change in HARMLESS else kept)
+
+
+def change_yaml(name: str) -> list[Mutation]:
+    def settings(files: Files, rng: random.Random) -> Files:
+        """A value, key or item that is another one, or lost."""
+        content = yaml.safe_load(files[name])
+        if rng.random() < 0.5:
+            content = with_nasty_value(content, rng)
         else:
-            outcomes["loaded"] += 1
-            assert has_checksums is False or got == wanted, (mutation.__name__, seed)
-            if mutation not in HARMLESS:
-                assert got.weights == wanted.weights, (mutation.__name__, seed)
-        assert not list(scratch.iterdir()), (mutation.__name__, seed)
-        assert sorted(tmp_path.iterdir()) == [path, scratch], (mutation.__name__, seed)
-    assert min(outcomes.values()) > len(seeds) // 50, outcomes
+            inner = content.get("config", content.get("model", content))
+            inner[rng.choice([*inner, *KEYS])] = rng.choice(NASTY)
+        return {**files, name: yaml.safe_dump(content).encode()}
+
+    def yaml_text(files: Files, rng: random.Random) -> Files:
+        """Lines of YAML that are more than values."""
+
+        def change(data: bytes) -> bytes:
+            lines = data.decode().splitlines()
+            index = rng.randrange(len(lines))
+            how = rng.randrange(4)
+            if how == 0:
+                return some_bytes(data, rng)
+            if how == 1:
+                return rng.choice([data.decode().encode("utf-16"), b"\xff" + data, b"", data * 2])
+            if how == 2:
+                key, _, _ = lines[index].partition(":")
+                lines[index] = f"{key}: {rng.choice(LINES).partition(': ')[2]}"
+            else:
+                lines.insert(index, rng.choice(LINES))
+            return "\n".join(lines).encode()
+
+        return edited(files, name, change)
+
+    return [Mutation(settings, ALL), Mutation(yaml_text, ALL)]
 
 
-def refused_or_loaded(path: Path, layout: Any) -> Content | None:
-    try:
-        return load(path, layout)
-    except (CheckpointError, ConfigError, DataError):
-        return None
+WEIGHTS = Mutation(damage(".distcp", ".metadata", ".pt", "metadata.json"), ALL)
+TWO_FILES = Mutation(two_files, ALL)
+
+
+def tracker(files: Files, rng: random.Random) -> Files:
+    texts = [
+        "", "10\n", "release", "../x", "-1", "9" * 5000, "1e3", "\x00", "10 10", "x" * 10**7, "0",
+        "\u0661\u0660", "\ufeff10", "/etc", "99999999999999999999",
+    ]  # fmt: skip
+    return {**files, TRACKER: rng.choice([rng.choice(texts).encode(), b"\xff\xfe"])}
+
+
+def arguments(files: Files, rng: random.Random) -> Files:
+    """What Megatron-LM was called with, in other types; or another object, or one that is code."""
+    name = next(name for name in files if name.endswith("common.pt"))
+    content = torch.load(io.BytesIO(files[name]), weights_only=False)
+    values = [*NASTY, torch.zeros(2), torch.float16, Namespace(a=1), (1, 2), b"x", BOMBS, {1: 2}]
+    how = rng.randrange(10)
+    if how == 0:
+        content = rng.choice(values)
+    elif how == 1:
+        content["args"] = rng.choice(values)
+    else:
+        given = vars(content["args"])
+        given[rng.choice([*given, *KEYS])] = rng.choice(values)
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return {**files, name: stream.getvalue()}
+
+
+def array_of(files: Files, rng: random.Random) -> str:
+    return rng.choice([name for name in files if name.endswith(".zarray")])
+
+
+def zarr_header(files: Files, rng: random.Random) -> Files:
+    def change(data: bytes) -> bytes:
+        header = json.loads(data)
+        how = rng.randrange(5)
+        if how == 0:
+            return some_bytes(data, rng)
+        if how == 1:
+            return json.dumps(with_nasty_value(header, rng)).encode()
+        key = rng.choice(sorted(HEADERS))
+        header[key] = rng.choice(HEADERS[key])
+        return json.dumps(header).encode()
+
+    return edited(files, array_of(files, rng), change)
+
+
+def zarr_piece(files: Files, rng: random.Random) -> Files:
+    """A piece lost, cut, added, or under another name; or zarr's other files beside."""
+    array = array_of(files, rng).rpartition("/")[0]
+    pieces = [name for name in files if name.startswith(f"{array}/") and "zarray" not in name]
+    piece = rng.choice(pieces)
+    how = rng.randrange(5)
+    if how == 0:
+        return {name: data for name, data in files.items() if name != piece}
+    if how == 1:
+        return edited(files, piece, lambda data: some_bytes(data, rng))
+    if how == 2:
+        return {**files, f"{array}/{rng.choice(['9', '9.9', '.zgroup', '.zattrs', 'x'])}": b"{"}
+    if how == 3:
+        return {**files, piece: files[rng.choice(sorted(files))]}
+    other = f"{array}/{rng.choice(['-1.0', '00', '0.0.0.0.0', '1e9'])}"
+    return {other if name == piece else name: data for name, data in files.items()}
+
+
+def nemo2(theirs: Theirs, archive: Path) -> Damaged:
+    mutations = [*change_yaml("context/model.yaml"), WEIGHTS, TWO_FILES]
+    return Damaged(files_of(theirs(foreign.nemo2)), mutations, import_nemo)
+
+
+def bridge(theirs: Theirs, archive: Path) -> Damaged:
+    inner = theirs(foreign.bridge)
+    settings = change_yaml(f"{inner.name}/run_config.yaml")
+    mutations = [*settings, WEIGHTS, TWO_FILES, Mutation(tracker)]
+    return Damaged(files_of(inner.parent), mutations, import_nemo)
+
+
+def megatron_lm(theirs: Theirs, archive: Path) -> Damaged:
+    called = Mutation(arguments, ALL)
+    mutations = [called, Mutation(tracker), called, WEIGHTS, TWO_FILES]
+    return Damaged(files_of(theirs(foreign.megatron_lm)), mutations, import_nemo)
+
+
+def zarr(theirs: Theirs, archive: Path) -> Damaged:
+    pytest.importorskip("zarr")
+    pytest.importorskip("ml_dtypes")
+    arrays = [Mutation(zarr_header, ("weights",)), Mutation(zarr_piece, ("weights",))]
+    mutations = [*arrays, *change_yaml(CONFIG), TWO_FILES]
+    return Damaged(files_of(theirs(foreign.zarr_folder)), mutations, import_nemo)
+
+
+def aligner(theirs: Theirs, archive: Path) -> Damaged:
+    """A reward model of NeMo-Aligner, merged and standardized."""
+    settings = {
+        "reward_model_type": "regression",
+        "regression": {
+            "num_attributes": 2,
+            "merge_attributes": True,
+            "attribute_weights": [0.3, 0.7],
+        },
+        "reward_standardization": {"enable": True, "mean": 0.5, "std": 2.0},
+        "output_sequence": False,
+    }
+    source = theirs(foreign.nemo1, "theirs", head_of(2), **settings)
+    tokens = f"{foreign.HEX}_tokenizer"
+
+    def head_settings(files: Files, rng: random.Random) -> Files:
+        content = yaml.safe_load(files["model_config.yaml"])
+        for key in settings:
+            content[key] = with_nasty_value({key: content[key]}, rng).get(key)
+        return {**files, "model_config.yaml": yaml.safe_dump(content).encode()}
+
+    def template(files: Files, rng: random.Random) -> Files:
+        text = rng.choice(TEMPLATES).encode("utf-8", "surrogatepass")
+        return {**files, f"{tokens}/chat_template.jinja": text}
+
+    mutations = [
+        *change_yaml(CONFIG),
+        Mutation(head_settings, ("config", "weights")),
+        Mutation(template, ("config",)),
+        WEIGHTS,
+    ]
+    return Damaged(files_of(source), mutations, partial(import_nemo, template="tokenizer"))
+
+
+KINDS = [ours, others, nemo2, bridge, megatron_lm, zarr, aligner]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_checkpoint_loads_as_it_may_or_is_refused(
+    kind: Callable[[Theirs, Path], Damaged],
+    seeds: range,
+    theirs: Theirs,
+    tiny_archive: Path,
+    fuzz: Callable[[Damaged, range], None],
+) -> None:
+    fuzz(kind(theirs, tiny_archive), seeds)

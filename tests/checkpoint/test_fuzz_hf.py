@@ -1,4 +1,4 @@
-"""Damaged and hostile folders of Hugging Face: each is converted to a model, or refused."""
+"""Damaged and hostile folders of Hugging Face and GGUF files: each is converted, or refused."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaForCausalLM
 
-from tests import tiny
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from tests import families, tiny
 from tests.checkpoint.fuzzing import (
+    ALL,
     BOMB,
     NASTY,
     TEMPLATES,
     TINY,
+    Damaged,
     Files,
+    Make,
     Mutation,
-    convert_hf,
+    damage,
     edited,
     files_of,
     some_bytes,
+    text_of,
+    two_files,
     with_nasty_value,
 )
+from tests.checkpoint.hf.gguf.writing import LLAMA3, write_gguf, write_sentencepiece
+
+gguf = pytest.importorskip("gguf")
 
 INDEX = "model.safetensors.index.json"
 CONTRACT = "scoring_contract.json"
@@ -36,11 +46,7 @@ KEYS = [
 FAMILIES = ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron", "mixtral"]
 
 
-def text_of(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-def change_json(name: str) -> Callable[[Files, random.Random], Files]:
+def change_json(name: str) -> Make:
     def nasty_json(files: Files, rng: random.Random) -> Files:
         return edited(files, name, lambda data: text_of(with_nasty_value(json.loads(data), rng)))
 
@@ -81,14 +87,6 @@ def config_key(files: Files, rng: random.Random) -> Files:
     return {**files, "config.json": text_of(config)}
 
 
-def weight_file(files: Files, rng: random.Random) -> str:
-    return rng.choice([name for name in files if name.endswith(".safetensors")])
-
-
-def weight_bytes(files: Files, rng: random.Random) -> Files:
-    return edited(files, weight_file(files, rng), lambda data: some_bytes(data, rng))
-
-
 def weight_header(files: Files, rng: random.Random) -> Files:
     """The header's JSON with a value changed, or in other bytes, or of another length."""
 
@@ -107,7 +105,8 @@ def weight_header(files: Files, rng: random.Random) -> Files:
             header = text_of(other_entry(json.loads(header), rng))
         return struct.pack("<Q", len(header)) + header + numbers
 
-    return edited(files, weight_file(files, rng), change)
+    name = rng.choice([name for name in files if name.endswith(".safetensors")])
+    return edited(files, name, change)
 
 
 def other_entry(header: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -156,18 +155,6 @@ def index(files: Files, rng: random.Random) -> Files:
     return {**files, INDEX: text_of(content)}
 
 
-def two_files(files: Files, rng: random.Random) -> Files:
-    """Files lost, doubled under another name, or with each other's content."""
-    first, second = rng.sample(sorted(files), 2)
-    how = rng.randrange(3)
-    if how == 0:
-        return {name: data for name, data in files.items() if name != first}
-    if how == 1:
-        return {**files, first: files[second], second: files[first]}
-    other = rng.choice(["x.safetensors", "model.safetensors", "special_tokens_map.json", "x.py"])
-    return {**files, other: files[first]}
-
-
 def template(files: Files, rng: random.Random) -> Files:
     """A chat template that does not end, is huge, fails, or reaches for code."""
     text = rng.choice(TEMPLATES)
@@ -208,7 +195,7 @@ BASE = [
     Mutation(change_json("config.json"), ("config",)),
     Mutation(config_key, ("config",)),
     Mutation(bad_json, ("config", "tokenizer")),
-    Mutation(weight_bytes, ("weights", "config")),
+    Mutation(damage(".safetensors"), ("weights", "config")),
     Mutation(weight_header, ("weights", "config")),
     Mutation(index),
     Mutation(change_json(INDEX)),
@@ -235,39 +222,171 @@ OURS = [
 ]
 
 
-def base(folder: Path) -> tuple[Files, list[Mutation]]:
+def base(folder: Path) -> Damaged:
     """In two files and an index."""
-    from transformers import LlamaForCausalLM
-
     tiny.write_hf_checkpoint(folder / "whole", tie_word_embeddings=False, **TINY)
     model = LlamaForCausalLM.from_pretrained(folder / "whole")
     model.save_pretrained(folder / "parts", max_shard_size="30KB")
     tiny.write_tokenizer(folder / "parts")
-    return files_of(folder / "parts"), BASE
+    return Damaged(files_of(folder / "parts"), BASE, convert_hf_to_nemo)
 
 
-def reward(folder: Path) -> tuple[Files, list[Mutation]]:
+def reward(folder: Path) -> Damaged:
     tiny.write_hf_reward_model(folder / "reward", **TINY)
-    return files_of(folder / "reward"), REWARD
+    return Damaged(files_of(folder / "reward"), REWARD, convert_hf_to_nemo)
 
 
-def ours(folder: Path) -> tuple[Files, list[Mutation]]:
+def ours(folder: Path) -> Damaged:
     """With a contract, as an export writes it."""
-    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-
     tiny.write_hf_reward_model(folder / "ours", **TINY)
     made = convert_hf_to_nemo(folder / "ours", folder / "reward.nemo").contract
     assert made is not None
-    (folder / "ours" / CONTRACT).write_text(json.dumps(made.to_dict()))
-    return files_of(folder / "ours"), OURS
+    (folder / "ours" / CONTRACT).write_bytes(text_of(made.to_dict()))
+    return Damaged(files_of(folder / "ours"), OURS, convert_hf_to_nemo)
 
 
-@pytest.mark.parametrize("kind", [base, reward, ours])
-def test_a_folder_is_converted_or_refused(
-    kind: Callable[[Path], tuple[Files, list[Mutation]]],
+NAME = "tiny.gguf"
+NUMBERS = [0, 1, 2, 3, 31, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
+STRING, ARRAY, UINT32, BOOL = 8, 9, 4, 7
+OTHER_VALUES = [
+    (UINT32, struct.pack("<I", 0)),
+    (UINT32, struct.pack("<I", 2**32 - 1)),
+    (UINT32, struct.pack("<I", 7)),
+    (10, struct.pack("<Q", 2**63)),
+    (11, struct.pack("<q", -1)),
+    (6, struct.pack("<f", float("nan"))),
+    (12, struct.pack("<d", 1e308)),
+    (BOOL, b"\x02"),
+    (STRING, struct.pack("<Q", 1) + b"x"),
+    (STRING, struct.pack("<Q", 2) + b"\xff\xfe"),
+    (STRING, struct.pack("<Q", 2**62)),
+    (ARRAY, struct.pack("<IQ", UINT32, 0)),
+    (ARRAY, struct.pack("<IQ", STRING, 0)),
+    (ARRAY, struct.pack("<IQI", UINT32, 1, 5)),
+    (ARRAY, struct.pack("<IQ", UINT32, 2**62)),
+    (ARRAY, struct.pack("<IQ", ARRAY, 2**40)),
+    (ARRAY, struct.pack("<IQ", 99, 1)),
+    (77, b""),
+]
+
+
+class Parts:
+    """A file by fields and tensors' entries, with where in it the numbers of the header are."""
+
+    def __init__(self, data: bytes, folder: Path) -> None:
+        path = folder / NAME
+        path.write_bytes(data)
+        reader = gguf.GGUFReader(path)
+        start = reader.data.ctypes.data
+        self.fields: dict[str, tuple[int, int]] = {}
+        self.numbers: list[tuple[int, int]] = []
+        self.tensors_from = 0
+        for name, field in reader.fields.items():
+            bounds = [(part.ctypes.data - start, part.nbytes) for part in field.parts]
+            end = bounds[-1][0] + bounds[-1][1]
+            if not name.startswith("GGUF."):
+                self.fields[name] = (field.offset, end)
+            self.tensors_from = max(self.tensors_from, end)
+            self._note(bounds[:6])
+        for tensor in reader.tensors:
+            bounds = [(part.ctypes.data - start, part.nbytes) for part in tensor.field.parts]
+            self._note(bounds)
+            self.tensors_to = bounds[-1][0] + bounds[-1][1]
+        self.data_from = reader.data_offset
+
+    def _note(self, bounds: list[tuple[int, int]]) -> None:
+        for offset, size in bounds:
+            if size in (4, 8):
+                self.numbers.append((offset, size))
+            elif size in (16, 24):
+                self.numbers += [(offset + step, 8) for step in range(0, size, 8)]
+
+
+def header_of(folder: Path, data: bytes) -> list[Mutation]:
+    parts = Parts(data, folder)
+
+    def number(files: Files, rng: random.Random) -> Files:
+        """A count, length, type, size or offset in the header, or a field's value."""
+
+        def change(data: bytes) -> bytes:
+            offset, size = rng.choice(parts.numbers)
+            old = int.from_bytes(data[offset : offset + size], "little")
+            new = rng.choice([*NUMBERS, old + 1, old - 1, old * 2, old + 32, rng.randrange(40)])
+            new %= 2 ** (8 * size)
+            return data[:offset] + new.to_bytes(size, "little") + data[offset + size :]
+
+        return edited(files, NAME, change)
+
+    def header_bytes(files: Files, rng: random.Random) -> Files:
+        split = parts.data_from
+        return edited(files, NAME, lambda data: some_bytes(data[:split], rng) + data[split:])
+
+    def field(files: Files, rng: random.Random) -> Files:
+        """A field lost, doubled, of another name or of another type."""
+
+        def change(data: bytes) -> bytes:
+            name = rng.choice(sorted(parts.fields))
+            start, end = parts.fields[name]
+            value_from = start + 8 + len(name.encode())
+            how = rng.randrange(6)
+            if how == 0:
+                new, count = b"", -1
+            elif how == 1:
+                new, count = data[start:end] * 2, 1
+            elif how == 2:
+                other = rng.choice(["x", "llama.x", "", "general.alignment", "tokenizer.ggml.pre"])
+                named = struct.pack("<Q", len(other)) + other.encode()
+                new, count = named + data[value_from:end], 0
+            else:
+                kind, value = rng.choice(OTHER_VALUES)
+                new, count = data[start:value_from] + struct.pack("<I", kind) + value, 0
+            header = data[:16] + struct.pack("<Q", len(parts.fields) + count) + data[24:start]
+            entries = header + new + data[end : parts.tensors_from]
+            return aligned(entries, data, parts)
+
+        return edited(files, NAME, change)
+
+    return [Mutation(make, ALL) for make in (number, field, header_bytes, damage(NAME))]
+
+
+def aligned(fields: bytes, data: bytes, parts: Parts) -> bytes:
+    """A file of other fields, its tensors where they are looked for."""
+    header = fields + data[parts.tensors_from : parts.tensors_to]
+    return header + b"\x00" * (-len(header) % 32) + data[parts.data_from :]
+
+
+def gguf_of(folder: Path, **options: Any) -> Damaged:
+    """A GGUF file of the folder's checkpoint."""
+    data = write_gguf(folder / NAME, folder / "hf", **options).read_bytes()
+    return Damaged({NAME: data}, header_of(folder, data), convert_hf_to_nemo, NAME)
+
+
+def byte_level(folder: Path) -> Damaged:
+    """A Llama with GPT-2's kind of tokenizer."""
+    tiny.write_hf_checkpoint(folder / "hf", **TINY)
+    return gguf_of(folder)
+
+
+def quantised(folder: Path) -> Damaged:
+    """A Gemma 2, whose weights are packed, with sentencepiece's kind of tokenizer."""
+    _, write_tokenizer = write_sentencepiece(["<pad>", "<mask>", "<eos>", "<bos>", "<unk>"])
+    families.write_hf_checkpoint(folder / "hf", "gemma2")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    return gguf_of(folder, kind=kind, write_tokenizer=write_tokenizer)
+
+
+def scaled(folder: Path) -> Damaged:
+    """A Llama 3.1, whose rotation is a tensor."""
+    tiny.write_hf_checkpoint(folder / "hf", rope_parameters=LLAMA3, **TINY)
+    return gguf_of(folder)
+
+
+@pytest.mark.parametrize("kind", [base, reward, ours, byte_level, quantised, scaled])
+def test_damaged_checkpoint_of_hugging_face_is_converted_or_refused(
+    kind: Callable[[Path], Damaged],
     seeds: range,
-    fuzz: Callable[..., None],
-    tmp_path_factory: pytest.TempPathFactory,
+    fuzz: Callable[[Damaged, range], None],
+    tmp_path: Path,
 ) -> None:
-    files, mutations = kind(tmp_path_factory.mktemp("made"))
-    fuzz(files, mutations, seeds, convert_hf)
+    (tmp_path / "made").mkdir()
+    fuzz(kind(tmp_path / "made"), seeds)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge_run, megatron_lm, nemo1, nemo1_tar_gz, nemo2
 from tests.checkpoint.loading import Tensors, Theirs, check, head_of, import_nemo, load, scores
 from tests.checkpoint.refusals import refusals
+from tests.training import critic_steps
 
 STANDARD = {"enable": True, "mean": 0.5, "std": 2.0}
 THREE = {"num_attributes": 3, "merge_attributes": True, "attribute_weights": [0.3, 0.7, -1.0]}
@@ -142,6 +144,55 @@ def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
         torch.testing.assert_close(
             got, wanted, rtol=0, atol=1e-5, msg=lambda said, case=case: f"{case}: {said}"
         )
+
+
+def test_import_of_a_nemo_aligner_regression_model_starts_the_same_critic(
+    theirs: Theirs, layout: Any, tmp_path: Path
+) -> None:
+    """Against NeMo-Aligner 0.7's arithmetic on the hidden states of the same decoder.
+
+    ``RewardModelHead.forward`` with ``output_sequence`` (gpt_reward_model.py): the attributes with
+    their bias, times ``attribute_weights`` or 1 / A, also where ``merge_attributes`` is false.
+    ``loss_func`` of ``MegatronGPTCriticModel`` (megatron_gpt_critic.py), one micro-batch, with
+    ``reward_standardization``, which its ``infer`` applies to values, too.
+    """
+    from nemo_aligner.models.step import infer
+
+    identity = {"rm_head.weight": torch.eye(64)}
+    decoder = load(theirs(nemo1, "plain", identity, scale_positional_embedding=False), layout, 64)
+    rollout = critic_steps.make_rollout(3)
+    tokens, returns, before, mask = map(torch.from_numpy, vars(rollout).values())
+    prefixes = [row[: end + 1] for row in rollout.tokens for end in range(len(row))]
+    hidden = infer(decoder.model, [PackedBatch.pack(prefixes)], layout).view(*tokens.shape, 64)
+    off = []
+    for case, attributes, settings in (
+        ("even", 3, {"regression": {"num_attributes": 3}}),
+        ("weighted", 3, {"regression": {**THREE, "merge_attributes": False}}),
+        ("merged", 3, {"regression": THREE}),
+        ("standardized", 1, {"reward_standardization": STANDARD}),
+    ):
+        head = head_of(attributes)
+        weights = settings.get("regression", {}).get("attribute_weights") or [1 / attributes]
+        weights = torch.tensor(weights * attributes)[:attributes]
+        values = (hidden @ head["rm_head.weight"].T + head["rm_head.bias"]) @ weights
+        if "reward_standardization" in settings:
+            values = (values - STANDARD["mean"]) / STANDARD["std"]
+        now = values[:, :-1]
+        clipped = before + (now - before).clamp(-0.3, 0.3)
+        worst = torch.maximum((now - returns) ** 2, (clipped - returns) ** 2)
+        loss = 0.5 * worst[mask.bool()].mean()
+
+        kind = "regression" if attributes > 1 else "binary_ranking"
+        source = theirs(nemo1, case, head, **settings, reward_model_type=kind)
+        import_nemo(source, tmp_path / f"{case}.nemo", template="none")
+        sizes = "model.micro_batch_tokens=256", f"model.global_batch_size={len(rollout)}"
+        archive = str(tmp_path / f"{case}.nemo")
+        learner = critic_steps.open_run(archive, tmp_path / case, layout, *sizes).learner
+        got = torch.from_numpy(np.stack(learner.values(rollout.tokens)))
+        (step,) = learner.train(rollout)
+        if (got - values).abs().max() > 1e-5 or abs(step.loss / loss.item() - 1) > 1e-5:
+            off.append(f"{case}: {got[0, :3]} for {values[0, :3]}, loss {step.loss} for {loss}")
+    assert not off, "\n".join(off)
 
 
 def test_import_keeps_scaling_where_it_is_asked_for(theirs: Theirs, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,6 @@ def test_runs_keep_the_newest_and_the_best(tmp_path: Path) -> None:
         assert (best.state.step if best else None) == wanted, cases[number]
 
 
-def test_runs_know_what_is_among_the_best(tmp_path: Path) -> None:
-    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", save_top_k=2)
-    assert checkpoints.is_among_best({"validation/accuracy": 0.1})
-    save(checkpoints, {1: 0.5, 2: 0.7})
-    assert checkpoints.is_among_best({"validation/accuracy": 0.6})
-    assert not checkpoints.is_among_best({"validation/accuracy": 0.5})
-    assert not checkpoints.is_among_best({"validation/accuracy": NAN})
-    assert not checkpoints.is_among_best({})
-
-
 def test_runs_of_equals_prefer_the_lower_loss_of_that_set(tmp_path: Path) -> None:
     cases: list[tuple[dict[int, float | None], list[int], int]] = [
         ({5: 0.565, 24: 0.070, 25: 0.090}, [24, 25], 24),
@@ -161,26 +152,19 @@ def test_runs_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
     ]
 
 
-def test_run_state_comes_back(tmp_path: Path) -> None:
+def test_run_state_comes_back_also_of_before_runs_could_end_early(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(tmp_path)
-    state = RunState(3, 24, {"a": 1.5}, {"model.seed": 1}, {"model": {"seed": 1}}, {"hash": "x"})
+    config = {"model": {"seed": 1}}
+    state = RunState(3, 24, {"a": 1.5}, {"model.seed": 1}, config, {"hash": "x"}, 0.5, 2)
     checkpoints.save(state, Model(), Optimizer())
-    assert checkpoints.latest() == Saved(tmp_path / "step_00000003", state)
-
-
-def test_run_state_of_before_runs_could_end_early_is_read(tmp_path: Path) -> None:
-    checkpoints = RunCheckpoints(tmp_path)
-    checkpoints.save(
-        RunState(3, 24, best_value=0.5, validations_since_best=2), Model(), Optimizer()
-    )
-    checkpoints.publish()
-    file = tmp_path / "step_00000003" / "run_state.json"
+    saved = checkpoints.latest()
+    assert saved == Saved(tmp_path / "step_00000003", state)
+    file = saved.path / "run_state.json"
     content = json.loads(file.read_text())
     assert (content.pop("best_value"), content.pop("validations_since_best")) == (0.5, 2)
     file.write_text(json.dumps(content))
-    latest = checkpoints.latest()
-    assert latest is not None
-    assert latest.state == RunState(3, 24)
+    before = replace(state, best_value=None, validations_since_best=0)
+    assert checkpoints.latest() == Saved(saved.path, before)
 
 
 def test_runs_pending_checkpoint_has_no_name_but_counts(tmp_path: Path) -> None:
@@ -194,16 +178,12 @@ def test_runs_pending_checkpoint_has_no_name_but_counts(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003.partial"]
     assert checkpoints.publish() == Saved(tmp_path / "step_00000003", state)
     assert checkpoints.publish() is None
-
-
-def test_runs_next_save_publishes_the_one_before(tmp_path: Path) -> None:
-    checkpoints = RunCheckpoints(tmp_path)
-    for step in (1, 2):
+    # The next save publishes the one before.
+    for step in (4, 5):
         checkpoints.save(RunState(step, step * 8), Model(), Optimizer())
-    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "step_00000002.partial"}
-    best = checkpoints.best()
-    assert best is None
-    assert steps(checkpoints.list_saved()) == [2]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step_00000003", "step_00000004", "step_00000005.partial"}
+    assert steps(checkpoints.list_saved()) == [3, 5]
 
 
 def test_runs_tell_once_of_a_write_that_fails(
@@ -258,7 +238,10 @@ def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) ->
     for step, value in ((2, 0.5), (3, 0.6)):
         checkpoints.save(judged(step, value, all_of_them), Model(), Optimizer())
     assert steps(checkpoints.ranked()) == [3, 2]
-    assert not checkpoints.is_among_best({"validation/accuracy": 0.4})
+    values = {0.55: True, 0.5: False, 0.4: False, NAN: False}
+    found = {value: checkpoints.is_among_best({"validation/accuracy": value}) for value in values}
+    assert found == values
+    assert not checkpoints.is_among_best({})
 
 
 def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -> None:

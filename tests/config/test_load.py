@@ -14,7 +14,7 @@ from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import config_to_dict, load_config, load_values, save_config
 from nemo_aligner.config.serving import ServeConfig
-from nemo_aligner.config.suggest import suggestion
+from nemo_aligner.config.suggest import PEER_NAMES, suggest_setting, suggestion
 from nemo_aligner.config.training import TrainConfig, idle_settings
 from nemo_aligner.errors import ConfigError, SettingsError
 from tests.config.refusals import not_refused
@@ -288,9 +288,18 @@ def test_suggestion_is_only_what_is_near() -> None:
         "exp_manager.name": None,
         "exp_manager.checkpoint_callback_params.model_parallel_size": None,
         "model.output_sequence": None,
+        "model.optm.lr": "model.optim.lr",
+        "trainer.lr": "model.optim.lr",
+        "model.optim.learning_rate": "model.optim.lr",
+        "learning_rate": "model.optim.lr",
+        "batch_size": "model.global_batch_size",
+        "model.lora.r": "model.lora.rank",
+        "policy.train_micro_batch_size": "model.micro_batch_tokens",
+        "mdel.data.data_prefix.tran": "model.data.data_prefix.train",
     }
     known = [key.name for key in list_keys(TrainConfig)]
-    assert {key: suggestion(key, known) for key in wanted} == wanted
+    assert {key: suggest_setting(key, known) for key in wanted} == wanted
+    assert set(PEER_NAMES.values()) <= set(known)
     assert suggestion("trian", ["train", "plan"]) == "train"
     assert suggestion("deploy", ["train", "plan"]) is None
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.data import DataPrefixConfig
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.text.contract import ScoringContract
+from tests import tiny
 from tests.contracts import Contracts
+
+DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data"))
+
+
+def published(name: str) -> Path:
+    """A published file, where it is here."""
+    if not (DATA / name).is_file():
+        pytest.skip(f"{DATA / name} is not here; NEMO_ALIGNER_DATA can name the folder it is in")
+    return DATA / name
 
 
 def write(path: Path, *records: object) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.data.malformed import MalformedRule, check_malformed, list_first
 from nemo_aligner.data.reading import Reading, RecordFile, read_records
-from nemo_aligner.data.records import Comparison, MalformedRecord, Origin
+from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.data.split import Split
 from nemo_aligner.errors import ConfigError, DataError
 from tests.data.files import read
@@ -26,6 +26,7 @@ SYSTEM = {"role": "system", "content": "be kind"}
 HH = "\n\nHuman: why\n\nAssistant:"
 PAIR = {"prompt": "why", "chosen": "because", "rejected": "no"}
 RATED = {"prompt": "why", "response": "because", "help": 3, "depth": None}
+LEFT_OUT = MalformedRule(Malformed.drop, most=0.5)
 
 
 def test_pair_means_the_same_in_every_writing(tmp_path: Path) -> None:
@@ -46,21 +47,19 @@ def test_pair_means_the_same_in_every_writing(tmp_path: Path) -> None:
         ({**PAIR, "messages": [USER, GOOD], "score_chosen": 8, "score_rejected": 4}, "chat_pairs"),
         ({**PAIR, "source": "flan", "chosen-rating": 5, "rejected-rating": 1}, "chat_pairs"),
     ]
+    kept = [SYSTEM, USER]
+    pairs += [
+        ({"prompt": kept, "chosen": "because", "rejected": "no"}, "chat_pairs"),
+        ({"chosen": [*kept, GOOD], "rejected": [*kept, BAD]}, "chat_pairs"),
+    ]
     for record, fmt in pairs:
         file = read(tmp_path, record)
         [pair] = file.records
         assert (file.format, file.counts) == (fmt, {"read": 1, "kept": 1}), record
-        assert pair.texts == ([USER, GOOD], [USER, BAD]), record
+        prompt = kept if SYSTEM in (*record.get("prompt", ()), *record["chosen"]) else [USER]
+        assert pair.texts == ([*prompt, GOOD], [*prompt, BAD]), record
         assert pair.ranks == (0, 1), record
         assert pair.source == record.get("source", ""), record
-
-
-def test_pair_keeps_a_system_turn(tmp_path: Path) -> None:
-    listed = {"prompt": [SYSTEM, USER], "chosen": "because", "rejected": "no"}
-    implicit = {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}
-    for record in (listed, implicit):
-        [pair] = read(tmp_path, record).records
-        assert pair.texts == ([SYSTEM, USER, GOOD], [SYSTEM, USER, BAD])
 
 
 def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
         read(tmp_path, record, {**record, "rejected": [BAD]})
     # Where another field may be the prompt, it is not left out.
     for key in ("question", "instruction"):
-        with pytest.raises(DataError, match=f"If '{key}' is the prompt, set prompt_key={key}"):
+        with pytest.raises(DataError, match=f"--prompt-key {key} .model.data.prompt_key={key}"):
             read(tmp_path, {key: "why", **record})
         assert read(tmp_path, {key: None, **record}).format == "text_pairs"
 
@@ -84,26 +83,15 @@ def test_hh_turns_keep_their_order(tmp_path: Path) -> None:
     assert [turn["content"] for turn in pair.texts[0]] == ["a", "b", "c\n\nmore", "d"]
 
 
-def test_comparison_lines_are_raw_texts(tmp_path: Path) -> None:
-    file = read(tmp_path, {"text": "q a"}, {"text": "q b"}, {"text": "r c"}, {"text": "r d"})
-    assert [pair.texts for pair in file.records] == [
-        ("q a", "q b"),
-        ("r c", "r d"),
-    ]
-    assert [pair.origin.line for pair in file.records] == [1, 3]
-
-
-def test_rated_chat_labels_come_in_the_order_asked_for(tmp_path: Path) -> None:
+def test_rated_labels_come_in_the_order_asked_for_with_null_and_the_mask_value(
+    tmp_path: Path,
+) -> None:
     [rating] = read(tmp_path, RATED, kind=RecordKind.rating, attributes=["depth", "help"]).records
     assert rating.labels == (None, 3.0)
     assert rating.response == [USER, GOOD]
-
-
-def test_rated_text_knows_null_and_the_mask_value(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": [1, -100, None]}, {"text": "b", "label": [-100, None, -100.0]}]
-    file = read(
-        tmp_path, *rows, kind=RecordKind.rating, attributes=["x", "y", "z"], loss_mask_val=-100.0
-    )
+    how = {"attributes": ["x", "y", "z"], "loss_mask_val": -100.0}
+    file = read(tmp_path, *rows, kind=RecordKind.rating, **how)
     assert [rating.labels for rating in file.records] == [(1.0, None, None)]
     assert file.counts == {"read": 2, "no_label": 1, "kept": 1}
 
@@ -124,6 +112,7 @@ def test_dropped_records_are_counted(tmp_path: Path) -> None:
 
 
 def test_file_is_read_by_its_content(tmp_path: Path) -> None:
+    """Lines have their numbers, objects of a list on one line those of items."""
     for suffix in ("jsonl", "json", "jsonl.gz", "json.gz", "txt"):
         as_list = suffix.startswith("json") and not suffix.startswith("jsonl")
         text = json.dumps([PAIR, PAIR], indent=1) if as_list else f"{json.dumps(PAIR)}\r\n\n" * 2
@@ -134,14 +123,13 @@ def test_file_is_read_by_its_content(tmp_path: Path) -> None:
         assert file.counts == {"read": 2, "kept": 2}
         lines = [record.origin.line for record in file.records]
         assert lines == ([2, 7] if as_list else [1, 3]), suffix
-
-
-def test_file_with_line_separators_inside_strings(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps([PAIR, {**PAIR, "chosen": "a"}, {"prompt": 1}]))
+    file = read_records(path, Reading(RecordKind.comparison, rule=LEFT_OUT))
+    assert [record.origin.line for record in file.records] == [1, 2]
+    assert [bad.origin.line for bad in file.malformed] == [3]
     path.write_text(json.dumps({**PAIR, "chosen": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
     [pair] = read_records(path, Reading(RecordKind.comparison)).records
-    assert isinstance(pair, Comparison)
-    assert pair.texts[0][-1]["content"] == "a\u2028b\x85c"  # type: ignore[index]
+    assert pair.texts[0][-1]["content"] == "a\u2028b\x85c"  # type: ignore[union-attr,index]
 
 
 def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
@@ -169,7 +157,8 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
         ([{"prompt": HH, "chosen": f"{HH} a", "rejected": "\n\nHuman: b"}], r"rejected: .*begin"),
         (['{"prompt": "a", "chosen": NaN}'] * 3, r":1: malformed JSON: NaN is not JSON"),
         ([{"prompt": "a", "response": "b", "help": 3}], r":1: .*fits rated_chat, for "),
-        ([{"chosen": "a", "reject": "b"}], r":1: got a record with keys .*wanted one of these"),
+        ([{"chosen": "a", "reject": "b"}], r":1: .*'rejected' for 'reject'.*text_pairs"),
+        ([{"a": 1}], r":1: got a record with keys 'a'; wanted .*chat_pairs.*ultrafeedback"),
         ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "b"}], r":1: rejected: got 'b'"),
         ([{"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}], r":1: chosen: .*'assistant'"),
         ([{**PAIR, "rejected": "because"}], r"no usable record in it: 1 read, 1 identical"),
@@ -202,9 +191,7 @@ def test_bad_labels_are_errors_with_file_and_line(tmp_path: Path) -> None:
 
 def test_format_can_be_named(tmp_path: Path) -> None:
     assert read(tmp_path, PAIR, format="chat_pairs").format == "chat_pairs"
-    with pytest.raises(
-        DataError, match=r":1: mixed formats.*got a record of chat_pairs.*wanted hh"
-    ):
+    with pytest.raises(DataError, match=r":1: .*got a record of chat_pairs.*wanted hh"):
         read(tmp_path, PAIR, format="hh")
     with pytest.raises(ConfigError, match=r"model.data.format: got 'rated_chat', wanted auto or"):
         read(tmp_path, PAIR, format="rated_chat")
@@ -219,9 +206,6 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b"\n\n\xe9")
     with pytest.raises(DataError, match=r"latin.jsonl:3: not valid UTF-8"):
         read_records(tmp_path / "latin.jsonl", Reading(RecordKind.comparison))
-
-
-LEFT_OUT = MalformedRule(Malformed.drop, most=0.5)
 
 
 def test_malformed_records_are_left_out_by_the_rule(tmp_path: Path) -> None:
@@ -242,17 +226,6 @@ def test_malformed_first_records_and_ratings_are_left_out_too(tmp_path: Path) ->
     ratings = [RATED, {**RATED, "help": "3"}, {"prompt": "why", "response": "a"}, RATED]
     file = read(tmp_path, *ratings, rule=LEFT_OUT, kind=RecordKind.rating, attributes=["help"])
     assert file.counts == {"read": 4, "malformed": 2, "kept": 2}
-
-
-def test_malformed_records_are_listed_up_to_ten(tmp_path: Path) -> None:
-    rows = [PAIR] * 2000 + [{**PAIR, "chosen": n} for n in range(16)]
-    with pytest.raises(DataError) as caught:
-        read(tmp_path, *rows)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 13
-    assert lines[0].endswith("data.jsonl: 16 of its 2016 records (0.79%) are malformed")
-    assert "data.jsonl:2001: chosen: got 0, wanted a string" in lines[1]
-    assert lines[11:] == ["  and 6 more", "model.data.malformed=drop would leave them out"]
 
 
 ANY = MalformedRule(Malformed.drop, most=1.0)
@@ -286,15 +259,6 @@ def test_malformed_lines_that_may_have_shifted_all_pairs_are_an_error_by_any_rul
     assert_refused(take, cases, DataError)
 
 
-def test_file_of_a_list_on_one_line_has_the_numbers_of_its_items(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.json"
-    path.write_text(json.dumps([PAIR, {**PAIR, "chosen": "a"}, {"prompt": 1}]))
-    rule = MalformedRule(Malformed.drop, 0.5)
-    file = read_records(path, Reading(RecordKind.comparison, rule=rule))
-    assert [record.origin.line for record in file.records] == [1, 2]
-    assert [bad.origin.line for bad in file.malformed] == [3]
-
-
 def file_of(malformed: int, read: int, path: str = "a.jsonl", reason: str = "bad") -> RecordFile:
     records = [MalformedRecord(Origin(path, line), reason) for line in range(1, malformed + 1)]
     return RecordFile(path, RecordKind.comparison, "hh", [], (), {"read": read}, records)
@@ -316,5 +280,5 @@ def test_malformed_rule_allows_a_fraction_of_each_file() -> None:
     assert str(caught.value).count("a.jsonl:1: bad") == 1
     (line,) = list_first(file_of(1, 1, reason="x" * 9999).malformed, 3)
     assert len(line) < 400
-    with pytest.raises(ConfigError, match=r"^max_malformed: got 1.5, wanted a number from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"^max_malformed: got 1.5, wanted"):
         Split(max_malformed=1.5)

@@ -1,4 +1,4 @@
-"""``nemo-aligner data inspect`` shows what training will see."""
+"""``nemo-aligner data inspect`` shows what training will see; texts to score from a file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from nemo_aligner.batch import LabelColumns
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
 from nemo_aligner.data.labels import far_labels, label_range
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
+from nemo_aligner.errors import DataError
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
@@ -58,7 +60,9 @@ def test_inspect_calls_completions_by_their_ranks(tmp_path: Path) -> None:
     assert shown.endswith("assistant: poor")
 
 
-def test_inspect_ratings_without_a_tokenizer(tmp_path: Path, run: Run) -> None:
+def test_inspect_ratings_without_a_tokenizer(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(
         tmp_path / "rated.jsonl",
         {"prompt": "why", "response": "the cat", "help": 3, "depth": 2},
@@ -70,6 +74,10 @@ def test_inspect_ratings_without_a_tokenizer(tmp_path: Path, run: Run) -> None:
     assert done.stdout.endswith("-- labels 3 2\nuser: why\nassistant: the cat\n")
     failed = run(VERB, path, "--attributes", "a,,b", code=1)
     assert failed.stderr.startswith("ConfigError: --attributes: got ['a', '', 'b'], wanted")
+    with pytest.raises(SystemExit):
+        run(VERB, path, "model.data.malformed=drop")
+    said = capsys.readouterr().err
+    assert "got the setting model.data.malformed=drop, wanted a file" in said
 
 
 def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
@@ -84,15 +92,6 @@ def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
     assert shown[1].startswith(f"file: {bad}:1: got a record with keys")
     assert shown[2] == f"file: {good} (chat_pairs)"
     assert done.stderr == ""
-
-
-def test_inspect_takes_no_setting_for_a_file(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(VERB, tmp_path / "pairs.jsonl", "model.data.malformed=drop")
-    said = capsys.readouterr().err
-    assert "got the setting model.data.malformed=drop, wanted a file" in said
 
 
 def test_inspect_of_malformed_records(
@@ -189,3 +188,56 @@ def test_labels_range_leaves_out_missing_ones() -> None:
     values = torch.tensor([[1.0, NAN, 5.0], [3.0, NAN, NAN]])
     low, high = label_range(LabelColumns.of(["a", "b", "c"], values))
     assert str((low, high)) == "([1.0, nan, 5.0], [3.0, nan, 5.0])"
+
+
+USER = {"role": "user", "content": "why?"}
+REPLY = {"role": "assistant", "content": "so"}
+
+
+def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "asked.jsonl",
+        {"text": "a  raw\ntext"},
+        {"messages": [USER, REPLY]},
+        {"prompt": "why?", "chosen": "so", "rejected": "no"},
+        {"chosen": [USER, {"role": "assistant", "content": "so"}]},
+    )
+    assert list(labelled_texts(path)) == [
+        ("a raw text", "a  raw\ntext"),
+        ("why? | so", [USER, REPLY]),
+        ("chosen    why? | so", [USER, REPLY]),
+        ("rejected  why? | no", [USER, {"role": "assistant", "content": "no"}]),
+        ("chosen    why? | so", [USER, REPLY]),
+    ]
+    # A long text has a label of its ends.
+    label = label_of("begin " + "x" * 100 + " end")
+    assert (len(label), label[:7], label[-5:]) == (80, "begin x", "x end")
+
+
+def test_texts_are_missing_from_lines_that_are_named(tmp_path: Path) -> None:
+    rows = [{"text": 3}, {"texts": "a"}, {"messages": [USER]}, {"prompt": 3, "chosen": "a"}]
+    path = write(tmp_path / "asked.jsonl", {"text": "a"}, *rows)
+    with pytest.raises(DataError) as caught:
+        list(labelled_texts(path))
+    assert str(caught.value).splitlines() == [
+        f"{path}: 4 of its 5 lines are malformed",
+        f"  {path}:2: text: got 3, wanted a text or a list of messages",
+        f"  {path}:3: got keys 'texts'; wanted 'text', 'messages', or 'chosen' and 'rejected'",
+        f"  {path}:4: messages: the last message is the reply that is scored: got role 'user', "
+        "wanted 'assistant'",
+        f"  {path}:5: got 3, wanted a string or a list of messages",
+    ]
+    with pytest.raises(DataError, match=r"asked.jsonl:2: malformed JSON"):
+        list(labelled_texts(write(tmp_path / "asked.jsonl", {"text": "a"}, "{")))
+
+
+def test_texts_to_ask_a_server_for_are_the_first_replies(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"p{n}", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(3)]
+    target = tmp_path / "two.jsonl"
+    shown = write_first_replies(write(tmp_path / "pairs.jsonl", *pairs), target)
+    assert shown.splitlines() == ["user: p0", "reply: c0", "reply: r0"]
+    assert [label for label, _ in labelled_texts(target)] == ["p0 | c0", "p0 | r0"]
+    ratings = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(3)]
+    shown = write_first_replies(write(tmp_path / "rated.jsonl", *ratings), target)
+    assert shown.splitlines() == ["user: p0", "reply: r0", "reply: r1"]
+    assert len(target.read_text().splitlines()) == 2

@@ -53,16 +53,6 @@ def test_step_is_shared_by_ranks_without_overlap() -> None:
         loader(0, 5)
 
 
-def test_step_is_even_work() -> None:
-    rng = random.Random(0)
-    data = dataset([rng.randint(1, 200) for _ in range(400)])
-    even = TrainLoader(data, 64, 1000, 5, 0, 4, query_key_cost=0.01).imbalance(range(3))
-    assert 1 <= even.ranks < 1.02
-    assert 1 <= even.micro_batches < 1.1
-    alone = TrainLoader(data, 64, 1000, 5, 0, 1).imbalance(range(3))
-    assert alone.ranks == 1
-
-
 def test_step_needs_no_history_and_packs_made_ahead_are_its_own() -> None:
     ahead, anew = loader(), [loader().plan(step) for step in (3, 4, 5, 9)]
     for step, wanted in zip((3, 4, 5, 9), anew, strict=True):
@@ -70,34 +60,22 @@ def test_step_needs_no_history_and_packs_made_ahead_are_its_own() -> None:
         assert ahead.global_batch(step) == wanted.record_ids
 
 
-def test_plan_names_the_rank_that_computes_each_record() -> None:
+def test_plan_has_the_packs_of_what_its_rank_owns_with_the_rows_of_the_step() -> None:
+    """A record that is several times in a step has rows of its own each time."""
     rng = random.Random(0)
-    data = dataset([rng.randint(1, 200) for _ in range(128)])
+    data = dataset([rng.randint(1, 200) for _ in range(40)])
     plans = [TrainLoader(data, 64, 1000, 5, rank, 8, 0.01).plan(0) for rank in range(8)]
+    assert Counter(plans[0].record_ids).most_common()[0][1] == 4
     for rank, plan in enumerate(plans):
-        mine = [
-            record
-            for record, owner in zip(plan.record_ids, plan.owners, strict=True)
-            if owner == rank
-        ]
-        assert sorted(chain(*ids_of(plan.packs))) == sorted(mine)
         assert plan.owners == plans[0].owners
         assert plan.record_ids == plans[0].record_ids
-    assert plans[0].owners != [index % 8 for index in range(64)]
-
-
-def test_plan_has_packs_with_the_rows_of_the_step() -> None:
-    """A record that is twice in a step has rows of its own each time."""
-    assert Counter(loader(gbs=25).global_batch(0)).most_common()[0][1] == 3
-    for rank in range(3):
-        plan = loader(rank, 3, gbs=25).plan(0)
-        assert len(set(plan.record_ids)) < len(plan.record_ids)
-        rows = [row for pack in plan.packs for row in pack.rows.tolist()]
         mine = [index for index, owner in enumerate(plan.owners) if owner == rank]
+        rows = [row for pack in plan.packs for row in pack.rows.tolist()]
         assert sorted(rows) == [2 * index + side for index in mine for side in (0, 1)]
         for pack in plan.packs:
             records = [plan.record_ids[row // 2] for row in pack.rows.tolist()[::2]]
             assert records == pack.records.ids.tolist()
+    assert plans[0].owners != [index % 8 for index in range(64)]
 
 
 def test_total_steps_counts_full_batches() -> None:
@@ -129,9 +107,12 @@ def test_imbalance_is_that_of_the_largest_part_to_the_mean_one() -> None:
     assert found.ranks == pytest.approx(14 / 12)
     # The first rank has packs of 10 and of 4, the second one of 10.
     assert found.micro_batches == pytest.approx((10 / 7 + 1) / 2)
-    assert str(found) == (
-        "the largest share of a step is 1.17 of the mean over ranks, 1.21 over micro-batches"
-    )
+    # Many records are shared out evenly.
+    rng = random.Random(0)
+    many = dataset([rng.randint(1, 200) for _ in range(400)])
+    even = TrainLoader(many, 64, 1000, 5, 0, 4, query_key_cost=0.01).imbalance(range(3))
+    assert 1 <= even.ranks < 1.02
+    assert 1 <= even.micro_batches < 1.1
     # With attention's part, the same from either rank.
     looks = TrainLoader(data, 4, 24, 5, 1, 2, query_key_cost=0.5).imbalance(range(1))
     costs = [n + 0.5 * looked for n, looked in ((10, 31), (6, 12), (4, 6), (4, 6))]

@@ -86,14 +86,9 @@ def test_packs_have_every_record_once_and_whole() -> None:
                     assert pack.rows[2 * index + side] == 2 * wanted.index(record) + side
         assert len(packs) <= sum(data.num_tokens(i) for i in wanted) / 120 / 0.9 + 1
         assert ids_of(pack_records(data, wanted, 120)) == ids_of(packs)
-
-
-def test_packs_have_their_records_labels_centred() -> None:
-    data = dataset([3, 9, 5, 2], RecordKind.rating)
-    packs = pack_records(data, [3, 0, 1, 2], 10)
-    for pack in packs:
+    for pack in pack_records(dataset([3, 9, 5, 2], RecordKind.rating), [3, 0, 1, 2], 10):
         expected = [[2 * i - 1.0, 2 * i + 0.5] for i in pack.records.ids.tolist()]
-        assert pack.records.labels.targets(["x", "y"]).tolist() == expected
+        assert pack.records.labels.targets(["x", "y"]).tolist() == expected  # centred
 
 
 def test_packs_use_the_budget_to_the_last_token_and_refuse_what_is_larger() -> None:
@@ -150,13 +145,6 @@ def test_packs_have_a_prompt_once_for_all_its_replies_however_they_come() -> Non
         for row, tokens in zip(pack.rows.tolist(), laid_out(pack), strict=True)
     }
     assert [found[row] for row in range(len(sequences))] == sequences
-
-
-def test_packs_say_where_their_sequences_stood() -> None:
-    sequences = [[length] * length for length in (4, 9, 1, 6, 5)]
-    packs = pack_sequences(sequences, 10)
-    assert sorted(i for pack in packs for i in pack.rows.tolist()) == [0, 1, 2, 3, 4]
-    assert sorted(pack.num_tokens for pack in packs) == [7, 9, 9]
 
 
 def test_record_cost_counts_what_is_computed() -> None:
@@ -330,9 +318,7 @@ def test_token_packs_have_every_token_as_a_record_with_its_labels() -> None:
         assert pack.records.labels.targets(("number",))[:, 0].tolist() == pack.rows.tolist()
     rows = sorted(row for pack in packs for row in pack.rows.tolist())
     assert rows == [*range(12), *range(13, ROLLOUT_TOKENS)]
-
-
-def test_token_packs_are_shared_by_ranks_that_may_have_none() -> None:
+    # Ranks share them, and may have none.
     packing = TokenPacking(micro_batch_tokens=10, query_key_cost=0.1)
     shares = packing.share([len(each) for each in ROLLOUTS], 2)
     assert sorted(index for share in shares for index in share) == [0, 1, 2, 3, 4]

@@ -32,66 +32,57 @@ def texts(folder: Path, record: dict[str, Any], prompts: PromptWrapping | None) 
     return found.texts
 
 
-def settings(folder: Path, **given: str) -> SimpleNamespace:
-    """Of a section: what is given as a file's text lies in a file."""
+def wrapping(folder: Path, **given: str) -> PromptWrapping | None:
+    """That of a section's settings; what is given as a file's text lies in a file."""
     names = ("system_prompt_file", "prompt_file", "input_template")
     found = dict.fromkeys(names, None) | given
     for name in names[:2]:
-        if found[name] is not None:
+        if found[name] is not None and not Path(found[name]).is_absolute():
             (folder / name).write_text(found[name])
             found[name] = str(folder / name)
-    return SimpleNamespace(**found)
+    return PromptWrapping.of(SimpleNamespace(**found), "model.data")
 
 
-def test_prompt_is_as_it_is_where_nothing_is_set(tmp_path: Path) -> None:
-    assert PromptWrapping.of(settings(tmp_path), "model.data") is None
-
-
-def test_prompt_of_the_system_stands_before_conversations_that_have_none(tmp_path: Path) -> None:
-    prompts = PromptWrapping.of(settings(tmp_path, system_prompt_file="Be brief."), "model.data")
-    for text, reply in zip(texts(tmp_path, PAIR, prompts), ("4", "5"), strict=True):
-        assert text == [SYSTEM, turn("user", "2+2?"), turn("assistant", reply)]
-    own = [turn("system", "Be long."), turn("user", "2+2?")]
-    (first, _) = texts(tmp_path, {**PAIR, "prompt": own}, prompts)
-    assert first == [*own, turn("assistant", "4")]
-
-
-def test_prompt_words_stand_around_the_last_question(tmp_path: Path) -> None:
-    prompts = PromptWrapping.of(
-        settings(tmp_path, prompt_file='Solve {} as {"a": 1}.'), "model.data"
-    )
+def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
+    """A system's turn where there is none, words around the last question, or a raw text."""
+    answer = turn("assistant", "4")
     before = [turn("user", "Hi"), turn("assistant", "Hello")]
-    record = {**PAIR, "prompt": [*before, turn("user", "2+2?")]}
-    (first, _) = texts(tmp_path, record, prompts)
-    assert first == [*before, turn("user", 'Solve 2+2? as {"a": 1}.'), turn("assistant", "4")]
-
-
-def test_prompt_of_a_rating_is_put_around_too(tmp_path: Path) -> None:
-    record = {"prompt": "2+2?", "response": "4", "helpfulness": 3}
-    how = {"attributes": ("helpfulness",), "prompts": PromptWrapping("Be brief.", "{}!")}
-    (found,) = read(tmp_path, record, kind=RecordKind.rating, **how).records
-    assert found.response == [SYSTEM, turn("user", "2+2?!"), turn("assistant", "4")]
-    assert found.labels == (3,)
-
-
-def test_prompt_input_template_makes_raw_texts(tmp_path: Path) -> None:
-    template = "User: {}\nAssistant: "
-    prompts = PromptWrapping.of(settings(tmp_path, input_template=template), "model.data")
-    assert texts(tmp_path, PAIR, prompts) == (
-        "User: 2+2?\nAssistant: 4",
-        "User: 2+2?\nAssistant: 5",
-    )
+    talk = {**PAIR, "prompt": [*before, turn("user", "2+2?")]}
+    own = [turn("system", "Be long."), turn("user", "2+2?")]
     raw = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
-    assert texts(tmp_path, raw, prompts) == ("The sky is blue.", "The sky is green.")
+    words, template = 'Solve {} as {"a": 1}.', "User: {}\nAssistant: "
+    system = {"system_prompt_file": "Be brief."}
+    cases: list[tuple[dict[str, str], dict[str, Any], Text]] = [
+        (system, PAIR, [SYSTEM, turn("user", "2+2?"), answer]),
+        (system, {**PAIR, "prompt": own}, [*own, answer]),
+        (
+            {"prompt_file": words},
+            talk,
+            [*before, turn("user", 'Solve 2+2? as {"a": 1}.'), answer],
+        ),
+        ({"input_template": template}, PAIR, "User: 2+2?\nAssistant: 4"),
+        ({"input_template": template}, raw, "The sky is blue."),
+    ]
+    for given, record, wanted in cases:
+        first, second = texts(tmp_path, record, wrapping(tmp_path, **given))
+        assert first == wanted, (given, record)
+        assert second[:-1] == wanted[:-1] or isinstance(wanted, str), (given, record)
+    assert wrapping(tmp_path) is None
+    # A rating's is put around, too.
+    rated = {"prompt": "2+2?", "response": "4", "helpfulness": 3}
+    how = {"attributes": ("helpfulness",), "prompts": PromptWrapping("Be brief.", "{}!")}
+    (found,) = read(tmp_path, rated, kind=RecordKind.rating, **how).records
+    assert found.response == [SYSTEM, turn("user", "2+2?!"), answer]
+    assert found.labels == (3,)
 
 
 def test_prompt_that_cannot_be_put_around_is_malformed_by_its_line(tmp_path: Path) -> None:
     several = [turn("user", "Hi"), turn("assistant", "Hello"), turn("user", "2+2?")]
-    with pytest.raises(DataError, match="jsonl:1: got turns of user, assistant, user, assistant"):
+    with pytest.raises(DataError, match="jsonl:1: got turns of user, assistant, user"):
         texts(tmp_path, {**PAIR, "prompt": several}, PromptWrapping(raw="Q: {} A: "))
     nobody = [turn("assistant", "4")]
     record = {"prompt": [SYSTEM], "chosen": nobody, "rejected": [turn("assistant", "5")]}
-    with pytest.raises(DataError, match="jsonl:1: got turns of system, assistant, wanted a user's"):
+    with pytest.raises(DataError, match="jsonl:1: got turns of system, assistant"):
         texts(tmp_path, record, PromptWrapping(words="{}!"))
 
 
@@ -105,14 +96,10 @@ def test_prompt_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     both = {"system_prompt_file": "Be brief.", "input_template": "Q: {} A: "}
     cases.append((both, "a raw text has no turns"))
 
-    def take(given: dict[str, str]) -> None:
-        PromptWrapping.of(settings(tmp_path, **given), "model.data")
-
-    assert_refused(take, cases, ConfigError)
-    missing = settings(tmp_path)
-    missing.prompt_file = str(tmp_path / "none.txt")
-    with pytest.raises(ConfigError, match=r"data\.prompt_file: .*none\.txt cannot be read"):
-        PromptWrapping.of(missing, "data")
+    cases.append(
+        ({"prompt_file": str(tmp_path / "none.txt")}, r"prompt_file: .*none\.txt cannot be")
+    )
+    assert_refused(lambda given: wrapping(tmp_path, **given), cases, ConfigError)
 
 
 WHY = [turn("user", "why")]
@@ -144,20 +131,17 @@ def test_pair_keys_of_other_fields_are_refused(tmp_path: Path) -> None:
     assert_refused(lambda record: read(tmp_path, record, pair_keys=NAMED), cases, DataError)
 
 
-def test_pair_keys_are_for_chat_pairs_alone(tmp_path: Path) -> None:
+def test_pair_keys_are_for_chat_pairs_alone(tmp_path: Path, contracts: Contracts) -> None:
     assert PairKeys.of(None, None, None) is None
     assert PairKeys.of(None, None, "worse") == PairKeys("prompt", "chosen", "worse")
     assert read(tmp_path, BY_NAME, pair_keys=NAMED, format="chat_pairs").counts["kept"] == 1
-    with pytest.raises(ConfigError, match=r"data.format: got 'hh', wanted auto or chat_pairs, who"):
-        read(tmp_path, BY_NAME, pair_keys=NAMED, format="hh")
-    with pytest.raises(ConfigError, match=r"data.prompt_key: got 'question', wanted null, and ch"):
-        read(tmp_path, BY_NAME, pair_keys=NAMED, kind=RecordKind.rating)
-
-
-def test_pair_keys_of_a_run(tmp_path: Path, contracts: Contracts) -> None:
     path = write(tmp_path / "named.jsonl", BY_NAME)
     found = build(contracts, [path], prompt_key="question", chosen_key="better")
     assert len(found.train.records) == 1
+    with pytest.raises(ConfigError, match=r"data.format: got 'hh', wanted auto or chat_pairs"):
+        read(tmp_path, BY_NAME, pair_keys=NAMED, format="hh")
+    with pytest.raises(ConfigError, match=r"data.prompt_key: got 'question', wanted null"):
+        read(tmp_path, BY_NAME, pair_keys=NAMED, kind=RecordKind.rating)
     with pytest.raises(ConfigError, match=r"model.data.prompt_key: got 'question', wanted null"):
         build(contracts, [path], attributes=["help"], prompt_key="question")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.messages import reply_of
-from tests import tiny
-from tests.data.files import read
+from tests.data.files import published, read
 from tests.text.refusals import assert_refused
 
-DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data"))
 USER = {"role": "user", "content": "why"}
 GOOD = {"role": "assistant", "content": "because"}
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -183,31 +180,25 @@ def test_margin_of_a_pair_is_that_of_its_scores(tmp_path: Path) -> None:
 def test_margin_is_read_where_it_is_wanted(tmp_path: Path) -> None:
     pair = {**PAIR, "score_chosen": "high", "score_rejected": 1}
     assert read(tmp_path, pair).counts == {"read": 1, "kept": 1}
-    with pytest.raises(DataError, match=r":1: score_chosen: got 'high', wanted a number"):
-        read(tmp_path, pair, pair_columns=("label_margin",))
-    with pytest.raises(DataError, match=r":1: missing key 'label_margin', a label column that"):
-        read(tmp_path, {**PAIR, "metadata": "none"}, pair_columns=("label_margin",))
-
-
-def test_margin_of_two_scored_completions_and_none_of_more() -> None:
+    cases = [
+        (pair, r":1: score_chosen: got 'high', wanted a number"),
+        ({**PAIR, "metadata": "none"}, r":1: missing key 'label_margin'"),
+        (ULTRA, r":1: missing key 'label_margin'"),  # of more than two completions
+    ]
+    wanted = {"pair_columns": ("label_margin",)}
+    assert_refused(lambda record: read(tmp_path, record, **wanted), cases, DataError)
     two = {**ULTRA, "completions": ULTRA["completions"][:2]}
     comparison = parse("ultrafeedback", two, "label_margin")
     assert (replies(comparison), comparison.labels) == (["because", "no"], (3.25,))
-    with pytest.raises(DataError, match="missing key 'label_margin'"):
-        parse("ultrafeedback", ULTRA, "label_margin")
 
 
-def test_sources_are_kept(tmp_path: Path) -> None:
-    assert read(tmp_path, HELPSTEER3).records[0].source == "stem"
-    assert read(tmp_path, {**HELPSTEER3, "domain": None}).records[0].source == ""
-    assert read(tmp_path, ULTRA).records[0].source == "sharegpt"
-
-
-def test_prompt_has_passages_and_inputs() -> None:
+def test_prompt_has_passages_and_inputs_and_a_record_its_source(tmp_path: Path) -> None:
     passages = [["Bloom", "It is an album.", "It came out in 2018."], ["Hell"]]
     comparison = parse("qa_feedback", {**QA, "passages": passages})
     [prompt] = {text[0]["content"] for text in comparison.texts}
     assert prompt == "Bloom\nIt is an album. It came out in 2018.\n\nHell\n\n\nwhy"
+    sources = {"stem": HELPSTEER3, "": {**HELPSTEER3, "domain": None}, "sharegpt": ULTRA}
+    assert {read(tmp_path, each).records[0].source: each for each in sources.values()} == sources
     comparison = parse("pandalm", {**PANDALM, "input": "the sky"})
     assert comparison.texts[0][0] == {"role": "user", "content": "why\n\nthe sky"}
 
@@ -229,7 +220,7 @@ def test_helpsteer_prompts_of_several_turns_are_messages(tmp_path: Path) -> None
     file = read(tmp_path, rated, kind=RecordKind.rating, attributes=["helpfulness"])
     assert file.records[0].response == [*turns, GOOD]
     for roles in (["Assistant"], ["User"], ["Assistant", "User", "Assistant"]):
-        with pytest.raises(DataError, match=r"got turns of user, .*, wanted user and assis"):
+        with pytest.raises(DataError, match=r"got turns of user, .*wanted"):
             parse("helpsteer2_preference", {**HELPSTEER2, "prompt": several_turns(*roles)})
 
 
@@ -269,15 +260,8 @@ def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Pat
     named = [(record, f"data.jsonl:2: {message}") for record, message in cases]
     assert_refused(read_second, named, DataError)
     lacking = {key: value for key, value in HELPSTEER3.items() if key != "overall_preference"}
-    with pytest.raises(DataError, match=r":2: got keys .*; helpsteer3 wants 'context', 'resp"):
+    with pytest.raises(DataError, match=r":2: got keys .*; helpsteer3 wants"):
         read(tmp_path, HELPSTEER3, lacking)
-
-
-def real(name: str) -> Path:
-    path = DATA / "pairs" / name
-    if not path.is_file():
-        pytest.skip(f"{path} is not here; NEMO_ALIGNER_DATA can name the folder it is in")
-    return path
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -286,7 +270,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
 
 
 def test_published_qa_feedback_keeps_every_preference_in_its_ranks() -> None:
-    path = real("qa_feedback/dev_feedback.json.gz")
+    path = published("pairs/qa_feedback/dev_feedback.json.gz")
     file = read_records(path, Reading(RecordKind.comparison))
     assert (file.format, file.counts["read"], file.counts["tied"]) == ("qa_feedback", 500, 12)
     preferred = 0
@@ -303,7 +287,7 @@ def test_published_qa_feedback_keeps_every_preference_in_its_ranks() -> None:
 
 
 def test_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
-    path = real("pandalm/testset-v1.json.gz")
+    path = published("pairs/pandalm/testset-v1.json.gz")
     judged = [
         parse("pandalm", {**value, "response1": "1", "response2": "2"}) for value in objects(path)
     ]

@@ -45,7 +45,9 @@ def test_split_keeps_lines_and_prompts_whole(tmp_path: Path, run: Run) -> None:
 
     assert not prompts(train) & prompts(heldout)
     assert "1 identical" in done.stdout
-    assert "longer reply is right in 100.0%" in done.stdout or "b" in "".join(heldout)
+    assert "longer reply (in characters) is right in 100.0%" in done.stdout or "b" in "".join(
+        heldout
+    )
 
 
 def test_split_of_a_list_on_one_line_is_by_its_items(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_table_cells_may_have_lines_and_separators(tmp_path: Path) -> None:
 
 
 def test_table_columns_of_numbers_are_labels_and_texts_stay_texts(tmp_path: Path) -> None:
+    """A cell that is no number is blamed alone, where most of its column are numbers."""
     path = tmp_path / "ratings.csv"
     path.write_text("prompt,response,help,depth,id\n2+2?,4,3,,a1\n3+3?,6,-1.5e0,2,7\n")
     how = Reading(RecordKind.rating, attributes=["help", "depth"])
@@ -61,6 +62,17 @@ def test_table_columns_of_numbers_are_labels_and_texts_stay_texts(tmp_path: Path
     assert [rating.texts[0][-1]["content"] for rating in file.records] == ["4", "6"]
     ids = [line.value["id"] for line in read_lines(path) if isinstance(line, Line)]
     assert ids == ["a1", "7"]
+    texts = ["response1", "response_2", "response_A", "prediction 1", "source", "id", "context"]
+    names = [*texts, "help", "response_11x", "identity"]
+    [line] = lines_of(path, f"{','.join(names)}\n{','.join('7' for _ in names)}\n")
+    assert isinstance(line, Line)
+    assert {name for name, value in line.value.items() if value == "7"} == set(texts)
+    assert line.value["help"] == 7.0
+    path.write_text("prompt,response,help,note\np,a,3,1\np,b,N/A,x\np,c,,\np,d,4,2\np,e,1,y\n")
+    with pytest.raises(DataError, match=r"^.*: 1 of its 5 records.*\n.*:3: help: got 'N/A', want"):
+        read_records(path, Reading(RecordKind.rating, attributes=["help"]))
+    notes = [line.value["note"] for line in read_lines(path) if isinstance(line, Line)]
+    assert notes == ["1", "x", "", "2", "y"], "half of them are no numbers"
 
 
 def test_table_that_is_malformed_is_refused(tmp_path: Path) -> None:
@@ -82,7 +94,7 @@ def test_table_that_is_malformed_is_refused(tmp_path: Path) -> None:
     ]
     assert_refused(take, cases, DataError)
     for text in ("hello, you\nthis is text\n", "hello\nyou\n"):
-        with pytest.raises(DataError, match=r"a.txt:1: malformed JSON.*no line of the file is"):
+        with pytest.raises(DataError, match=r"a.txt:1: malformed JSON"):
             lines_of(tmp_path / "a.txt", text)
 
 
@@ -118,7 +130,7 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
         [first, _] = read_lines(tmp_path / name)
         assert json.loads(first.raw) == ROWS[0]
     write_table(tmp_path / "a.parquet", [*ROWS, {**ROWS[0], "rejected": None}])
-    with pytest.raises(DataError, match=r"a.parquet:3: rejected: got None, wanted a string or a"):
+    with pytest.raises(DataError, match=r"a.parquet:3: rejected: got None, wanted"):
         read_records(tmp_path / "a.parquet", Reading(RecordKind.comparison))
 
 
@@ -222,25 +234,6 @@ def test_table_with_a_cell_that_has_json_on_a_line_is_a_table(
     assert lines_of(tmp_path / "a.jsonl", '{"a"\nx,y\nz,a\n{"b": 1}\n')[3] == Line(
         4, '{"b": 1}', {"b": 1}
     )
-
-
-def test_table_columns_of_texts_are_never_numbers(tmp_path: Path) -> None:
-    texts = ["response1", "response_2", "response_A", "prediction 1", "source", "id", "context"]
-    names = [*texts, "help", "response_11x", "identity"]
-    row = ",".join("7" for _ in names)
-    [line] = lines_of(tmp_path / "a.csv", f"{','.join(names)}\n{row}\n")
-    assert isinstance(line, Line)
-    assert {name for name, value in line.value.items() if value == "7"} == set(texts)
-    assert line.value["help"] == 7.0
-
-
-def test_table_cell_that_is_no_number_is_blamed_alone(tmp_path: Path) -> None:
-    path = tmp_path / "ratings.csv"
-    path.write_text("prompt,response,help,note\np,a,3,1\np,b,N/A,x\np,c,,\np,d,4,2\np,e,1,y\n")
-    with pytest.raises(DataError, match=r"^.*: 1 of its 5 records.*\n.*:3: help: got 'N/A', want"):
-        read_records(path, Reading(RecordKind.rating, attributes=["help"]))
-    notes = [line.value["note"] for line in read_lines(path) if isinstance(line, Line)]
-    assert notes == ["1", "x", "", "2", "y"], "half of them are no numbers"
 
 
 def test_record_of_a_numbered_source_has_it(tmp_path: Path) -> None:

@@ -6,24 +6,26 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_aligner.cli.main import load
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.serving.drift import RecentRewards
-from nemo_aligner.serving.transports.http_metrics import _COUNTED, GatewayMetrics
+from nemo_aligner.serving.transports.http import build_app
+from nemo_aligner.serving.transports.http_metrics import _COUNTED
+from nemo_aligner.serving.wire.protocols import ROUTES
 from tests import tiny
 from tests.docs.test_pages import SCHEMAS
 from tests.environments import install, kept_environment, make_environment, new_environment
+from tests.serving.fake_server import CONTRACT
+from tests.serving.gateway_calls import FakeClient, call
 from tests.tiny import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -85,27 +87,29 @@ def check(checkers: Path, *paths: Path) -> list[str]:
 def test_manifests_are_what_kubernetes_takes(checkers: Path, tmp_path: Path) -> None:
     assert check(checkers, *MANIFESTS) == []
     wrong = tmp_path / "wrong.yaml"
-    changes = {"restartPolicy: OnFailure": "restartPolicy: Sometimes", "mountPath": "mountpath"}
     text = (DEPLOY / "kubernetes/train.yaml").read_text()
-    for old, new in changes.items():
+    for old, new in {
+        "restartPolicy: OnFailure": "restartPolicy: Sometimes",
+        "mountPath": "mountpath",
+        "runPolicy:": "runPolicies:",
+    }.items():
+        assert old in text
         text = text.replace(old, new)
     wrong.write_text(text)
     found = "\n".join(check(checkers, wrong))
     assert "'Sometimes' is not one of" in found
     assert "'mountPath' is a required property" in found
+    assert "unknown member 'runPolicies'" in found
 
 
-def test_the_services_are_what_docker_compose_takes(checkers: Path) -> None:
-    program = str(checkers / "check-jsonschema")
-    command = [program, "--builtin-schema=vendor.compose-spec", str(COMPOSE / "compose.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_hadolint_finds_nothing(checkers: Path) -> None:
-    command = [str(checkers / "hadolint"), "--no-color", str(ROOT / "Dockerfile")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_compose_and_hadolint_find_nothing(checkers: Path) -> None:
+    for command in (
+        ["check-jsonschema", "--builtin-schema=vendor.compose-spec", COMPOSE / "compose.yaml"],
+        ["hadolint", "--no-color", ROOT / "Dockerfile"],
+    ):
+        command[0] = checkers / str(command[0])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_commands_are_what_the_verbs_take() -> None:
@@ -159,38 +163,20 @@ def test_mounts_have_volumes() -> None:
                 assert source.startswith("${MODEL:?") or source in kept, mount
 
 
-def test_prometheus_asks_the_gateway() -> None:
-    settings = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
-    (job,) = settings["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["gateway:8000"]}]
-    assert "gateway.port=8000" in services()["gateway"]["command"]
-    assert "server.port=5555" in services()["server"]["command"]
-    assert "backends=[http://server:5555]" in services()["gateway"]["command"]
-
-
 def shown_metrics() -> set[str]:
     """The name of every sample that a gateway may show, with rewards and a backend."""
-    recent = RecentRewards(most_rows=4)
-    recent.add(np.zeros((2, 1), np.float32))
-    contract: Any = SimpleNamespace(attributes=["reward"], reward_mean=[0.0], reward_std=[1.0])
-    watched: Any = SimpleNamespace(contract=contract, recent=recent, rows_inside=1)
-    counts: Mapping[str, float] = {
-        **dict.fromkeys(_COUNTED, 1.0),
-        "waiting_rows": 1.0,
-        "tokens_per_call": 1.0,
+    client = FakeClient(CONTRACT.with_statistics([0.0] * 2, [1.0] * 2, "held-out pairs"))
+    client.counted = {
+        "http://one": dict.fromkeys([*_COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
     }
-    metrics = GatewayMetrics()
-    metrics.answered("/v1/rewards", 200, 0.1)
-    scored: Any = SimpleNamespace(
-        reply=SimpleNamespace(rewards=np.zeros((1, 1)), exceeded=np.zeros((1, 1))), errors={}
-    )
-    metrics.scored("/v1/rewards", scored)
-    text, _ = metrics.render(watched, {"http://server:5555": counts})
-    families = text_string_to_metric_families(text.decode())
+    app = build_app(ROUTES, client, GatewayConfig(), None)
+    call(app, "/v1/rewards", {"texts": ["ab"]})
+    families = text_string_to_metric_families(call(app, "/metrics").body.decode())
     return {sample.name for family in families for sample in family.samples}
 
 
 def test_the_dashboard_is_of_metrics_that_the_gateway_has() -> None:
+    """And Prometheus asks that gateway, which asks the server."""
     board = json.loads((COMPOSE / "grafana/reward_model.json").read_text())
     source = yaml.safe_load((COMPOSE / "grafana/source.yaml").read_text())["datasources"][0]
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
@@ -207,6 +193,11 @@ def test_the_dashboard_is_of_metrics_that_the_gateway_has() -> None:
         "nemo_aligner_server_requests_total",
         "nemo_aligner_server_tokens_total",
     }
+    (job,) = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["gateway:8000"]}]
+    assert "gateway.port=8000" in services()["gateway"]["command"]
+    assert "server.port=5555" in services()["server"]["command"]
+    assert "backends=[http://server:5555]" in services()["gateway"]["command"]
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
     assert len(set(places)) == len(places)
 

@@ -17,14 +17,12 @@ from nemo_aligner.diagnostics.probe import few_records, probe, swap_labels
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from tests import tiny
 from tests.data.test_packing import dataset
-from tests.once import Once
 
 
 @pytest.fixture(scope="module")
-def settings(once: Once) -> list[str]:
-    base = once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo"))
+def settings(base: Path) -> list[str]:
     return [
-        f"pretrained_checkpoint.restore_from_path={base / 'base.nemo'}",
+        f"pretrained_checkpoint.restore_from_path={base}",
         "model.optim.lr=3e-3",
         "model.micro_batch_tokens=512",
         "model.data.seq_length=128",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.scorer import load_scorer
 from tests import tiny
+from tests.data.files import rows_of, write
 from tests.training import jobs
 
 STEPS, PART = 5, 2
@@ -129,15 +128,11 @@ def write_inputs(folder: Path) -> None:
     )
     tiny.write_pairs(folder / "pairs.jsonl", 37)
     tiny.write_ratings(folder / "ratings.jsonl", 37, ATTRIBUTES)
-    write_lines(folder / "rankings.jsonl", rankings(26))
+    write(folder / "rankings.jsonl", *rankings(26))
     for known in OF_PAIRS:
-        write_lines(folder / f"{known.name}.jsonl", known.sample)
+        write(folder / f"{known.name}.jsonl", *known.sample)
     values = {"prompt": "why", "chosen": "a cat", "rejected": "no"}
-    write_lines(folder / "named.jsonl", [{NAMED[key]: values[key] for key in NAMED}])
-
-
-def write_lines(path: Path, records: Iterable[object]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write(folder / "named.jsonl", {NAMED[key]: values[key] for key in NAMED})
 
 
 def rankings(count: int) -> Iterator[dict[str, Any]]:
@@ -152,20 +147,9 @@ def rankings(count: int) -> Iterator[dict[str, Any]]:
 
 def settings(inputs: Path, case: Case, layout: str, folder: Path) -> list[str]:
     base = ("padded" if layout == "tp2" else "wide") if case.wide else "base"
-    data = ",".join(str(inputs / f"{name}.jsonl") for name in case.data)
+    data = [inputs / f"{name}.jsonl" for name in case.data]
     return [
-        f"pretrained_checkpoint.restore_from_path={inputs / base}.nemo",
-        f"model.data.data_prefix.train=[{data}]",
-        f"model.data.data_prefix.validation=[{data}]",
-        "model.data.allow_prompt_overlap=true",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "model.data.seq_length=128",
-        "model.micro_batch_tokens=160",
-        "model.global_batch_size=8",
-        "model.optim.lr=1e-3",
-        "model.optim.sched.warmup_steps=2",
-        "trainer.rm.max_epochs=10",
+        *tiny.training(inputs / f"{base}.nemo", folder, data, data),
         f"trainer.rm.val_check_interval={STEPS}",
         *case.settings,
         *LAYOUTS[layout],
@@ -234,20 +218,16 @@ def train_one_process(inputs: Path, plain: Path, folder: Path) -> None:
 
 
 def curve(folder: Path, name: str) -> list[float]:
-    """A number of every step, as the CSV logger wrote them."""
-    with (folder / "csv/metrics.csv").open(newline="") as lines:
-        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
+    """A number of every step."""
+    return list(tiny.logged(folder)[name].values())
 
 
 def validated(folder: Path) -> dict[str, float]:
     """Every metric of the last validation, of uneven shards and a last pack half full."""
-    with (folder / "csv/metrics.csv").open(newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["step"] == str(STEPS)]
     return {
-        name: float(value)
-        for row in rows
-        for name, value in row.items()
-        if name.startswith("validation-") and value
+        name: values[STEPS]
+        for name, values in tiny.logged(folder).items()
+        if name.startswith("validation-")
     }
 
 
@@ -257,12 +237,5 @@ def archive(folder: Path) -> Path:
 
 def score(path: Path, inputs: Path, layout: ParallelLayout) -> np.ndarray:
     """The rewards ``[37, attributes]`` of the chosen replies of the pairs, in one process."""
-    rows = [json.loads(line) for line in (inputs / "pairs.jsonl").read_text().splitlines()]
-    texts = [
-        [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["chosen"]},
-        ]
-        for row in rows
-    ]
+    texts = [tiny.chat(row["prompt"], row["chosen"]) for row in rows_of(inputs / "pairs.jsonl")]
     return load_scorer(path, layout).score(texts)

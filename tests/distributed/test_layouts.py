@@ -8,16 +8,21 @@ their own checkpoint. ``layouts.py`` has which is trained where; a launch trains
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import load_critic, read_text_rules
+from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.layout import ParallelLayout
+from tests.checkpoint.hf.exporting import export
 from tests.distributed import layouts
-from tests.distributed.layouts import CASES, STEPS, archive, curve, validated
+from tests.distributed.layouts import ATTRIBUTES, CASES, STEPS, archive, curve, validated
+from tests.training import jobs
 
 EXACT = 1e-5
 
@@ -128,3 +133,83 @@ def test_training_on_each_kind_of_data_learns_and_says_what_it_read(one_process:
     assert [known.name for known in layouts.OF_PAIRS if f"({known.name})" not in said] == []
     assert "1 read, 1 kept" in (one_process / "formats.evaluated").read_text()
     check_evaluation(one_process / "fp16", validated(one_process / "fp16"))
+
+
+NUMBERS = {"bins": (0.0, 1.0, 2.0, 3.0, 4.0), "quantiles": (0.1, 0.5, 0.9)}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_evaluation_repeats_the_validation_and_says_how_sure_it_is(
+    one_process: Path, kind: str
+) -> None:
+    folder = one_process / kind
+    assert "spread/helpful" in (one_process / f"{kind}.evaluated").read_text()
+    validation = layouts.validated(folder)
+    metrics = json.loads((folder / "report.json").read_text())["metrics"]
+    for name in (
+        "pearson/helpful",
+        "spearman_mean",
+        "spread/clear",
+        "spread_error_correlation/clear",
+    ):
+        assert metrics[name] == pytest.approx(validation[f"validation-ratings/{name}"]), name
+    rows = [json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()]
+    assert set(rows[0]["rewards"]) == set(rows[0]["spread"]) == set(ATTRIBUTES)
+    mean = np.mean([row["rewards"]["helpful"] for row in rows])
+    assert mean == pytest.approx(validation["validation-ratings/reward_mean/helpful"], rel=1e-5)
+    _, contract = read_text_rules(archive(folder))
+    assert contract is not None
+    readout = contract.output_readout
+    assert readout is not None
+    assert readout.numbers == (NUMBERS[kind],) * 2
+    assert any(contract.label_means) == (kind == "quantiles")
+
+
+def test_several_outputs_are_refused_where_one_is_read(
+    one_process: Path, inputs: Path, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    ratings = layouts.Case(layouts.REGRESSION, ("ratings",))
+    dry_runs = []
+    for kind in NUMBERS:
+        model = archive(one_process / kind)
+        message = f"its head has . outputs for each attribute .{kind}., wanted one: a "
+        with pytest.raises(CheckpointError, match=message + "reward model of Hugging Face"):
+            export(model, tmp_path / "out", layout)
+        with pytest.raises(CheckpointError, match=message + "critic"):
+            load_critic(model, layout)
+        start = f"pretrained_checkpoint.restore_from_path={model}"
+        settings = layouts.settings(inputs, ratings, "one", tmp_path / "run")
+        dry_runs.append(jobs.Job("train", ["--dry-run", *settings, start], fails=True))
+    for goes_on in jobs.run(dry_runs):
+        assert goes_on.returncode == 1
+        assert "model.objective: got one with one output for each attribute" in goes_on.stderr
+
+
+DAVIDSON = layouts.Case(
+    (
+        "model.objective=davidson",
+        "model.objective_kwargs.learned=true",
+        "model.head.bias=true",
+        "model.optim.sched.name=constant",
+        "trainer.precision=bf16",
+    ),
+    ("rankings",),
+)
+
+
+def test_tie_parameter_that_is_learned_goes_on_where_a_run_was_left(
+    inputs: Path, tmp_path: Path
+) -> None:
+    runs = {name: layouts.settings(inputs, DAVIDSON, "one", tmp_path / name) for name in "ab"}
+    parts = [("a", 4), ("b", 2), ("b", 4)]
+    jobs.run([jobs.Job("train", [*runs[n], f"trainer.rm.max_steps={end}"]) for n, end in parts])
+    # Before every step of the run so far.
+    whole, again = (layouts.curve(tmp_path / name, "train/tie_parameter") for name in "ab")
+    assert again[-2:] == whole[-2:]
+    # Past the warm-up its rate is a hundred times that of the weights, and a step of Adam's nearly
+    # as long.
+    assert whole[0] == 1.0
+    assert 0.05 < abs(math.log(whole[3] / whole[2])) < 0.11
+    with open_nemo(layouts.archive(tmp_path / "a")) as folder:
+        heads = [name for name in folder.tensors if name.startswith("rm_head.")]
+    assert sorted(heads) == ["rm_head.bias", "rm_head.weight"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import os
@@ -18,20 +17,15 @@ import pytest
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.reading import Reading, read_records
 from tests import tiny
+from tests.data.files import published, rows_of
 from tests.scoring import company
 
-DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data"))
 PAIRS = "pairs/hh-rlhf/helpful-base-test.jsonl.gz"
-RATINGS = "ratings/just_eval_5attr.jsonl.gz"
-ATTRIBUTES = "helpfulness,clarity,factuality,depth,engagement"
 
 
 def sample(name: str, folder: Path, count: int) -> Path:
     """The first ``count`` lines of a data file."""
-    path = DATA / name
-    if not path.is_file():
-        pytest.skip(f"{path} is not here; NEMO_ALIGNER_DATA can name the folder it is in")
-    with gzip.open(path, "rt") as lines:
+    with gzip.open(published(name), "rt") as lines:
         text = "".join(line for line, _ in zip(lines, range(count), strict=False))
     (folder / "sample.jsonl").write_text(text)
     return folder / "sample.jsonl"
@@ -69,63 +63,41 @@ def smollm2_for_two_ranks(gguf: Path) -> Path:
     return base
 
 
-def split(source: Path, folder: Path, *options: str) -> Path:
-    """``nemo-aligner data split``; the folder with train.jsonl and heldout.jsonl."""
-    tiny.run_verb("data split", str(source), "--output", str(folder / "data"), *options)
-    return folder / "data"
+def prompts(path: Path) -> set[str]:
+    return {row["chosen"].split("\n\nAssistant:")[0] for row in rows_of(path)}
 
 
-def train_and_evaluate(base: Path, data: Path, folder: Path, *settings: str) -> tuple[dict, dict]:
-    """The last validation's metrics as logged in training, and the evaluation's report."""
-    tiny.run_script(
-        "examples/train_reward_model.py",
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train=[{data / 'train.jsonl'}]",
-        f"model.data.data_prefix.validation=[{data / 'heldout.jsonl'}]",
-        f"exp_manager.explicit_log_dir={folder / 'run'}",
+def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
+    """Split, trained on, evaluated as validated, and the same in any company."""
+    data, run, report = (tmp_path / name for name in ("data", "run", "report.json"))
+    source = sample(PAIRS, tmp_path, 60)
+    tiny.run_verb("data split", str(source), "--output", str(data), "--heldout", "0.3")
+    train, heldout = data / "train.jsonl", data / "heldout.jsonl"
+    assert prompts(heldout).isdisjoint(prompts(train))
+    tiny.run_verb(
+        "train",
+        *tiny.training(smollm2_for_two_ranks, run, train, heldout),
         "model.data.seq_length=256",
         "model.data.overlong=truncate_left",
-        "model.global_batch_size=8",
         "model.micro_batch_tokens=1024",
         "model.freeze_layers=27",
         "model.optim.lr=1e-4",
         "trainer.rm.max_steps=3",
-        *settings,
         timeout=900,
     )
-    report = folder / "report.json"
-    tiny.run_script(
-        "examples/evaluate_reward_model.py",
-        f"rm_model_file={folder / 'run/checkpoints/megatron_gpt.nemo'}",
-        f"data.path={data / 'heldout.jsonl'}",
-        f"output={report}",
+    model = run / "checkpoints/megatron_gpt.nemo"
+    tiny.run_verb(
+        "evaluate", f"rm_model_file={model}", f"data.path={heldout}", f"output={report}",
         timeout=600,
-    )
-    (path,) = (folder / "run").rglob("metrics.csv")
-    with path.open(newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("validation-heldout/loss")]
-    return rows[-1], json.loads(report.read_text())
-
-
-def prompts(path: Path, key: str) -> set[str]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {row[key].split("\n\nAssistant:")[0] for row in rows}
-
-
-def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
-    data = split(sample(PAIRS, tmp_path, 60), tmp_path, "--heldout", "0.3")
-    heldout = prompts(data / "heldout.jsonl", "chosen")
-    assert heldout.isdisjoint(prompts(data / "train.jsonl", "chosen"))
-    logged, report = train_and_evaluate(smollm2_for_two_ranks, data, tmp_path)
-    assert report["counts"]["kept"] == len((data / "heldout.jsonl").read_text().splitlines())
+    )  # fmt: skip
+    found, logged = json.loads(report.read_text()), tiny.logged(run)
+    assert found["counts"]["kept"] == len(rows_of(heldout))
     for name in ("loss", "accuracy", "reward_margin"):
-        assert report["metrics"][name] == pytest.approx(
-            float(logged[f"validation-heldout/{name}"]), rel=1e-9
-        )
-    assert report["metrics"]["reward_margin"] != 0
-    assert 0 < report["metrics"]["longer_reply_accuracy"] < 1
-    model = tmp_path / "run/checkpoints/megatron_gpt.nemo"
-    texts = sorted(token_lists(data / "heldout.jsonl", model), key=len)[:12]
+        *_, last = logged[f"validation-heldout/{name}"].values()
+        assert found["metrics"][name] == pytest.approx(last, rel=1e-9)
+    assert found["metrics"]["reward_margin"] != 0
+    assert 0 < found["metrics"]["longer_reply_accuracy"] < 1
+    texts = sorted(token_lists(heldout, model), key=len)[:12]
     assert len(texts) == 12
     for names, some in ((("one",), texts), (("TP=2", "PP=2"), texts[::3])):
         assert_same_bits(company.Case(str(model), some, orders=2, budget=1024), names, tmp_path)
@@ -149,26 +121,6 @@ def token_lists(pairs: Path, model: Path) -> list[list[int]]:
     assert contract is not None
     records = read_records(pairs, Reading(RecordKind.comparison)).records
     return [contract.encode(tokenizer, text).token_ids for each in records for text in each.texts]
-
-
-def test_just_eval_ratings(smollm2: Path, tmp_path: Path) -> None:
-    source = sample(RATINGS, tmp_path, 40)
-    data = split(source, tmp_path, "--heldout", "0.3", "--attributes", ATTRIBUTES)
-    assert prompts(data / "heldout.jsonl", "prompt").isdisjoint(
-        prompts(data / "train.jsonl", "prompt")
-    )
-    logged, report = train_and_evaluate(
-        smollm2,
-        data,
-        tmp_path,
-        "model.reward_model_type=regression",
-        f"model.regression.attributes=[{ATTRIBUTES}]",
-    )
-    for name in ("loss", "pearson_mean", "spearman/depth"):
-        assert report["metrics"][name] == pytest.approx(
-            float(logged[f"validation-heldout/{name}"]), abs=1e-4
-        )
-    assert "length_only_pearson_mean" in report["metrics"]
 
 
 MEASURED = """

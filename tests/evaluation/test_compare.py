@@ -1,4 +1,4 @@
-"""Two models' verdicts on the same pairs, from the files that an evaluation writes."""
+"""Two models' verdicts on the same pairs, by the files of evaluations; what training has gained."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.compare import compare_files, render_compared
+from nemo_aligner.evaluation.gain import render_gain
 from nemo_aligner.evaluation.run_task import run_task, write_verdicts
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.metrics.paired import mcnemar, wilson_interval
@@ -116,3 +117,36 @@ def test_compared_verdicts_of_a_benchmark_are_as_it_counts_them(tmp_path: Path) 
     assert flip.chosen[-1]["content"] == "4"
     assert [text[-1]["content"] for text in flip.rejected] == ["5", "3", "22"]
     assert "rejected: (one of 3) 5" in render_compared(compared, ["a", "b"], 1)
+
+
+METRICS = """step,train/loss,validation-held/by_source/x/{name},validation-held/{name}
+0,,0.9,0.41234
+1,0.7,,
+2,0.6,0.9,0.8
+"""
+
+
+def written(folder: Path, name: str, **more: float) -> tuple[Path, Path]:
+    run, evaluation = folder / "run", folder / "evaluation.json"
+    (run / "logs").mkdir(parents=True)
+    (run / "logs" / "metrics.csv").write_text(METRICS.format(name=name))
+    metrics = {name: 0.75, **more}
+    evaluation.write_text(json.dumps({"metrics": metrics, "counts": {"kept": 24}}))
+    return run, evaluation
+
+
+def test_gain_of_pairs_is_in_accuracy_and_of_ratings_in_correlation(tmp_path: Path) -> None:
+    shown = "held-out {}, 24 records: 0.412 before training, 0.750 after"
+    run, evaluation = written(tmp_path / "pairs", "accuracy", longer_reply_accuracy=0.5)
+    assert render_gain(run, evaluation).splitlines() == [
+        shown.format("accuracy"),
+        "(always taking the longer reply: 0.500)",
+    ]
+    rated = written(tmp_path / "rated", "pearson_mean")
+    assert render_gain(*rated) == shown.format("pearson_mean")
+    (run / "logs" / "metrics.csv").write_text("step,train/loss\n1,0.7\n")
+    with pytest.raises(DataError, match=r"metrics.csv: got no validation"):
+        render_gain(run, evaluation)
+    (run / "logs" / "metrics.csv").unlink()
+    with pytest.raises(DataError, match=r"run: got 0 files metrics.csv, wanted one"):
+        render_gain(run, evaluation)

@@ -1,4 +1,4 @@
-"""Robustness by scorers whose taste is known: one that likes length, one that likes nothing."""
+"""Robustness by scorers whose taste is known; what each change makes of a reply."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ from nemo_aligner.evaluation.robustness_report import (
 )
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import TASKS
-from nemo_aligner.evaluation.transformations import TRANSFORMATIONS
+from nemo_aligner.evaluation.transformations import (
+    TRANSFORMATIONS,
+    add_markdown,
+    double_sentence,
+    say_twice,
+    shorten,
+    strip_markdown,
+)
 from nemo_aligner.metrics.paired import wilson_interval
 from nemo_aligner.text.messages import Text, reply_of
+from tests import tiny
 from tests.evaluation.refusals import NOT_REFUSED, refusal
 
 Score = Callable[[Sequence[Text]], np.ndarray]
-
-
-def conversation(reply: str) -> Text:
-    return [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": reply}]
 
 
 def by_length(texts: Sequence[Text]) -> np.ndarray:
@@ -49,7 +53,9 @@ def by_first_word(texts: Sequence[Text]) -> np.ndarray:
 
 
 def pairs_of(score: Score, *replies: tuple[str, str]) -> ScoredPairs:
-    texts = [(conversation(chosen), conversation(rejected)) for chosen, rejected in replies]
+    texts = [
+        (tiny.chat("Why?", chosen), tiny.chat("Why?", rejected)) for chosen, rejected in replies
+    ]
     return ScoredPairs(texts, np.stack([score(pair) for pair in texts]))
 
 
@@ -65,12 +71,18 @@ def row_of(found: Robustness, change: str, changed: str) -> RobustnessRow:
 LONG, SHORT = "It is right. That is all there is to say of it.", "It is wrong. Indeed."
 
 
-def test_robustness_of_a_scorer_blind_to_style() -> None:
+def test_robustness_of_a_scorer_blind_to_style_is_of_the_same_pairs_every_time() -> None:
     found = check(by_first_word, pairs_of(by_first_word, *[(LONG, SHORT)] * 5))
     assert [row.turned for row in found.rows] == [0] * 2 * len(TRANSFORMATIONS)
     assert {row.shift for row in found.rows} == {0.0, None}
     assert found.margin_std == 0
     assert row_of(found, "flattery", BOTH).shift_in_std is None
+    pairs = pairs_of(by_length, *[(LONG + "!" * n, SHORT) for n in range(20)])
+    drawn = [check(by_length, pairs, most=7) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert (drawn[0].pairs, drawn[0].pairs_read) == (7, 20)
+    rows = pairs.draw(7).rewards[:, 0].tolist()
+    assert rows == sorted(rows)
 
 
 def test_robustness_of_a_taste_for_length() -> None:
@@ -105,8 +117,7 @@ def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long() -> N
     assert (twice.pairs, twice.unchanged, twice.too_long) == (1, 0, 1)
     assert row_of(found, "said_twice", REJECTED).too_long == 0
 
-
-def test_robustness_counts_a_text_without_a_reward_as_too_long() -> None:
+    # A text without a reward counts as too long.
     def refuse(texts: Sequence[Text]) -> np.ndarray:
         rewards = by_length(texts)
         return np.where(rewards > 90, np.nan, rewards)
@@ -116,23 +127,11 @@ def test_robustness_counts_a_text_without_a_reward_as_too_long() -> None:
     assert row_of(found, "said_twice", BOTH).shift == pytest.approx(20 + (6 + 5) / 2)
 
 
-def test_robustness_draws_the_same_pairs_every_time() -> None:
-    pairs = pairs_of(by_length, *[(LONG + "!" * n, SHORT) for n in range(20)])
-    found = [check(by_length, pairs, most=7) for _ in range(2)]
-    assert found[0] == found[1]
-    assert (found[0].pairs, found[0].pairs_read) == (7, 20)
-    rows = pairs.draw(7).rewards[:, 0].tolist()
-    assert rows == sorted(rows)
-
-
-def test_robustness_of_raw_text_is_refused_as_it_has_no_reply() -> None:
+def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:
     pairs = ScoredPairs([("a", "b")], np.array([[1.0, 0.0]]))
     assert change_reply("a", str.upper) == "a"
     with pytest.raises(DataError, match="where the reply begins"):
         check(by_length, pairs)
-
-
-def test_robustness_of_a_benchmark_of_other_than_pairs_of_prose_is_refused() -> None:
     refused = {name: refusal(ConfigError, check_pairwise, TASKS[name]) for name in TASKS}
     for name in ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n"):
         assert f"robustness_pairs: got task={name}" in refused.pop(name)
@@ -165,3 +164,55 @@ def test_robustness_is_a_table_and_json_that_is_read_again() -> None:
     assert max(map(len, shown.splitlines())) <= 100
     for transformation in TRANSFORMATIONS:
         assert shown.count(f"  {transformation.name} ") == 2
+
+
+CODE = "```python\n# one\n\n**two** = 2 * 3 * 4\n```"
+
+
+def test_transformations_keep_what_was_said_and_have_names_of_their_own() -> None:
+    assert len({each.name for each in TRANSFORMATIONS}) == len(TRANSFORMATIONS) == 7
+    reply = "Roses are red. Violets are blue.\n\nSugar is sweet."
+    for each in TRANSFORMATIONS:
+        changed = each.apply(reply)
+        assert (changed == reply) == (each.name == "markdown_stripped"), each.name
+        assert "Roses are red." in changed, each.name
+
+
+def test_strip_markdown_outside_code() -> None:
+    plain = {
+        "# Title\n\n- one\n* two\n\n> said": "Title\n\none\ntwo\n\nsaid",
+        "**bold**, ***both*** and *slanted*": "bold, both and slanted",
+        "see [here](http://x.org) and `x = 1`": "see here and x = 1",
+        "above\n\n---\n\nbelow": "above\n\n\nbelow",
+        ">>> double(2)\n4": ">>> double(2)\n4",
+        f"Run\n\n{CODE}\n\n**now**": f"Run\n\n{CODE}\n\nnow",
+    }
+    unchanged = "2 * 3 * 4, 2*3*4, snake_case_name, #1, a - b"
+    plain[unchanged] = unchanged
+    assert {reply: strip_markdown(reply) for reply in plain} == plain
+
+
+def test_add_markdown_where_there_is_none() -> None:
+    added = add_markdown("Yes, it is. I think.\n\n第一。第二。")
+    assert added == "## Answer\n\n**Yes, it is.** I think.\n\n**第一。**第二。"
+    assert strip_markdown(added) == "Answer\n\nYes, it is. I think.\n\n第一。第二。"
+    assert add_markdown(added) == added
+    assert add_markdown(CODE) == CODE
+
+
+def test_double_sentence_doubles_the_longest_and_say_twice_the_reply() -> None:
+    assert double_sentence("Yes. It is so. E.g. 1. here") == "Yes. It is so. It is so. E.g. 1. here"
+    assert double_sentence("Go on!\n\nThe end.\n") == "Go on!\n\nThe end.\n The end."
+    assert double_sentence("no end") == "no end"
+    assert double_sentence(CODE) == CODE
+    assert say_twice("Four.").count("Four.") == 2
+
+
+def test_shorten_leaves_half() -> None:
+    halves = {
+        "One.\n\nTwo.\n\nThree.": "One.\n\nTwo.",
+        "The first. The second. The third.": "The first. The second.",
+        f"{CODE}\n\nThat is it.": CODE,
+        **{reply: reply for reply in ("One sentence.", CODE, "")},
+    }
+    assert {reply: shorten(reply) for reply in halves} == halves

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,31 +14,11 @@ from nemo_aligner.errors import ConfigError, SettingsError
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.evaluation.tasks import find_task
 from tests import tiny
+from tests.data.files import rows_of, write
 from tests.evaluation.refusals import refusal
-from tests.once import Once
 
 
-def last_validation(folder: Path) -> dict[str, float]:
-    (path,) = folder.rglob("metrics.csv")
-    with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("validation-held_out/accuracy")]
-    return {
-        name.removeprefix("validation-held_out/"): float(value)
-        for name, value in rows[-1].items()
-        if name.startswith("validation-held_out/") and value
-    }
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def base(once: Once) -> Path:
-    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.smoke), "bf16"])
 def test_evaluation_gives_the_bits_of_the_last_validation(
     precision: str, base: Path, tmp_path: Path
 ) -> None:
@@ -52,17 +30,11 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
     held_out = tiny.write_pairs(tmp_path / "held_out.jsonl", 40, seed=1)
     run = tmp_path / "run"
     settings = [
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train=[{tiny.write_pairs(tmp_path / 'train.jsonl', 16)}]",
-        f"model.data.data_prefix.validation=[{held_out}]",
-        f"exp_manager.explicit_log_dir={run}",
+        *tiny.training(base, run, tiny.write_pairs(tmp_path / "train.jsonl", 16), held_out),
         "exp_manager.report=true",
-        "exp_manager.create_tensorboard_logger=false",
         f"trainer.precision={precision}",
         "model.data.seq_length=64",
         "model.micro_batch_tokens=300",
-        "model.global_batch_size=8",
-        "model.optim.lr=1e-3",
         "trainer.rm.max_steps=2",
     ]
     assert train.run(train.new_parser().parse_args(settings)) == 0
@@ -75,12 +47,13 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
         "model.micro_batch_tokens=128",
     ]
     evaluate(load_config(EvaluateConfig, settings))
-    content, rows = json.loads(report.read_text()), lines_of(rewards)
-    assert rows == lines_of(run / "heldout" / "validation-held_out.jsonl")
+    content, rows = json.loads(report.read_text()), rows_of(rewards)
+    assert rows == rows_of(run / "heldout" / "validation-held_out.jsonl")
     assert len({str(row["rewards"]) for row in rows}) == len(rows) == content["counts"]["kept"]
-    trained = last_validation(run)
+    trained = tiny.logged(run)
     names = ("accuracy", "loss", "reward_margin_p05", "ece", "brier", "length_correlation")
-    assert {n: content["metrics"][n] for n in names} == {n: trained[n] for n in names}
+    for name in names:
+        assert content["metrics"][name] == trained[f"validation-held_out/{name}"][2], name
     counts = content["counts"]
     assert counts["overlong"] > 0, "some pairs should exceed seq_length, to test the drop"
     assert counts["kept"] + counts["overlong"] == counts["read"] == 40
@@ -98,7 +71,7 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
     assert done.stdout.count(f"report: {page}") == 1
     assert content["contract"] in page.read_text(encoding="utf-8")
     assert json.loads(report.read_text())["metrics"] == pytest.approx(content["metrics"], abs=1e-5)
-    for one, other_row in zip(rows, lines_of(rewards), strict=True):
+    for one, other_row in zip(rows, rows_of(rewards), strict=True):
         assert other_row.pop("rewards") == pytest.approx(one.pop("rewards"), abs=1e-5)
         assert one == other_row
 
@@ -148,11 +121,11 @@ def test_evaluate_and_compare_verbs_show_and_write_what_they_find(
     assert f"{polite['share']:.3f} ({polite['low']:.3f} to {polite['high']:.3f})" in done.stdout
     assert "no verdict should turn" in page.read_text(encoding="utf-8")
 
-    rows = lines_of(first)
+    rows = rows_of(first)
     for row in rows[::3]:  # another model's
         row["rewards"] = dict(zip(("rejected", "chosen"), row["rewards"].values(), strict=True))
     second, table, flips = (tmp_path / name for name in ("b.jsonl", "table.json", "flips.jsonl"))
-    second.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write(second, *rows)
     files = (str(first), str(second), f"--output={table}", f"--flips={flips}")
     done = tiny.run_verb("compare", *files, "--show=1")
     (row,) = json.loads(table.read_text())["rows"]
@@ -160,8 +133,8 @@ def test_evaluate_and_compare_verbs_show_and_write_what_they_find(
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 220
     assert "4 verdicts differ; the first 1:" in lines
-    flipped = lines_of(flips)
-    replies = {row["chosen"] for row in lines_of(pairs)}
+    flipped = rows_of(flips)
+    replies = {row["chosen"] for row in rows_of(pairs)}
     assert {flip["chosen"][-1]["content"] for flip in flipped} < replies
     assert len(flipped) == 4
 
@@ -171,12 +144,12 @@ def test_evaluation_of_a_benchmark_shows_and_writes_its_verdicts(
 ) -> None:
     sample, path = find_task("rewardbench").sample, tmp_path / "b.jsonl"
     items = [{**sample, "chosen": "4" * count} for count in range(1, 6)]
-    path.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    write(path, *items)
     output, lines = tmp_path / "report.json", tmp_path / "verdicts.jsonl"
     settings = [f"rm_model_file={model}", f"data.path={path}", "task=rewardbench"]
     more = [f"output={output}", f"output_rewards={lines}"]
     evaluate(load_config(EvaluateConfig, [*settings, *more]))
-    share = sum(verdict["right"] for verdict in lines_of(lines)) / 5
+    share = sum(verdict["right"] for verdict in rows_of(lines)) / 5
     rows = {row["name"]: row["value"] for row in json.loads(output.read_text())["rows"]}
     assert rows == {"alpacaeval-easy": share, "Chat": share}
     assert f"alpacaeval-easy{share:>10.4f}" in capsys.readouterr().out

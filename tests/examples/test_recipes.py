@@ -1,17 +1,20 @@
-"""Every recipe runs as its comment says, on its kind of records, with a tiny model."""
+"""Every recipe runs as its comment says, with a tiny model; pairs are made of rated replies."""
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_aligner.data.reading import Reading, read_records
 from tests import tiny
-from tests.once import Once
+from tests.data.files import write
 
 RECIPES = tiny.ROOT / "conf" / "recipes"
 HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
@@ -61,17 +64,14 @@ RECORDS: dict[str, Callable[[random.Random], Record]] = {
 }
 
 
-def write(path: Path, record: Callable[[random.Random], Record], count: int, seed: int) -> Path:
-    rng = random.Random(seed)
-    path.write_text("".join(f"{json.dumps(record(rng))}\n" for _ in range(count)))
-    return path
-
-
 def train(name: str, start: Path, folder: Path) -> Path:
     """Run the recipe; its model."""
     folder.mkdir()
-    data = write(folder / "train.jsonl", RECORDS[name], 24, seed=0)
-    heldout = write(folder / "heldout.jsonl", RECORDS[name], 8, seed=1)
+    rng = random.Random(0)
+    data, heldout = (
+        write(folder / f"{part}.jsonl", *(RECORDS[name](rng) for _ in range(count)))
+        for part, count in (("train", 24), ("heldout", 8))
+    )
     tiny.run_verb(
         "train",
         "--config",
@@ -89,11 +89,6 @@ def evaluate(model: Path, heldout: Path) -> dict[str, float]:
     report = heldout.with_suffix(".report.json")
     tiny.run_verb("evaluate", f"rm_model_file={model}", f"data.path={heldout}", f"output={report}")
     return json.loads(report.read_text())["metrics"]
-
-
-@pytest.fixture(scope="module")
-def base(once: Once) -> Path:
-    return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
 
 
 def test_every_recipe_is_run_here() -> None:
@@ -116,3 +111,27 @@ def test_the_ladder_goes_on_from_rung_to_rung(base: Path, tmp_path: Path) -> Non
     heldout = tmp_path / "second" / "heldout.jsonl"
     losses = [evaluate(model, heldout)["loss"] for model in (second, third)]
     assert losses[0] != losses[1]
+
+
+SCRIPT = tiny.ROOT / "examples/data/pairs_from_ratings.py"
+RATINGS = (5, 1, None, 3, 3)
+
+
+def test_the_better_rated_reply_is_the_chosen_one(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"prompt\u2028{number}", "response": f"{rating}", "helpfulness": rating}
+        for number, rating in enumerate(RATINGS)
+    ]
+    source, output = tmp_path / "ratings.jsonl", tmp_path / "pairs.jsonl"
+    source.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+    command = [sys.executable, str(SCRIPT), str(source), "--attribute=helpfulness"]
+    done = subprocess.run(
+        [*command, f"--output={output}", "--each=3"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{output}: 10 pairs by helpfulness\n"
+    records = read_records(output, Reading()).records
+    # Three others have another rating than 5 or 1, two another than 3.
+    assert len(records) == 3 + 3 + 2 + 2
+    for record in records:
+        chosen, rejected = (int(text[-1]["content"]) for text in record.texts)
+        assert chosen > rejected

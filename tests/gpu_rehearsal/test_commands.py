@@ -93,15 +93,10 @@ def all_tasks(folder: Path) -> dict[str, Task]:
 
     def train(name: str, *more: str) -> Task:
         settings = [
-            f"pretrained_checkpoint.restore_from_path={base}",
-            f"model.data.data_prefix.train=[{pairs}]",
-            f"model.data.data_prefix.validation=[{pairs}]",
-            f"exp_manager.explicit_log_dir={folder / name}",
-            "exp_manager.create_tensorboard_logger=false",
+            *tiny.training(base, folder / name, pairs, pairs),
             "model.global_batch_size=6",
             "model.data.seq_length=200",
             "model.micro_batch_tokens=256",
-            "model.data.allow_prompt_overlap=true",
             "trainer.rm.val_check_interval=2",
             "trainer.rm.max_epochs=4",
             *more,
@@ -183,9 +178,7 @@ def test_rehearsed_streams_wait_for_each_other(seen: dict[str, Seen]) -> None:
         copies = seen[name]["copies"]
         assert copies["beside"] > MODEL_AND_STATE, name
         assert copies.get("in line", 0) == 0, name
-
-
-def test_rehearsed_wait_that_is_left_out_is_a_race(seen: dict[str, Seen]) -> None:
+    # A wait that is left out is a race.
     for name, wanted in LEFT_OUT.items():
         of_it = seen[f"left out {name}"]
         assert of_it["copies"] == {"beside": 1}

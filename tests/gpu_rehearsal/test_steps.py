@@ -5,7 +5,7 @@ Collectives that ranks have in common, waits, kernels' demands, and what is kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -71,34 +71,31 @@ ONE_GPU: Task = {
         "SLURM_STEP_NODELIST": "localhost",
     },
 }
-STUBS: dict[str, tuple[str, ...]] = {
-    "torch": (),
-    "engine": ("te",),
-    "engine and apex": ("te", "apex"),
-}
-TASKS: dict[str, dict[str, Task]] = {
-    "torch": {**LAYOUTS, **ALONE, **REFUSED, **ACCEPTED, "one GPU": ONE_GPU},
-    # Without Apex a model is built all the same.
-    "engine": {
-        "tp2+sp+dp2": LAYOUTS["tp2+sp+dp2"],
-        "alone": ALONE["alone"],
-        "fp32": REFUSED["fp32"],
-    },
-    "engine and apex": {**LAYOUTS, "tp2+sp+dp2": steps({"tp": 2, "sequence_parallel": True})},
-}
-Rehearsed = Callable[[str], dict[str, Seen]]
+
+
+def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) -> dict[str, Seen]:
+    """What was seen of each task, with these stubs installed; each of them ended well."""
+    found = rehearse(f"steps_{name}", list(tasks.values()), stubs)
+    return ended_well(dict(zip(tasks, found, strict=True)))
 
 
 @pytest.fixture(scope="module")
-def rehearsed(rehearse: Rehearse) -> Rehearsed:
-    """What was seen of each task with what is installed; each of them ended well."""
+def plain(rehearse: Rehearse) -> dict[str, Seen]:
+    tasks = {**LAYOUTS, **ALONE, **REFUSED, **ACCEPTED, "one GPU": ONE_GPU}
+    return seen_of(rehearse, "plain", tasks)
 
-    def seen(installed: str) -> dict[str, Seen]:
-        tasks = TASKS[installed]
-        found = rehearse(f"steps_{installed}", list(tasks.values()), STUBS[installed])
-        return ended_well(dict(zip(tasks, found, strict=True)))
 
-    return seen
+@pytest.fixture(scope="module")
+def with_engine(rehearse: Rehearse) -> dict[str, Seen]:
+    """Without Apex a model is built all the same."""
+    tasks = {name: (LAYOUTS | ALONE | REFUSED)[name] for name in ("tp2+sp+dp2", "alone", "fp32")}
+    return seen_of(rehearse, "engine", tasks, "te")
+
+
+@pytest.fixture(scope="module")
+def with_apex(rehearse: Rehearse) -> dict[str, Seen]:
+    tasks = {**LAYOUTS, "tp2+sp+dp2": steps({"tp": 2, "sequence_parallel": True})}
+    return seen_of(rehearse, "engine and apex", tasks, "te", "apex")
 
 
 def differences(by_rank: Sequence[dict[str, list[Any]]]) -> list[str]:
@@ -113,34 +110,33 @@ def differences(by_rank: Sequence[dict[str, list[Any]]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("installed", TASKS)
 def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
-    installed: str, rehearsed: Rehearsed
+    plain: dict[str, Seen], with_engine: dict[str, Seen], with_apex: dict[str, Seen]
 ) -> None:
-    found = rehearsed(installed)
-    found.pop("one GPU", None)
     wrong = {}
-    for name, seen in found.items():
-        wrong[name] = differences(seen["collectives"])
-        allowed = DECISIONS["step"] | (FP16 if name == "Turing" else {})
-        for rank in seen["ranks"]:
-            wrong[name] += unexpected({"phases": {"step": rank}}, {"step": allowed})
-        if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
-            wrong[name].append("nothing was sent")
+    for stubs, found in (("", plain), ("engine", with_engine), ("apex", with_apex)):
+        for name in found.keys() - {"one GPU"}:
+            seen = found[name]
+            said = differences(seen["collectives"])
+            allowed = DECISIONS["step"] | (FP16 if name == "Turing" else {})
+            for rank in seen["ranks"]:
+                said += unexpected({"phases": {"step": rank}}, {"step": allowed})
+            if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
+                said.append("nothing was sent")
+            wrong[stubs, name] = said
     assert not any(wrong.values()), {name: said for name, said in wrong.items() if said}
 
 
-def test_rehearsed_step_keeps_the_bytes_that_planning_counts(rehearsed: Rehearsed) -> None:
+def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Seen]) -> None:
     """Of torch's layers: what TransformerEngine's keep no stub can say."""
-    found = rehearsed("torch")
     wrong = {
         name: (rank["kept"], rank["planned"])
         for name in [*LAYOUTS, *ALONE]
-        for rank in found[name]["ranks"]
+        for rank in plain[name]["ranks"]
         if "kept" in rank and rank["kept"] != pytest.approx(rank["planned"], rel=0.03)
     }
     assert not wrong
-    assert all("kept" in found[name]["ranks"][0] for name in ALONE)
+    assert all("kept" in plain[name]["ranks"][0] for name in ALONE)
 
 
 def flash_calls(seen: Seen) -> int:
@@ -150,27 +146,22 @@ def flash_calls(seen: Seen) -> int:
 
 
 def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
-    rehearsed: Rehearsed,
+    plain: dict[str, Seen],
 ) -> None:
     """Also torch 2.8's and 2.9's, where beginnings are shared, and flash-attn's with a cap."""
-    found = rehearsed("torch")
-    calls = {name: flash_calls(found[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
+    calls = {name: flash_calls(plain[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
     again = {"selective, prefix", "full"}  # in the backward once more
     for name in again:
         assert calls.pop(name) > LAYERS_AND_PACKS
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
+    alone = plain["one GPU"]  # a process that sees one GPU takes it
+    assert alone["device"] == alone["settings"]["device_id"] == "cuda:0"
 
 
-def test_transformer_engine_s_layers_are_for_16_bits(rehearsed: Rehearsed) -> None:
+def test_transformer_engine_s_layers_are_for_16_bits(with_engine: dict[str, Seen]) -> None:
     """Its fp32 products are rounded to TF32."""
-    found = rehearsed("engine")
-    modules = {name: found[name]["ranks"][0]["engine_modules"] for name in ("alone", "fp32")}
+    modules = {name: with_engine[name]["ranks"][0]["engine_modules"] for name in ("alone", "fp32")}
     assert modules["alone"] > 0
     assert modules["fp32"] == 0
-    assert flash_calls(found["alone"]) == LAYERS_AND_PACKS
-    assert flash_calls(found["fp32"]) == 0
-
-
-def test_process_that_sees_one_gpu_takes_it(rehearsed: Rehearsed) -> None:
-    seen = rehearsed("torch")["one GPU"]
-    assert seen["device"] == seen["settings"]["device_id"] == "cuda:0"
+    assert flash_calls(with_engine["alone"]) == LAYERS_AND_PACKS
+    assert flash_calls(with_engine["fp32"]) == 0

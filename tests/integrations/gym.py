@@ -40,11 +40,13 @@ def gym_folder(folder: Path) -> Path:
     return folder
 
 
-def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    python: Path, folder: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(python), *arguments],
         cwd=folder,
-        env=_environment(folder),
+        env={**_environment(folder), **variables},
         capture_output=True,
         text=True,
         timeout=300,

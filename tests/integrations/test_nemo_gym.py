@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from nemo_aligner.scoring.scorer import RewardScorer
 from tests.integrations import gym
 
 QUESTION = "what is the river"
+AGENT = "clients/simple_agent.py"
 REFUSED = "reward_model:refused_text"
 
 
@@ -55,8 +57,13 @@ def body(reply: str, **more: Any) -> dict[str, Any]:
     return {"responses_create_params": asked, "response": response, **more}
 
 
-def test_its_own_tests_pass_in_gym(python: Path, folder: Path) -> None:
-    done = gym.run(python, folder, "-m", "pytest", "-q", "resources_servers/reward_model")
+def test_its_own_tests_pass_in_gym_and_the_simple_agent_ends_its_rollouts_at_a_gateway(
+    python: Path, folder: Path, server: str, gateway: str
+) -> None:
+    agent = shutil.copy(Path(__file__).parent / AGENT, folder)  # out of reach of our conftest.py
+    tests = ["resources_servers/reward_model", agent]
+    urls = {"GATEWAY": gateway, "REWARD_SERVER": server}
+    done = gym.run(python, folder, "-m", "pytest", "-q", *tests, **urls)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout.splitlines()[-1]
 

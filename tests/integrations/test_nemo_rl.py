@@ -44,6 +44,7 @@ class Sums:
         self.asked = texts
         wholes = ["".join(turn["content"] for turn in text) for text in texts]
         errors = {row: "the text is empty" for row, text in enumerate(wholes) if not text}
+        errors |= {row: "a mark" for row, text in enumerate(wholes) if "<|im_end|>" in text}
         sums = np.outer([total(text) for text in wholes], [1, -1]).astype(np.float32)
         sums[list(errors)] = np.nan
         return ScoredRows(sums, errors, np.zeros(len(texts), dtype=bool), CONTRACT.hash)
@@ -107,6 +108,22 @@ def test_a_reply_that_is_refused_gets_the_reward_of_the_settings_and_is_counted(
     assert metrics["reward_model_env/num_refused"] == 1
 
 
+def test_a_prompt_that_is_refused_with_any_reply_is_not_the_policys_doing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logs = [said("a", "b"), said("a", "b<|im_end|>"), said("a<|im_end|>", "b")]
+    logs += [said("a<|im_end|>", "c<|im_end|>")]
+    refusing = environment(refused_reward=-5)
+    assert refusing.step(logs, [None] * 4).rewards.tolist() == [195, -5, 0, 0]
+    assert "1 of 4 replies cannot be scored; sample 1: a mark; they get -5" in caplog.text
+    assert "2 of 4 prompts cannot be scored; sample 2: a mark; they get 0" in caplog.text
+    _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
+    counted = [metrics[f"reward_model_env/num_refused{name}"] for name in ("", "_prompts")]
+    assert counted == [1, 2]
+    with pytest.raises(DataError, match=r"1 of 1 prompts cannot be scored; sample 0: a mark; .*"):
+        environment().step(logs[2:3], [None])
+
+
 def test_the_metrics_are_those_of_nemo_rl() -> None:
     rewards = torch.tensor([1.0, 2.0, 6.0])
     batch = {"message_log": [[], [], []], "total_reward": rewards}
@@ -115,6 +132,7 @@ def test_the_metrics_are_those_of_nemo_rl() -> None:
     assert metrics == {
         "reward_model_env/num_samples": 3,
         "reward_model_env/num_refused": 0,
+        "reward_model_env/num_refused_prompts": 0,
         "reward_model_env/mean_reward": 3.0,
         "reward_model_env/std_reward": pytest.approx(float(rewards.std())),
         "reward_model_env/min_reward": 1.0,

@@ -19,7 +19,7 @@ from nemo_aligner.metrics.table import (
 from tests.tiny import ROOT
 
 
-def test_better_values_are_known_by_the_last_part_of_a_name() -> None:
+def test_better_values_and_where_they_are_shown_are_known_by_the_last_part_of_a_name() -> None:
     wanted = {
         "v/loss": Better.lower,
         "v/ece": Better.lower,
@@ -32,9 +32,6 @@ def test_better_values_are_known_by_the_last_part_of_a_name() -> None:
         "v/what_is_this": Better.neither,
     }
     assert {name: better_values(name) for name in wanted} == wanted
-
-
-def test_table_says_where_a_metric_is_shown() -> None:
     assert is_shown("accuracy", Shown.step)
     assert is_shown("pearson/help", Shown.validation)
     assert not is_shown("pearson/help", Shown.source)

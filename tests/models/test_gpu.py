@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_aligner.batch import Group, PackedBatch
+from nemo_aligner.cache_use import CachedPrefix, CacheUse
+from nemo_aligner.models.attention.packed import _attend_one_by_one
+from nemo_aligner.models.attention.pool import KeyValuePool
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention.varlen import varlen_kernel
 from tests import families, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,11 +32,6 @@ def draw(tokens: int, heads: int) -> torch.Tensor:
 def test_varlen_kernel_equals_sdpa_forward_and_backward(
     window: int | None, cap: float | None
 ) -> None:
-    from nemo_aligner.batch import Group, PackedBatch
-    from nemo_aligner.models.attention.packed import _attend_one_by_one
-    from nemo_aligner.models.attention.segments import PackedSegments, Scores
-    from nemo_aligner.models.attention.varlen import varlen_kernel
-
     kernel = varlen_kernel(window is not None, cap is not None)
     if kernel is None:
         pytest.skip(NO_KERNEL)
@@ -53,13 +54,6 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
 
 @pytest.mark.parametrize("window", [None, 1, 30])
 def test_varlen_kernel_sees_cached_beginnings(window: int | None) -> None:
-    from nemo_aligner.batch import Group, PackedBatch
-    from nemo_aligner.cache_use import CachedPrefix, CacheUse
-    from nemo_aligner.models.attention.packed import _attend_one_by_one
-    from nemo_aligner.models.attention.pool import KeyValuePool
-    from nemo_aligner.models.attention.segments import PackedSegments, Scores
-    from nemo_aligner.models.attention.varlen import varlen_kernel
-
     kernel = varlen_kernel(window is not None, False)
     if kernel is None:
         pytest.skip(NO_KERNEL)

@@ -1,4 +1,4 @@
-"""The reward model against transformers, and its head, packing and freezing, in one process."""
+"""The reward model in one process: packs, parts, freezing and recomputation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from nemo_aligner.batch import Group, PackedBatch, Records
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.step import count_parts, forward_backward, infer, infer_in_parts
+from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
 from tests import tiny
 
@@ -24,42 +27,8 @@ def load(
     recompute: Recompute = Recompute.none,
     recompute_layers: int | None = None,
 ) -> Any:
-    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
-
-    return load_pretrained(
-        path,
-        layout,
-        num_attributes=2,
-        precision=Precision.fp32,
-        recompute=recompute,
-        recompute_layers=recompute_layers,
-    )
-
-
-def test_reward_is_the_head_on_transformers_last_hidden_state(
-    layout: ParallelLayout, tmp_path: Path
-) -> None:
-    """Where nothing is grouped, tied or as wide as usual: what no case of ``families`` has."""
-    from transformers import LlamaForCausalLM
-
-    from nemo_aligner.models.step import infer
-
-    changes = {
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "head_dim": 32,
-    }
-    pretrained = load(tiny.write_base_nemo(tmp_path / "base.nemo", **changes), layout)
-    assert pretrained.head_is_new
-    rewards = infer(pretrained.model, [PackedBatch.pack(SEQUENCES)], layout)
-
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "base.hf").eval()
-    with torch.no_grad():
-        states = [theirs.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in SEQUENCES]
-    wanted = torch.stack(states) @ pretrained.model.rm_head.weight.T
-    assert rewards.dtype == pretrained.model.rm_head.weight.dtype == torch.float32
-    torch.testing.assert_close(rewards, wanted, atol=1e-5, rtol=1e-4)
+    how = {"recompute": recompute, "recompute_layers": recompute_layers}
+    return load_pretrained(path, layout, num_attributes=2, precision=Precision.fp32, **how)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +43,6 @@ def model(base: Path, layout: ParallelLayout) -> Any:
 
 
 def test_rewards_in_parts_are_those_of_the_whole(model: Any, layout: ParallelLayout) -> None:
-    from nemo_aligner.models.step import infer, infer_in_parts
-
     batches = [PackedBatch.pack([ids]) for ids in SEQUENCES]
     wanted = infer(model, batches, layout)
     for parts in (1, 2, len(batches), len(batches) + 3):
@@ -88,8 +55,6 @@ def test_rewards_in_parts_are_those_of_the_whole(model: Any, layout: ParallelLay
 
 
 def test_parts_are_so_few_that_a_pipeline_is_seldom_empty() -> None:
-    from nemo_aligner.models.step import count_parts
-
     wanted = {
         (100, ""): 1,
         (4000, ""): 4,
@@ -113,8 +78,6 @@ GROUPS = [Group(1, 0), Group(3, 40)]
 def test_prefix_computed_once_and_padding_change_no_reward(
     model: Any, layout: ParallelLayout
 ) -> None:
-    from nemo_aligner.models.step import infer
-
     sequences = [SEQUENCES[3], *SHARING]
     once, apart = PackedBatch.pack(sequences, groups=GROUPS), PackedBatch.pack(sequences)
     assert once.num_tokens == 17 + 40 + 5 + 1 + 12
@@ -123,18 +86,14 @@ def test_prefix_computed_once_and_padding_change_no_reward(
         torch.testing.assert_close(infer(model, [batch], layout), wanted, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", Recompute)
-def test_prefix_computed_once_changes_no_gradient(
-    base: Path, layout: ParallelLayout, recompute: Recompute
-) -> None:
+def test_prefix_computed_once_changes_no_gradient(base: Path, layout: ParallelLayout) -> None:
     sequences = [SEQUENCES[3], *SHARING]
+    wanted = gradients(base, layout, 0, Recompute.none, PackedBatch.pack(sequences))
     once = PackedBatch.pack(sequences, groups=GROUPS)
-    apart = PackedBatch.pack(sequences)
-    got = gradients(base, layout, 0, recompute, once)
-    wanted = gradients(base, layout, 0, recompute, apart)
-    for name, gradient in got.items():
-        scale = float(wanted[name].abs().max())
-        torch.testing.assert_close(gradient, wanted[name], atol=1e-5 * scale, rtol=1e-4)
+    for recompute in Recompute:
+        for name, gradient in gradients(base, layout, 0, recompute, once).items():
+            scale = float(wanted[name].abs().max())
+            torch.testing.assert_close(gradient, wanted[name], atol=1e-5 * scale, rtol=1e-4)
 
 
 def gradients(
@@ -144,9 +103,6 @@ def gradients(
     recompute: Recompute,
     batch: PackedBatch | None = None,
 ) -> dict[str, torch.Tensor]:
-    from nemo_aligner.models.step import forward_backward
-    from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-
     model = load(base, layout, recompute).model
     freeze_lower_layers(model, frozen, 4)
     wrapped = wrap_for_training(model)
@@ -167,8 +123,6 @@ def gradients(
 def test_freezing_keeps_the_upper_gradients_at_any_recompute(
     base: Path, layout: ParallelLayout
 ) -> None:
-    from nemo_aligner.models.trainable import freeze_lower_layers
-
     whole = gradients(base, layout, 0, Recompute.none)
     assert all(gradient.abs().max() > 0 for gradient in whole.values())
     for recompute in Recompute:
@@ -181,28 +135,12 @@ def test_freezing_keeps_the_upper_gradients_at_any_recompute(
         freeze_lower_layers(load(base, layout).model, 4, 4)
 
 
-def test_embedding_smaller_than_the_vocabulary_is_refused(
-    base: Path, layout: ParallelLayout, tmp_path: Path
-) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-    from nemo_aligner.checkpoint.nemo.write import write_nemo
-    from nemo_aligner.errors import CheckpointError
-
-    with open_nemo(base) as folder:
-        config = {**folder.config, "vocab_size": 5000}
-        write_nemo(tmp_path / "larger.nemo", config, folder.weights, folder.tokenizer)
-    with pytest.raises(CheckpointError, match=r"want at least \[5000, 64\]"):
-        load(tmp_path / "larger.nemo", layout)
-
-
 def filled_up(count: int) -> int:
     """To whole vectors, as packs are in evaluation mode."""
     return count + -count % 32
 
 
 def test_last_layer_computes_only_the_heads_rows(base: Path, layout: ParallelLayout) -> None:
-    from nemo_aligner.models.step import infer
-
     model = load(base, layout).model
     seen: list[int] = []
     for layer in model.decoder.layers:
@@ -216,8 +154,6 @@ def test_last_layer_computes_only_the_heads_rows(base: Path, layout: ParallelLay
 
 def test_recomputed_layers_keep_nothing_but_their_input(base: Path, layout: ParallelLayout) -> None:
     """Floats kept for the backward shrink with every layer that is recomputed."""
-    from nemo_aligner.models.trainable import wrap_for_training
-
     kept = []
     for layers in (None, 1, 2):
         recompute = Recompute.none if layers is None else Recompute.full

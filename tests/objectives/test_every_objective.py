@@ -29,6 +29,7 @@ RANKED = ranked(
 )
 PAIRS = ranked([0, 1], [0, 1], label_margins=[1.0, MISSING])
 RATED = rated(torch.tensor([[1.0, MISSING], [0.0, 0.5], [MISSING, MISSING], [3.0, -1.0]]))
+FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
 
 
 @pytest.mark.parametrize(
@@ -49,19 +50,36 @@ RATED = rated(torch.tensor([[1.0, MISSING], [0.0, 0.5], [MISSING, MISSING], [3.0
         Huber(NAMES, delta=0.5),
         OrdinalBins(NAMES, values={"help": [0, 1, 4], "brief": [-1, 0, 1]}),
         Quantiles(NAMES),
-        RankingAndRegression(NAMES),
+        RankingAndRegression(NAMES, weights=(1.0, -0.5), regression_weight=0.25),
     ],
     ids=lambda objective: type(objective).__name__,
 )
 def test_gradient_and_sums_do_not_depend_on_the_batch_and_wait_for_no_device(
     objective: Objective,
 ) -> None:
+    """The first to fail where a gradient is not that of the loss."""
     for records in (RANKED, PAIRS) if objective.main_metric == "accuracy" else (RATED,):
         shape = (records.num_rewards, count_outputs(objective))
         rewards = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         check_gradient(objective, rewards, records)
         check_any_batch(objective, rewards, records)
         check_on_a_device_without_data(objective, rewards, records)
+        check_far_apart(objective, rewards, records)
+        total, count = objective.loss(rewards[:0], records.select([]))
+        assert (float(total), int(count)) == (0.0, 0)
+
+
+def check_far_apart(objective: Objective, rewards: torch.Tensor, records: Records) -> None:
+    """In fp32, also where a pair is as good as certain or a reward of no use."""
+    if getattr(objective, "learned", False):
+        rewards = torch.full_like(rewards, objective.start_of_learned[0])
+    levels = torch.tensor(FAR_APART).repeat(len(rewards))[: len(rewards)]
+    rewards = torch.cat([levels[:, None], rewards[:, 1:]], dim=1).requires_grad_()
+    total, _ = objective.loss(rewards, records)
+    total.backward()
+    assert math.isfinite(total.item())
+    assert rewards.grad is not None
+    assert bool(torch.isfinite(rewards.grad).all())
 
 
 def check_on_a_device_without_data(

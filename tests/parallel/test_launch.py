@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +12,7 @@ from nemo_aligner.parallel.launch import launch, single_process
 from nemo_aligner.parallel.layout import LayoutSizes, ParallelLayout, check_sizes
 from nemo_aligner.processes import Process
 from tests import tiny
-from tests.launching import TORCHRUN
+from tests.launching import TORCHRUN, run_code
 
 
 def test_launch_of_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +50,8 @@ def test_fp32_stays_fp32_where_the_environment_asks_for_tf32() -> None:
         "print(torch.get_float32_matmul_precision())\n"
         "with launch(): print(torch.get_float32_matmul_precision())"
     )
-    env = tiny.environment() | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env
-    )
+    told = tiny.environment(TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
+    done = run_code(code, environment=told)
     assert done.stdout.split() == ["high", "highest"], done.stderr
     assert "fp32 matrix products were set to be rounded (precision 'high'" in done.stderr
 

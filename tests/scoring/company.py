@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, int, bool]] = {
     "TP=2": (2, 1, False),
     "TP=2+SP": (2, 1, True),
     "PP=2": (1, 2, False),
+    "DP=2": (1, 1, False),
     "TP=4": (4, 1, False),
 }
 ORDERS = 20
@@ -122,18 +123,24 @@ def compare(
     }
 
 
-def main(path: str, *names: str) -> None:
-    cases = read_cases(path)
+def print_at_layouts(names: Iterable[str], find: Callable[[ParallelLayout], object]) -> None:
+    """What ``find`` finds at each layout, by the layout's name."""
     with launch(120.0) as world:
-        found: dict[str, dict[str, dict[str, int]]] = {}
-        # Three share rows out less evenly than one or two.
-        torch.set_num_threads(3 if names == ("one",) else 1)
+        found = {}
         for name in names:
-            layout = initialize_layout(*LAYOUTS[name])
-            found[name] = {which: compare(case, layout) for which, case in cases.items()}
+            found[name] = find(initialize_layout(*LAYOUTS[name]))
             destroy_layout()
         if world.is_main:
             print(json.dumps(found))
+
+
+def main(path: str, *names: str) -> None:
+    cases = read_cases(path)
+    # Three share rows out less evenly than one or two.
+    torch.set_num_threads(3 if names == ("one",) else 1)
+    print_at_layouts(
+        names, lambda layout: {which: compare(case, layout) for which, case in cases.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,21 +56,14 @@ def very_long(folder: Path) -> Case:
     return Case(str(folder / f"{VERY_LONG}.nemo"), texts, orders=2, budget=VERY_LONG)
 
 
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    """Three share rows out less evenly than one or two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("three_threads")
 def test_rewards_have_the_same_bits_in_any_company(
     short: Case, very_long: Case, layout: ParallelLayout
 ) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)  # share rows out less evenly than one or two
     assert compare(short, layout) == NOTHING
     assert compare(very_long, layout) == NOTHING
+    torch.set_num_threads(before)
 
 
 def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
@@ -112,9 +104,10 @@ def few_changed(short: Case, layout: ParallelLayout, rows: int | None = 256) -> 
     return count_changed(scorers, short.texts[:30], 4)
 
 
-@pytest.fixture
-def moody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product whose rows depend on how many there are, as on processors not at hand."""
+def test_rewards_by_products_that_depend_on_their_rows(
+    short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on processors not at hand; and that this test would tell them."""
     product = products._any_product
 
     def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,19 +115,9 @@ def moody(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(products, "_any_product", by_company)
     monkeypatch.setattr(products, "_TRIED", {})
-
-
-@pytest.mark.usefixtures("moody")
-def test_rewards_by_products_that_depend_on_their_rows(
-    short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
     assert few_changed(short, layout) == 0
     monkeypatch.setattr(products, "_has_same_bits", lambda *unused: True)
     assert few_changed(short, layout) > 10
-
-
-def test_rewards_by_attention_that_is_cut_where_segments_are(
-    short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(blocks, "attend", packed._attend_on_cpu)
-    assert few_changed(short, layout) > 10
+    assert few_changed(short, layout) > 10  # by attention that is cut where segments are

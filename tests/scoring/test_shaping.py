@@ -12,33 +12,21 @@ import pytest
 
 from nemo_aligner.config.shaping import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.errors import ConfigError, SettingsError
+from nemo_aligner.readout import Readout
 from nemo_aligner.scoring.ensemble import check_alike
 from nemo_aligner.scoring.shaping import RewardShaper, build_shaper
 from nemo_aligner.text.contract import ScoringContract
 from tests.evaluation.refusals import refusal
+from tests.serving.fake_server import CONTRACT
 
-ONE = ScoringContract(
-    template="",
-    add_bos=False,
-    add_eos=True,
-    bos_id=None,
-    eos_id=None,
-    overlong="error",
-    seq_length=64,
+ONE = dataclasses.replace(
+    CONTRACT,
     attributes=("reward",),
     attribute_weights=(1.0,),
     label_means=(0.0,),
-    dtype="fp32",
-    tokenizer_fingerprint="x",
     reward_model_type="binary_ranking",
 )
-TWO = dataclasses.replace(
-    ONE,
-    attributes=("help", "length"),
-    attribute_weights=(1.0, 1.0),
-    label_means=(0.0, 0.0),
-    reward_model_type="regression",
-)
+TWO = dataclasses.replace(CONTRACT, attributes=("help", "length"), attribute_weights=(1.0, 1.0))
 RAW = np.array([[1.0], [-2.0], [4.0]], dtype=np.float32)
 
 
@@ -75,6 +63,28 @@ def test_shaping_by_each_rule() -> None:
     assert build_shaper(ShapingConfig(), EnsembleConfig(), [ONE]) is None
 
 
+def test_shaping_takes_a_multiple_of_the_uncertainty_off() -> None:
+    """In the unit of the shaped reward; of quantiles that cross it is none."""
+    bins = Readout("bins", ((0.0, 4.0),) * 2).to_json()
+    two = dataclasses.replace(TWO, readout=bins)
+    given = {"standardize": Standardize.given, "mean": [0.0, 0.0], "std": [2.0, 1.0]}
+    weights = {"help": 1.0, "length": -0.5}
+    made = shaper(two, spread_penalty=2.0, attribute_weights=weights, **given)
+    raw = np.array([[4.0, 2.0], [4.0, 2.0]], dtype=np.float32)
+    spreads = np.array([[1.0, 0.5], [-3.0, 0.5]], dtype=np.float32)
+    shaped = made.shape(raw, None, spreads)
+    assert shaped.spread is not None
+    assert shaped.spread.tolist() == [[0.75], [0.25]]
+    assert shaped.rewards.tolist() == [[4 / 2 - 1 - 2 * 0.75], [4 / 2 - 1 - 2 * 0.25]]
+    assert made.contract.readout is None
+    models = [dataclasses.replace(ONE, readout=Readout("bins", ((0.0, 4.0),)).to_json())] * 2
+    both = RewardShaper(ShapingConfig(spread_penalty=1.0), EnsembleConfig(), models)
+    pair = both.shape(np.array([[1.0, 3.0]]), None, np.array([[0.5, 1.5]]))
+    assert (pair.rewards.tolist(), pair.spread.tolist()) == ([[1.0]], [[1.0]])
+    with pytest.raises(ConfigError, match=r"spread_penalty: got 2\.0.*quantiles"):
+        shaper(ONE, spread_penalty=2.0)
+
+
 def test_shaping_standardizes_by_all_rewards_so_far() -> None:
     running = shaper(standardize=Standardize.running)
     rng = np.random.default_rng(3)
@@ -87,51 +97,35 @@ def test_shaping_standardizes_by_all_rewards_so_far() -> None:
     assert shaper(standardize=Standardize.running).shape(RAW[:1]).rewards.tolist() == [[0.0]]
 
 
-def test_shaping_statistics_go_on_after_a_restart(tmp_path: Path) -> None:
-    def rules() -> dict[str, Any]:
-        return {"standardize": Standardize.running, "statistics_file": str(tmp_path / "seen.json")}
-
-    first = shaper(**rules())
-    first.shape(RAW)
-    first.save()
-    again, whole = shaper(**rules()), shaper(standardize=Standardize.running)
-    whole.shape(RAW)
-    assert again.shape(RAW * 3).rewards.tolist() == whole.shape(RAW * 3).rewards.tolist()
-    with pytest.raises(ConfigError, match="statistics of other models"):
-        shaper(TWO, **rules())
-    (tmp_path / "seen.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"statistics_file: .*seen.json"):
-        shaper(**rules())
-
-
-def test_shaping_statistics_file_that_cannot_be_written(
+def test_shaping_statistics_go_on_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """From a file that can be written, which is said before the first reward and at each save."""
     folder = tmp_path / "kept"
-    rules = {"standardize": Standardize.running, "statistics_file": str(folder / "seen.json")}
+    file = folder / "seen.json"
+    rules = {"standardize": Standardize.running, "statistics_file": str(file)}
     with pytest.raises(ConfigError, match=r"^shaping.statistics_file: .*seen.json: .*No such file"):
         shaper(**rules).check_file()
     folder.mkdir()
-    running = shaper(**rules)
-    running.check_file()
-    running.shape(RAW)
-    (folder / "seen.json").unlink()
+    first = shaper(**rules)
+    first.check_file()
+    first.shape(RAW)
+    file.unlink()
     folder.rmdir()
-    running.save()
+    first.save()
     assert "shaping.statistics_file: " in caplog.messages[0]
     folder.mkdir()
-    running.save()
-    assert json.loads((folder / "seen.json").read_text())["count"] == 3
+    first.save()
+    assert json.loads(file.read_text())["count"] == 3
     assert len(list(folder.iterdir())) == 1
-
-
-def test_shaping_weighs_attributes_to_one_reward() -> None:
-    merged = shaper(TWO, attribute_weights={"help": 2.0, "length": -0.5})
-    shaped = merged.shape(np.array([[1.0, 4.0], [0.0, 1.0]], dtype=np.float32))
-    assert shaped.rewards.tolist() == [[0.0], [-0.5]]
-    assert merged.contract.attributes == ("reward",)
-    left_out = shaper(TWO, attribute_weights={"help": 2.0})
-    assert left_out.shape(np.array([[1.0, 4.0]], dtype=np.float32)).rewards.tolist() == [[2.0]]
+    again, whole = shaper(**rules), shaper(standardize=Standardize.running)
+    whole.shape(RAW)
+    assert again.shape(RAW * 3).rewards.tolist() == whole.shape(RAW * 3).rewards.tolist()
+    with pytest.raises(ConfigError, match="statistics of other models"):
+        shaper(TWO, **rules)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"statistics_file: .*seen.json"):
+        shaper(**rules)
 
 
 BOTH = np.array([[1.0, 3.0], [2.0, -2.0]], dtype=np.float32)
@@ -179,6 +173,9 @@ def test_shaping_applies_its_rules_in_their_order() -> None:
         clip=[-1.0, 1.0],
         threshold=0.5,
     )
+    assert every.contract.attributes == ("reward",)
+    left_out = shaper(TWO, attribute_weights={"help": 2.0})
+    assert left_out.shape(np.array([[1.0, 4.0]], dtype=np.float32)).rewards.tolist() == [[2.0]]
     raw = np.array([[3.0, 15.0], [9.0, 10.0], [-9.0, 10.0]], dtype=np.float32)
     shaped = every.shape(raw, [11, 0, 0])
     np.testing.assert_allclose(shaped.rewards[:, 0], [0.9, 1.0, -1.0], rtol=1e-6)
@@ -193,12 +190,11 @@ def test_shaping_rules_are_part_of_the_contract() -> None:
     assert json.loads(str(clipped.contract.shaping)) == {"clip": [-1.0, 1.0]}
     assert shaper(clip=[-1.0, 1.0]).contract.hash == clipped.contract.hash
     means = [ONE.with_statistics([mean], [1.0], "x") for mean in (1.0, 2.0)]
-    by_mean = [shaper(each, standardize=Standardize.contract).contract.hash for each in means]
-    assert len(set(by_mean)) == 2
+    by_mean = {shaper(each, standardize=Standardize.contract).contract.hash for each in means}
+    assert len(by_mean) == 2
     rules = {"standardize": Standardize.running}
-    assert (
-        shaper(**rules, statistics_file="/no/such").contract.hash == shaper(**rules).contract.hash
-    )
+    filed = shaper(**rules, statistics_file="/no/such")
+    assert filed.contract.hash == shaper(**rules).contract.hash
     assert "models" in json.loads(str(ensemble(Combine.min).contract.shaping))["ensemble"]
 
 

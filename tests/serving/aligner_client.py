@@ -1,8 +1,11 @@
-"""NeMo-Aligner's own client, with stand-ins for what it imports of NeMo, asks a server.
+"""NeMo-Aligner's own clients, with stand-ins for what they import of NeMo, ask a server.
 
-``python aligner_client.py FOLDER`` with the folder of its unpacked source; this package, which has
-the same name, is not loaded. The job on stdin has ``port`` and ``batches``, of which each has
-tokens, lengths and ``pad_to_length``; what comes of them, in their order, is the last line.
+``python aligner_client.py FOLDER`` with the folder of their unpacked source; this package, which
+has the same name, is not loaded. The job on stdin has ``port``, and for ``RemoteGPTRMClient``
+``batches``, of which each has tokens, lengths and ``pad_to_length``; the last line is what comes of
+them, in their order. For ``RemoteGPTRMCriticClient`` it has a ``rollout`` with what one of its PPO
+has, and the last line is what comes of each of: values and rewards with one server for both and
+with one for each, a step of training, a save, values.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
 
@@ -45,29 +49,41 @@ def stand_in_for_nemo(source: Path) -> None:
     )
 
 
-def main() -> None:
-    stand_in_for_nemo(Path(sys.argv[1]))
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
+def stand_in_for_one_rank() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state = sys.modules["nemo_aligner.utils.parallel_state"]
+    vars(state).update(get_data_parallel_src_rank=lambda: 0, get_data_parallel_group=lambda: None)
+    distributed = sys.modules["nemo_aligner.utils.distributed"]
+    vars(distributed)["gather_tensor"] = lambda tensor, dst, group, dtype: [tensor.to(dtype)]
 
-    job = json.load(sys.stdin)
-    clients: dict[int | None, Any] = {}
+
+def make_client(kind: str, port: int, pad_to_length: int | None, **config: Any) -> Any:
+    from nemo_aligner.models.nlp.gpt import reward_critic_clients
+
+    server = {"ip": "127.0.0.1", "port": port}
+    names = {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"}
+    config |= {
+        "critic": {**server, "name": names},
+        "reward_model": {**server, "name": "reward_model"},
+        "pad_to_length": pad_to_length,
+    }
+    return getattr(reward_critic_clients, kind)(OmegaConf.create(config))
+
+
+def ask_for_rewards(port: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    pads = {batch["pad_to_length"] for batch in batches}
+    clients = {pad: make_client("RemoteGPTRMClient", port, pad) for pad in pads}
     futures = []
-    for batch in job["batches"]:
-        pad = batch["pad_to_length"]
-        if pad not in clients:
-            server = {"name": "reward_model", "ip": "127.0.0.1", "port": job["port"]}
-            clients[pad] = RemoteGPTRMClient(
-                OmegaConf.create({"reward_model": server, "pad_to_length": pad})
-            )
+    for batch in batches:
         # As generation gives them: a view of a larger buffer, not contiguous.
         tokens = torch.tensor(batch["tokens"])
         view = torch.nn.functional.pad(tokens, (0, 3))[:, : tokens.size(1)]
         rollout = {"response_tokens": view, "response_lengths": torch.tensor(batch["lengths"])}
-        futures.append(clients[pad].infer_rm(rollout))
+        futures.append(clients[batch["pad_to_length"]].infer_rm(rollout))
     found = [result_of(future) for future in reversed(futures)]
-    print(json.dumps(found[::-1]))
     for client in clients.values():
         client.communicator.close()
+    return found[::-1]
 
 
 def result_of(future: Any) -> dict[str, Any]:
@@ -76,6 +92,39 @@ def result_of(future: Any) -> dict[str, Any]:
     except Exception as error:
         return {"error": str(error)}
     return {"rewards": rewards.tolist(), "dtype": str(rewards.dtype)}
+
+
+def ask_the_critic(port: int, rows: dict[str, Any]) -> dict[str, Any]:
+    stand_in_for_one_rank()
+    rollout = {name: torch.tensor(each) for name, each in rows.items()}
+    combined, apart = (
+        make_client("RemoteGPTRMCriticClient", port, pad, combine_rm_and_critic_server=is_one)
+        for is_one, pad in ((True, None), (False, 40))
+    )
+    try:
+        found: dict[str, Any] = {
+            "combined": as_lists(combined.infer_rm_critic(rollout)),
+            "apart": as_lists(apart.infer_rm_critic(rollout)),
+        }
+        found["loss_mean"] = combined.train(rollout).result()["loss_mean"].tolist()
+        combined.save().result()
+        return {**found, "after": as_lists(combined.infer_rm_critic(rollout))}
+    finally:
+        for each in (combined, apart):
+            each.communicator.close()
+
+
+def as_lists(future: Any) -> dict[str, Any]:
+    rewards, values = future.result()
+    return {"rewards": rewards.tolist(), "values": values.tolist(), "dtype": str(values.dtype)}
+
+
+def main() -> None:
+    stand_in_for_nemo(Path(sys.argv[1]))
+    job = json.load(sys.stdin)
+    is_critic = "rollout" in job
+    found = (ask_the_critic if is_critic else ask_for_rewards)(*job.values())
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Server:
     log: Path
     mark: str
     home: Path
+    temporary: Path
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -83,6 +84,7 @@ class Server:
             time.sleep(0.1)
         assert self.processes() == []
         assert list(self.home.iterdir()) == []
+        assert list(self.temporary.glob("nemo_aligner_triton_*")) == []
         assert self.segments() == []
 
     def segments(self) -> list[str]:
@@ -107,11 +109,11 @@ def running(
     it writes, ``current`` is its current one, ``variables`` are added to its environment.
     """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
-    command = [sys.executable, str(ROOT / script), *arguments]
+    section = "gateway." if arguments[:1] == ("gateway",) else "server."
+    command = [str(ROOT / script), *arguments, f"{'' if script == FAKE else section}ready_file="]
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command[1:1], ranks = launcher, 1
-    command.append(f"{prefix(script, arguments)}ready_file=")
+        command[:0], ranks = launcher, 1
     with turn, _running(folder, command, ranks, current, variables) as server:
         yield server
 
@@ -119,8 +121,8 @@ def running(
 @contextlib.contextmanager
 def gateway(folder: Path, *settings: str) -> Iterator[Server]:
     """A gateway in a process of its own, at any free port, that is gone afterwards."""
-    command = [sys.executable, "-m", "nemo_aligner", "gateway", "gateway.port=0", *settings]
-    with _running(folder, [*command, "gateway.ready_file="], 1, ROOT, {}) as started:
+    command = ["-m", "nemo_aligner", "gateway", "gateway.port=0", *settings, "gateway.ready_file="]
+    with _running(folder, command, 1, ROOT, {}) as started:
         yield started
 
 
@@ -128,8 +130,10 @@ def gateway(folder: Path, *settings: str) -> Iterator[Server]:
 def _running(
     folder: Path, command: list[str], ranks: int, current: Path, added: Mapping[str, str]
 ) -> Iterator[Server]:
+    """Python with ``command``, whose last word is to be followed by the ready file."""
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
-    home = Path(tempfile.mkdtemp(prefix="triton"))  # a short path: sockets have at most 108 letters
+    # Short paths: sockets have at most 108 letters.
+    home, temporary = (Path(tempfile.mkdtemp(prefix=name)) for name in ("triton", "served"))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -137,23 +141,17 @@ def _running(
         "CUDA_VISIBLE_DEVICES": "",
         "TEST_MARK": mark,
         "PYTRITON_HOME": str(home),
+        "TMPDIR": str(temporary),
         **added,
     }
     port = free_port()
-    server = Server("", [], log, mark, home)
-    command[-1] += str(ready)
+    server = Server("", [], log, mark, home, temporary)
     with log.open("wb") as output:
         for rank in range(ranks):
             of_rank = {} if ranks == 1 else rank_environment(rank, ranks, port)
-            server.ranks.append(
-                subprocess.Popen(
-                    command,
-                    stdout=output,
-                    stderr=output,
-                    env={**environment, **of_rank},
-                    cwd=current,
-                )
-            )
+            words = [sys.executable, *command[:-1], f"{command[-1]}{ready}"]
+            how: Any = {"stdout": output, "stderr": output, "cwd": current}
+            server.ranks.append(subprocess.Popen(words, env={**environment, **of_rank}, **how))
     try:
         server.url = wait_for(ready, server)
         yield server
@@ -167,13 +165,7 @@ def _running(
         for segment in server.segments():
             os.unlink(segment)
         shutil.rmtree(home)
-
-
-def prefix(script: str, arguments: tuple[str, ...]) -> str:
-    """Of the settings of what is served."""
-    if script == FAKE:
-        return ""
-    return "gateway." if arguments[:1] == ("gateway",) else "server."
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def wait_for(ready: Path, server: Server) -> str:

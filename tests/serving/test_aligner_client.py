@@ -37,11 +37,6 @@ def fetch(folder: Path) -> None:
         archive.extractall(folder, filter="data")
 
 
-def client_source(once: Once) -> Path:
-    (folder,) = once("nemo_aligner_client", fetch).glob("*/nemo_aligner")
-    return folder.parent
-
-
 @dataclass(frozen=True)
 class Batch:
     """Token lists as a batch of NeMo-Aligner: filled up with ``fill``, and with more by it."""
@@ -57,10 +52,12 @@ class Batch:
         return {"tokens": rows, "lengths": lengths, "pad_to_length": self.pad_to_length}
 
 
-def run_client(script: str, source: Path, job: dict[str, Any], folder: Path) -> Any:
-    """What comes of a job for the client in ``script``, which has the last line."""
+def run_client(once: Once, folder: Path, server: Server, **asked: Any) -> Any:
+    """What comes of a job for the client, which has the last line."""
+    (source,) = once("nemo_aligner_client", fetch).glob("*/nemo_aligner")
+    job = {"port": urlsplit(server.url).port, **asked}
     done = subprocess.run(
-        [sys.executable, str(tiny.ROOT / "tests/serving" / script), str(source)],
+        [sys.executable, str(tiny.ROOT / "tests/serving/aligner_client.py"), str(source.parent)],
         input=json.dumps(job),
         capture_output=True,
         text=True,
@@ -90,8 +87,7 @@ def test_aligner_client_gets_the_rewards_of_the_scorer(
     bad = Batch([texts[0], [5] * (seq_length + 1)])
     # All are sent before the first is waited for.
     batches = [batch.job() for batch in (*good, bad)]
-    job = {"port": urlsplit(model_server.url).port, "batches": batches}
-    *found, refused = run_client("aligner_client.py", client_source(once), job, tmp_path)
+    *found, refused = run_client(once, tmp_path, model_server, batches=batches)
     for batch, answer in zip(good, found, strict=True):
         assert answer["dtype"] == "torch.float32"
         wanted = scorer.score_tokens(batch.token_lists)

@@ -76,18 +76,37 @@ def test_what_calls_took_and_rows_waited_is_counted(model):
     assert counted["queue_seconds"] >= 0.1  # both rows of the second waited for the first
 
 
-def test_a_free_model_scores_at_once_and_what_comes_meanwhile_is_the_next_call(model):
-    batcher = Batcher(model, tokens_per_call=10)
-    first = batcher.submit([[1, 2]])
-    model.wait_for_calls(1)
-    later = [batcher.submit([[n]]) for n in range(3, 6)]
-    assert batcher.waiting_rows == 3
-    model.finish(0)
-    assert rewards(first) == [3]
-    model.finish(1)
-    assert [rewards(each) for each in later] == [[3], [4], [5]]
-    assert model.calls == [[[1, 2]], [[3], [4], [5]]]
-    batcher.close()
+# Tokens of a call, what is asked for first and while that is scored, and the calls of it.
+CALLS: dict[str, tuple[int, list[list[int]], list[list[list[int]]], list[list[list[int]]]]] = {
+    "one call of what came meanwhile": (
+        10,
+        [[1, 2]],
+        [[[3]], [[4]], [[5]]],
+        [[[1, 2]], [[3], [4], [5]]],
+    ),
+    "a large request in its order, before a later one": (
+        3,
+        [[n] for n in range(8)],
+        [[[100]]],
+        [[[0], [1], [2]], [[3], [4], [5]], [[6], [7], [100]]],
+    ),
+    "a row of more tokens than a call": (2, [[1] * 5, [2]], [], [[[1] * 5], [[2]]]),
+}
+
+
+def test_calls_are_made_of_what_waits_and_every_request_has_its_own_rewards():
+    for name, (tokens_per_call, first, later, wanted) in CALLS.items():
+        model = Model()
+        batcher = Batcher(model, tokens_per_call)
+        answers = [batcher.submit(first)]
+        model.wait_for_calls(1)
+        answers += [batcher.submit(rows) for rows in later]
+        for call in range(len(wanted)):
+            model.finish(call)
+        found = [rewards(answer) for answer in answers]
+        assert found == [[sum(row) for row in rows] for rows in (first, *later)], name
+        assert model.calls == wanted, name
+        batcher.close()
 
 
 def test_a_full_call_is_ready_before_the_running_one_ends_and_a_third_is_not(model):
@@ -101,28 +120,6 @@ def test_a_full_call_is_ready_before_the_running_one_ends_and_a_third_is_not(mod
     for call in range(4):
         model.finish(call)
     assert [rewards(each) for each in answers] == [[2 * n] for n in range(1, 8)]
-    assert [len(call) for call in model.calls] == [1, 2, 2, 2]
-    batcher.close()
-
-
-def test_a_large_request_is_split_and_its_rewards_are_in_its_order(model):
-    batcher = Batcher(model, tokens_per_call=3)
-    large = batcher.submit([[n] for n in range(8)])
-    small = batcher.submit([[100]])
-    for call in range(3):
-        model.finish(call)
-    assert rewards(large) == list(range(8))
-    assert rewards(small) == [100]
-    assert model.calls == [[[0], [1], [2]], [[3], [4], [5]], [[6], [7], [100]]]
-    batcher.close()
-
-
-def test_a_row_of_more_tokens_than_a_call_is_a_call(model):
-    batcher = Batcher(model, tokens_per_call=2)
-    answer = batcher.submit([[1] * 5, [2]])
-    model.finish(0)
-    model.finish(1)
-    assert rewards(answer) == [5, 2]
     batcher.close()
 
 
@@ -130,6 +127,7 @@ def test_who_makes_a_call_fail_fails_alone(model):
     batcher = Batcher(model, tokens_per_call=100)
     blocker = batcher.submit([[0]])
     model.wait_for_calls(1)
+    assert not blocker.cancel()  # who waits no longer for it harms nobody
     good, bad, other = (batcher.submit(rows) for rows in ([[1], [2]], [[3], [666]], [[4]]))
     for call in range(5):
         model.finish(call)
@@ -156,18 +154,6 @@ def test_the_rest_of_a_request_that_failed_is_not_scored(model):
     assert rewards(good) == [5]
     # One more row of it was in the call that stood ready.
     assert model.calls == [[[666]], [[1]], [[5]]]
-    batcher.close()
-
-
-def test_an_answer_that_nobody_waits_for_any_more_harms_nobody(model):
-    batcher = Batcher(model, tokens_per_call=100)
-    left = batcher.submit([[1]])
-    model.wait_for_calls(1)
-    assert not left.cancel()
-    stays = batcher.submit([[2]])
-    model.finish(0)
-    model.finish(1)
-    assert rewards(stays) == [2]
     batcher.close()
 
 

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from tests import tiny
 from tests.docs.pages import blocks
 from tests.once import Once
 from tests.serving.servers import Server, running
-from tests.serving.test_aligner_client import fetch, run_client
+from tests.serving.test_aligner_client import run_client
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
 SERVE, SERVE_CRITIC = "examples/serve_reward_model.py", "examples/serve_ppo_critic.py"
@@ -69,18 +68,6 @@ def arrays(rollout: Rollout) -> list[np.ndarray]:
     return list(vars(rollout).values())
 
 
-def ask_aligner(source: Path, server: Server, folder: Path) -> dict[str, Any]:
-    rollout = {
-        "response_tokens": ROLLOUT.tokens.tolist(),
-        "response_lengths": LENGTHS,
-        "returns": ROLLOUT.returns.tolist(),
-        "values": ROLLOUT.prev_values.tolist(),
-        "mask": ROLLOUT.mask.tolist(),
-    }
-    job = {"port": urlsplit(server.url).port, "rollout": rollout}
-    return run_client("aligner_critic_client.py", source, job, folder)
-
-
 def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarray]:
     """``[N]``, and ``[N, WIDTH]`` with zeros after the end of each sequence."""
     found = client.infer(TEXTS)
@@ -92,7 +79,6 @@ def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarr
 def test_one_server_for_both_has_the_numbers_of_two_also_after_training(
     model: Path, both: Server, once: Once, tmp_path: Path
 ) -> None:
-    (source,) = once("nemo_aligner_client", fetch).glob("*/nemo_aligner")
     folders = [tmp_path / name for name in ("rewards", "critic")]
     for folder in folders:
         folder.mkdir()
@@ -106,7 +92,14 @@ def test_one_server_for_both_has_the_numbers_of_two_also_after_training(
         for got, wanted in zip(rewards_and_values(one), of_two, strict=True):
             assert got.dtype == np.float32
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
-        by_aligner = ask_aligner(source.parent, both, tmp_path)
+        rollout = {
+            "response_tokens": ROLLOUT.tokens.tolist(),
+            "response_lengths": LENGTHS,
+            "returns": ROLLOUT.returns.tolist(),
+            "values": ROLLOUT.prev_values.tolist(),
+            "mask": ROLLOUT.mask.tolist(),
+        }
+        by_aligner = run_client(once, tmp_path, both, rollout=rollout)
         loss = two.train(*arrays(ROLLOUT))
         after = rewards_and_values(two)
         np.testing.assert_allclose(rewards_and_values(one)[1], after[1], rtol=0, atol=1e-5)
@@ -151,9 +144,7 @@ def test_what_cannot_be_learned_from_is_refused_and_changes_nothing(both: Server
             with pytest.raises(ServingError, match=message) as refusal:
                 client.train(tokens, some_returns, prev_values, some_mask)
             assert refusal.value.status == 400  # type: ignore[attr-defined]
-        with pytest.raises(
-            ServingError, match="a gradient norm of inf; the weights are those from before"
-        ) as failure:
+        with pytest.raises(ServingError, match="gradient norm of inf; the weights") as failure:
             client.train(tokens, 1e30 * returns, prev_values, mask)
         assert failure.value.status == 500  # type: ignore[attr-defined]
         after = rewards_and_values(client)

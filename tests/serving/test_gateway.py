@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,9 +19,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.gateway import GatewayConfig
-from nemo_aligner.errors import ConfigError
-from tests.launching import ROOT
+from tests import tiny
 from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import gateway
@@ -49,66 +46,34 @@ def rewards(answer: tuple[int, Any]) -> list[float]:
     return [row[0] for row in body["rewards"]]
 
 
-def ask_at_once(url: str, texts: list[str], then: Callable[[], None]) -> list[tuple[int, Any]]:
-    """A request for each text side by side, and while they wait, ``then``."""
+def ask_at_once(
+    url: str, texts: list[str], backends: list[Misbehaving], then: Callable[[], None]
+) -> list[tuple[int, Any]]:
+    """A request for each text side by side, and once the backends have them all, ``then``."""
 
     async def ask(session: Any, text: str) -> tuple[int, Any]:
         async with session.post(f"{url}/v1/rewards", json={"texts": [text]}) as answer:
             return answer.status, await answer.json()
 
+    before = sum(len(each.asked) for each in backends)
+
     async def everyone() -> list[tuple[int, Any]]:
         async with aiohttp.ClientSession() as session:
             asked = [asyncio.ensure_future(ask(session, text)) for text in texts]
-            await asyncio.wait(asked, timeout=0.5)
+            while sum(len(each.asked) for each in backends) < before + len(texts):
+                assert not all(each.done() for each in asked)
+                await asyncio.sleep(0.02)
             then()
             return await asyncio.gather(*asked)
 
     return asyncio.run(everyone())
 
 
-def test_it_answers_until_sigterm_and_then_what_is_in_flight(
-    lone: Misbehaving, tmp_path: Path
-) -> None:
-    def in_a_while(texts: list[str]) -> None:
-        time.sleep(1.5)
-
-    with gateway(tmp_path, f"backends=[{lone.url}]") as started:
-        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
-        lone.answer = in_a_while
-        texts = [str(number) for number in range(8)]
-        stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
-        answers = ask_at_once(started.url, texts, stop)
-        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
-        assert started.wait(10) == [0], started.output()
-        assert "Draining" in started.output()
-        assert not (tmp_path / "ready").exists()
-        with pytest.raises(urllib.error.URLError):
-            post(f"{started.url}/v1/rewards", {"texts": ["ab"]})
+def in_a_while(texts: list[str]) -> None:
+    time.sleep(1.5)
 
 
-@pytest.mark.smoke
-def test_of_two_backends_one_may_die_among_requests(
-    servers: list[Misbehaving], tmp_path: Path
-) -> None:
-    first, second = servers[0].come(), servers[1].come()
-
-    def in_a_while(texts: list[str]) -> None:
-        time.sleep(1.5)
-
-    texts = [f"{number:03}" for number in range(60)]
-    with gateway(tmp_path, f"backends=[{first.url},{second.url}]") as started:
-        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
-        first.answer = second.answer = in_a_while
-        answers = ask_at_once(started.url, texts, first.go)
-        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
-        assert len(first.asked) > 3
-        with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
-            words = json.load(ready)["backends"]
-        assert words[second.url] == "ready"
-        assert "connection refused" in words[first.url]
-
-
-def test_it_starts_before_its_backend_and_is_ready_once_that_answers(
+def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is_in_flight(
     lone: Misbehaving, tmp_path: Path
 ) -> None:
     lone.go()
@@ -123,6 +88,35 @@ def test_it_starts_before_its_backend_and_is_ready_once_that_answers(
         with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
             assert ready.status == 200
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        lone.answer = in_a_while
+        texts = [str(number) for number in range(8)]
+        stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
+        answers = ask_at_once(started.url, texts, [lone], stop)
+        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
+        assert started.wait(10) == [0], started.output()
+        assert "Draining" in started.output()
+        assert not (tmp_path / "ready").exists()
+        with pytest.raises(urllib.error.URLError):
+            post(f"{started.url}/v1/rewards", {"texts": ["ab"]})
+
+
+@pytest.mark.smoke
+def test_of_two_backends_one_may_die_among_requests(
+    servers: list[Misbehaving], tmp_path: Path
+) -> None:
+    first, second = servers[0].come(), servers[1].come()
+
+    texts = [f"{number:03}" for number in range(60)]
+    with gateway(tmp_path, f"backends=[{first.url},{second.url}]") as started:
+        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        first.answer = second.answer = in_a_while
+        answers = ask_at_once(started.url, texts, [first, second], first.go)
+        assert [rewards(each) for each in answers] == [[total(text)] for text in texts]
+        assert len(first.asked) > 3
+        with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
+            words = json.load(ready)["backends"]
+        assert words[second.url] == "ready"
+        assert "connection refused" in words[first.url]
 
 
 def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> None:
@@ -158,60 +152,17 @@ def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> N
         assert "s3cret" not in started.output()
 
 
-def start(*settings: str) -> subprocess.CompletedProcess[str]:
-    """One that is to fail."""
-    return subprocess.run(
-        [sys.executable, "-m", "nemo_aligner", "gateway", *settings],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
-
-
-def test_a_taken_port_is_one_line() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        done = start(f"gateway.port={port}")
-    assert done.returncode == 1
-    assert f"gateway.port: 127.0.0.1:{port} is not free" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_certificate_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_gateway_that_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.pem"
     broken.write_text("nothing")
     files = [f"gateway.certificate_file={broken}", f"gateway.key_file={broken}"]
-    done = start("gateway.port=0", *files)
-    assert done.returncode == 1
-    assert "gateway.certificate_file, key_file: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("content", ["", "\n", "two words", "Ünicode"])
-def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: str) -> None:
-    from nemo_aligner.serving.gateway import read_token
-
-    file = tmp_path / "token"
-    file.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"gateway\.token_file: .*it holds no token"):
-        read_token(GatewayConfig(token_file=str(file)))
-
-
-def test_a_token_comes_from_a_file_or_a_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from nemo_aligner.serving.gateway import read_token
-
-    file = tmp_path / "token"
-    file.write_text(" s3cret\n")
-    monkeypatch.setenv("GATEWAY_TOKEN", "other")
-    assert read_token(GatewayConfig(token_file=str(file))) == "s3cret"
-    assert read_token(GatewayConfig(token_variable="GATEWAY_TOKEN")) == "other"
-    assert read_token(GatewayConfig()) is None
-    with pytest.raises(ConfigError, match=r"gateway\.token_variable: UNSET: it is not set"):
-        read_token(GatewayConfig(token_variable="UNSET"))
-    with pytest.raises(ConfigError, match=r"gateway\.token_file: \S+: No such file[^/]*$"):
-        read_token(GatewayConfig(token_file=str(tmp_path / "none")))
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        for settings, words in (
+            ([f"gateway.port={port}"], f"gateway.port: 127.0.0.1:{port} is not free"),
+            (["gateway.port=0", *files], "gateway.certificate_file, key_file: "),
+        ):
+            done = tiny.run_verb("gateway", *settings, folder=tmp_path, check=False, fresh=True)
+            assert done.returncode == 1
+            assert words in done.stderr
+            assert "Traceback" not in done.stderr

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.errors import ConfigError, DataError, ServingError
+from nemo_aligner.integrations.in_process import InProcessScorer
+from nemo_aligner.readout import Readout
 from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.process import served
 from tests import tiny
 from tests.serving.gateway_calls import call
-from tests.serving.servers import SERVE, Server, json_request, running, tokens_request
+from tests.serving.servers import SERVE, Server, running
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
@@ -92,10 +95,9 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     """Over HTTP the same number as in process: with few texts, alone and in company.
 
     The first to fail where reading, batching or sending changes a reward. Bits in any company are
-    tests/scoring/test_batch_invariance.py's, a trained model tests/end_to_end/test_main_job.py's.
+    tests/scoring/test_batch_invariance.py's, a trained model tests/end_to_end/test_quickstart.py's.
     """
     check_by_client(model_server, rewards)
-    check_plain_http(model_server, rewards)
     check_score_example(model_server, rewards)
 
 
@@ -115,37 +117,10 @@ def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
         server.assert_nothing_is_left()
 
 
-def check_plain_http(server: Server, rewards: np.ndarray) -> None:
-    long_one = TEXTS.index("river stone " * 60)
-    body = {"inputs": [json_request("sentences", "BYTES", [[TEXTS[0]], [TEXTS[long_one]]])]}
-    status, answer = server.post(body)
-    assert status == 200
-    scored, exceeded, _ = answer["outputs"]
-    wanted = rewards[[0, long_one]].ravel()
-    np.testing.assert_allclose(scored["data"], wanted, **CLOSE)
-    assert exceeded["data"] == [0, 1]
-    status, answer = server.post({"inputs": tokens_request([[5, 100000]])})
-    assert status == 400
-    assert answer["error"].startswith("row 0: got token id 100000")
-
-
 def check_score_example(server: Server, rewards: np.ndarray) -> None:
     chat = next(row for row, text in enumerate(TEXTS) if not isinstance(text, str))
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(tiny.ROOT / "examples/score.py"),
-            f"--url={server.url}",
-            TEXTS[0],
-            f"--conversation={json.dumps(TEXTS[chat])}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        cwd=tiny.ROOT,
-        env={"PYTHONPATH": str(tiny.ROOT)},
-    )
+    told = (TEXTS[0], f"--conversation={json.dumps(TEXTS[chat])}")
+    done = tiny.run_script("examples/score.py", f"--url={server.url}", *told)
     printed = [[float(word) for word in line.split()[:2]] for line in done.stdout.splitlines()]
     np.testing.assert_allclose(printed, rewards[[0, chat]], rtol=0, atol=1e-4)
 
@@ -227,6 +202,7 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
         with pytest.raises(ServingError) as refused:
             client.score([chat])
         said["server"] = str(refused.value)
+        assert np.isfinite(client.score([forged])).all()  # a raw text may have any turns
         app = build_app(ROUTES, client, GatewayConfig(), None)
         for path, body in (
             ("/v1/rewards", {"conversations": [chat]}),
@@ -252,3 +228,97 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
         said[verb] = f"{done.returncode}: {done.stdout}{done.stderr}"
     sentence = "message 2: got '<|im_end|>' at character 4, which the chat template writes around"
     assert {door: text for door, text in said.items() if sentence not in text} == {}
+
+
+def test_shaped_reward_has_its_parts_and_a_client_of_the_plain_model_is_refused(
+    scorer: RewardScorer, archive: Path, tmp_path: Path
+) -> None:
+    """What they are made of stands beside them, and the contract says how."""
+    pytest.importorskip("pytriton")
+    other = tmp_path / "other.nemo"  # the same model with a head of its own
+    made = load_reward_model(archive, scorer._layout)
+    torch.nn.init.normal_(made.model.rm_head.weight, std=0.05)
+    save_reward_model(other, made.model, made.config, made.tokenizer, made.contract)
+    chat = next(text for text in TEXTS if not isinstance(text, str))
+    texts, penalty, free = ["river", "river stone river stone river", chat], 0.25, 2
+    settings = [
+        f"rm_model_file={archive}",
+        f"ensemble.files=[{other}]",
+        "ensemble.combine=lower_bound",
+        "ensemble.k=2",
+        "shaping.attribute_weights={helpfulness: 1.0, verbosity: -0.5}",
+        f"shaping.length_penalty={penalty}",
+        f"shaping.length_penalty_from={free}",
+        "shaping.threshold=0.0",
+        "server.port=0",
+        "model.micro_batch_tokens=128",
+    ]
+    with running(tmp_path, SERVE, *settings) as server, RewardClient(server.url) as client:
+        scored = client.score_rows([*texts, ""])
+        assert client.contract().attributes == ("reward",)
+        with (
+            RewardClient(server.url, expect=scorer.contract) as plain,
+            pytest.raises(ServingError, match="shaping: None"),
+        ):
+            plain.score(texts)
+    second = load_scorer(other, scorer._layout, micro_batch_tokens=128)
+    raw = np.stack([scorer.score(texts), second.score(texts)], axis=1).astype(float)
+    merged = raw @ [1.0, -0.5]
+    beyond = np.clip(np.array(scorer.count_reply_tokens(texts)) - free, 0, None)
+    wanted = merged.mean(1) - 2 * merged.std(1) - penalty * beyond
+    close = {"rtol": 0, "atol": 1e-4}
+    assert scored.raw_rewards is not None
+    np.testing.assert_allclose(scored.raw_rewards[:3], raw.reshape(3, 4), **close)
+    assert scored.deviation is not None
+    np.testing.assert_allclose(scored.deviation[:3, 0], merged.std(1), **close)
+    np.testing.assert_allclose(scored.rewards[:3, 0], wanted, **close)
+    assert scored.passed is not None
+    assert scored.passed[:3].tolist() == (scored.rewards[:3, 0] >= 0).tolist()
+    # A row that is refused has none of them.
+    assert scored.errors == {3: "the text has no tokens: it is empty"}
+    for each in (scored.rewards, scored.raw_rewards, scored.deviation, scored.passed):
+        assert np.isnan(each[3]).all()
+
+
+def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
+    scorer: RewardScorer, archive: Path, tmp_path: Path
+) -> None:
+    """Of a head with two bins for one attribute, read by the same rule everywhere."""
+    pytest.importorskip("pytriton")
+    pytest.importorskip("fastapi")
+    from nemo_aligner.serving.transports.http import build_app
+    from nemo_aligner.serving.wire.protocols import ROUTES
+
+    texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
+    loaded = load_reward_model(archive, scorer._layout)
+    contract = dataclasses.replace(
+        loaded.contract,
+        attributes=("help",),
+        attribute_weights=(1.0,),
+        label_means=(0.0,),
+        readout=Readout("bins", ((0.0, 4.0),)).to_json(),
+    )
+    binned = tmp_path / "binned.nemo"
+    save_reward_model(binned, loaded.model, loaded.config, loaded.tokenizer, contract)
+    own = load_scorer(binned, scorer._layout, micro_batch_tokens=128)
+    rewards, spreads = own.score_and_spread(texts)
+    assert spreads is not None
+    assert len(np.unique(spreads)) == len(texts)
+    in_process = InProcessScorer(own).score_rows([*texts, ""])
+    settings = ["server.port=0", "model.micro_batch_tokens=128", "shaping.spread_penalty=0.5"]
+    with (
+        running(tmp_path, SERVE, f"rm_model_file={binned}", *settings) as server,
+        RewardClient(server.url) as client,
+    ):
+        served = client.score_rows([*texts, ""])
+        app = build_app(ROUTES, client, GatewayConfig(), None)
+        answer = call(app, "/v1/rewards", {"texts": texts[:2], "outputs": True}).json
+    for name, found in (("in process", in_process), ("over HTTP", served)):
+        assert found.spread is not None, name
+        assert found.outputs is not None, name
+        np.testing.assert_allclose(found.spread[:3], spreads, rtol=0, atol=1e-5)
+        assert found.outputs.shape == (4, 2)
+        assert np.isnan(found.spread[3]).all()
+    np.testing.assert_allclose(served.rewards[:3], rewards - 0.5 * spreads, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(answer["spread"], spreads[:2], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(answer["outputs"], served.outputs[:2], rtol=0, atol=1e-5)

@@ -4,54 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
+import aiohttp
 import pytest
 
 from tests import tiny
 from tests.serving.conftest import MAX_ROWS
-from tests.serving.servers import Server, json_request, tokens_request
+from tests.serving.fake_server import SEQ_LENGTH, total
+from tests.serving.fire import INFER, Request, check_that_leavers_harm_nobody, send_all
+from tests.serving.servers import (
+    FAKE,
+    QUICK,
+    Server,
+    gateway,
+    json_request,
+    running,
+    tokens_request,
+)
 
-aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("pytriton")
+pytest.importorskip("fastapi")
 
-
-CLIENTS = 64
 REQUESTS = 2_000
 LARGE = 2_000_000
-ATOL = 2e-5
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is sent, and what has to come back: rewards, or a status and a part of the message."""
-
-    body: bytes
-    rewards: np.ndarray | None = None
-    statuses: tuple[int, ...] = (200,)
-    message: str = ""
-
-    def check(self, status: int, answer: dict[str, Any]) -> None:
-        assert status in self.statuses, (status, answer, self.body[:200])
-        if self.rewards is None:
-            assert self.message in answer["error"], (answer, self.body[:200])
-        else:
-            found = np.reshape(answer["outputs"][0]["data"], self.rewards.shape)
-            np.testing.assert_allclose(found, self.rewards, rtol=0, atol=ATOL)
-
-
-def body_of(*inputs: dict[str, Any]) -> bytes:
-    return json.dumps({"inputs": inputs, "outputs": [{"name": "rewards"}]}).encode()
+def request(*inputs: dict[str, Any], status: int = 200, found: Any = None) -> Request:
+    body = json.dumps({"inputs": inputs, "outputs": [{"name": "rewards"}]}).encode()
+    return Request(INFER, body, status, found)
 
 
 def column(name: str, rows: Sequence[Any]) -> dict[str, Any]:
-    datatype = "INT64" if name == "sequence_lengths" else "BYTES"
-    return json_request(name, datatype, [[row] for row in rows])
+    return json_request(name, "BYTES", [[row] for row in rows])
+
+
+MALFORMED = [
+    request(column("sentences", ["fine", ""]), status=400, found="row 1: the text has no tokens"),
+    request(column("conversations", ["{"]), status=400, found="conversations, row 0: not JSON"),
+    request(*tokens_request([[10**6]]), status=400, found="row 0: got token id 1000000"),
+    request(column("sentences", ["a"] * (MAX_ROWS + 1)), status=400, found=str(MAX_ROWS)),
+    request(json_request("tokens", "FP32", [[1.0]]), status=400, found="data-type"),
+]
 
 
 class Traffic:
@@ -70,78 +70,47 @@ class Traffic:
         ]
         self._tokens = [scorer.encode(text).token_ids for text in self._texts]
         self._large = [tiny.sentence(rng, 20, 40) * (LARGE // 100) for _ in range(4)]
-        self._rewards = {
-            "sentences": scorer.score(self._texts),
-            "conversations": scorer.score(self._dialogues),
-            "large": scorer.score(self._large),
-        }
+        self._rewards = scorer.score(self._texts)
+        self._of_dialogues = scorer.score(self._dialogues)
+        self._of_large = scorer.score(self._large)
 
     def good(self) -> Request:
-        form = self._rng.choice(["sentences", "conversations", "tokens"])
         rows = [self._rng.randrange(200) for _ in range(self._rng.randint(1, 8))]
-        if form == "tokens":
-            lists = [self._tokens[row] for row in rows]
-            width = max(map(len, lists)) + self._rng.randint(0, 5)
-            padded = [ids + [0] * (width - len(ids)) for ids in lists]
-            body = body_of(*tokens_request(padded, *map(len, lists)))
-            return Request(body, self._rewards["sentences"][rows])
-        if form == "sentences":
-            body = body_of(column(form, [self._texts[row] for row in rows]))
-        else:
-            body = body_of(column(form, [json.dumps(self._dialogues[row]) for row in rows]))
-        return Request(body, self._rewards[form][rows])
+        match self._rng.randrange(3):
+            case 0:
+                inputs = [column("sentences", [self._texts[row] for row in rows])]
+            case 1:
+                lists = [self._tokens[row] for row in rows]
+                width = max(map(len, lists)) + self._rng.randint(0, 5)
+                padded = [ids + [0] * (width - len(ids)) for ids in lists]
+                inputs = tokens_request(padded, *map(len, lists))
+            case _:
+                texts = [json.dumps(self._dialogues[row]) for row in rows]
+                return request(column("conversations", texts), found=self._of_dialogues[rows])
+        return request(*inputs, found=self._rewards[rows])
 
     def large(self) -> Request:
-        number = self._rng.randrange(len(self._large))
-        body = body_of(column("sentences", [self._large[number]]))
-        return Request(body, self._rewards["large"][[number]])
-
-    def malformed(self) -> Request:
-        tokens = json_request("tokens", "INT64", [[5, 6, 7]])
-        kinds = [
-            (body_of(column("sentences", ["fine", ""])), 400, "row 1: the text has no tokens"),
-            (body_of(column("conversations", ["[1]"])), 400, "conversations, row 0: got [1]"),
-            (body_of(column("conversations", ["{"])), 400, "conversations, row 0: not JSON"),
-            (body_of(tokens), 400, "tokens and sequence_lengths together"),
-            (body_of(tokens, column("sequence_lengths", [4])), 400, "row 0: got 4, wanted 1 to 3"),
-            (body_of(*tokens_request([[10**6]])), 400, "row 0: got token id 1000000"),
-            (body_of(column("sentences", ["a"] * (MAX_ROWS + 1))), 400, str(MAX_ROWS)),
-            (body_of(json_request("sentences", "BYTES", [["a", "b"]])), 400, "shape"),
-            (body_of(json_request("tokens", "FP32", [[1.0]])), 400, "data-type"),
-            (body_of(column("sentences", ["a"]), tokens), 400, "exactly one of"),
-        ]
-        body, status, message = self._rng.choice(kinds)
-        return Request(body, None, (status,), message)
+        row = self._rng.randrange(len(self._large))
+        return request(column("sentences", [self._large[row]]), found=self._of_large[[row]])
 
     def mixed(self, count: int) -> list[Request]:
         """A third malformed, 2% of 2 MB, the others good."""
         makers = self._rng.choices(
-            [self.malformed, self.large, self.good], [1 / 3, 0.02, 2 / 3 - 0.02], k=count
+            [lambda: self._rng.choice(MALFORMED), self.large, self.good],
+            [1 / 3, 0.02, 2 / 3 - 0.02],
+            k=count,
         )
         return [make() for make in makers]
-
-
-async def send_all(url: str, requests: Sequence[Request], clients: int = CLIENTS) -> float:
-    """Rows of good requests answered a second; every answer is checked."""
-    waiting = iter(requests)
-    target = f"{url}/v2/models/reward_model/infer"
-
-    async def client(session: Any) -> None:
-        for request in waiting:
-            async with session.post(target, data=request.body) as response:
-                request.check(response.status, await response.json(content_type=None))
-
-    timeout, connector = aiohttp.ClientTimeout(120), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        begun = time.monotonic()
-        await asyncio.gather(*(client(session) for _ in range(clients)))
-        rows = sum(len(request.rewards) for request in requests if request.rewards is not None)
-        return rows / (time.monotonic() - begun)
 
 
 @pytest.fixture(scope="module")
 def traffic(scorer: Any) -> Traffic:
     return Traffic(scorer)
+
+
+def rows_per_second(url: str, requests: Sequence[Request]) -> float:
+    seconds = asyncio.run(send_all(url, requests))
+    return sum(len(each.found) for each in requests if each.status == 200) / seconds
 
 
 def test_server_under_fire_gives_every_request_its_own_answer_and_good_ones_go_on(
@@ -152,8 +121,8 @@ def test_server_under_fire_gives_every_request_its_own_answer_and_good_ones_go_o
     alone, among = [], []
     for _ in range(4):  # in turns, of which the fastest count: the machine has other work at times
         good = [traffic.good() for _ in range(500)]
-        alone.append(asyncio.run(send_all(model_server.url, good)))
-        among.append(asyncio.run(send_all(model_server.url, traffic.mixed(REQUESTS // 4))))
+        alone.append(rows_per_second(model_server.url, good))
+        among.append(rows_per_second(model_server.url, traffic.mixed(REQUESTS // 4)))
     print("rows/s alone", alone, "among others", among)
     asyncio.run(send_all(model_server.url, [probe]))
     assert max(among) >= 0.5 * max(alone)
@@ -161,19 +130,149 @@ def test_server_under_fire_gives_every_request_its_own_answer_and_good_ones_go_o
 
 
 def test_server_is_not_harmed_by_clients_that_leave(model_server: Server, traffic: Traffic) -> None:
-    async def leave() -> None:
-        for _ in range(30):
-            _, writer = await asyncio.open_connection(*model_server.url[7:].split(":"))
-            body = traffic.good().body
-            head = f"POST /v2/models/reward_model/infer HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
-            writer.write(head.encode() + b"Host: x\r\n\r\n" + body[: random.randint(1, len(body))])
-            await writer.drain()
-            writer.close()
+    check_that_leavers_harm_nobody(model_server.url, traffic.good)
 
-    async def both() -> None:
-        await asyncio.gather(
-            leave(), send_all(model_server.url, [traffic.good() for _ in range(200)])
+
+MAX_BYTES = 100_000
+TOKEN = "s3cret"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def asked(path: str, body: Any, found: Any, status: int = 200) -> Request:
+    return Request(path, body, status, found, BEARER)
+
+
+def rollout(asked: str, said: str) -> dict[str, Any]:
+    return {
+        "responses_create_params": {"input": asked},
+        "response": {"output": [{"type": "message", "role": "assistant", "content": said}]},
+    }
+
+
+def ids_of(texts: Sequence[str]) -> list[list[int]]:
+    return [[ord(letter) for letter in text] for text in texts]
+
+
+BAD = [
+    asked("/v1/rewards", b'{"texts": [', "JSON", 400),
+    asked("/v1/rewards", {"tokens": [[666]]}, "token 666", 500),
+    asked("/get_reward", {"query": ["a", ""]}, "row 1: the text is empty", 400),
+    asked("/classify", {"input": [[-1]]}, "row 0: got token id -1", 400),
+    asked("/pooling", {"input": "a" * MAX_BYTES}, "more than", 413),
+    asked("/score", {"text_1": "a"}, "wanted queries", 400),
+    asked("/verify", rollout("", ""), (0.0, True)),
+    *(
+        Request(path, body, 401, "token", {"Authorization": wrong})
+        for path, body in (("/v1/rewards", {"texts": ["a"]}), ("/verify", rollout("a", "b")))
+        for wrong in ("Bearer nothing", "Basic s3cret", TOKEN)
+    ),
+]
+
+
+class GatewayTraffic:
+    """Requests whose answers are known: a reward is the sum of a text's last letters."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(5)
+
+    def text(self) -> str:
+        return "".join(self._rng.choices("abcdefgh ", k=self._rng.randint(1, SEQ_LENGTH // 2)))
+
+    def good(self) -> Request:
+        texts = [self.text() for _ in range(self._rng.randint(1, 8))]
+        sums, (first, *_) = [total(text) for text in texts], texts
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": first}]
+        whole = total("a") + sums[0]
+        path, body, found = self._rng.choice(
+            [
+                ("/v1/rewards", {"texts": texts}, sums),
+                ("/v1/rewards", {"tokens": ids_of(texts)}, sums),
+                ("/v1/rewards", {"conversations": [turns]}, [whole]),
+                ("/v1/rewards", {"texts": [first, ""]}, [sums[0], None]),
+                ("/get_reward", {"query": texts}, [value / 2 for value in sums]),
+                ("/classify", {"input": texts, "use_activation": False}, sums),
+                ("/classify", {"messages": turns}, [whole]),
+                ("/pooling", {"input": ids_of(texts)}, sums),
+                ("/score", {"text_1": "a", "text_2": first}, [whole / 2]),
+                ("/verify", rollout("a", first), (whole / 2, False)),
+            ]
         )
+        return asked(path, body, found)
 
-    asyncio.run(both())
-    asyncio.run(send_all(model_server.url, [traffic.good() for _ in range(50)]))
+    def mixed(self, count: int) -> list[Request]:
+        """A third of them malformed."""
+        return [
+            self._rng.choice(BAD) if number % 3 == 2 else self.good() for number in range(count)
+        ]
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("backend"), FAKE, *QUICK) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def fronted(backend: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "token").write_text(TOKEN)
+    settings = [
+        f"backends=[{backend.url}]",
+        f"gateway.token_file={folder / 'token'}",
+        f"gateway.max_request_bytes={MAX_BYTES}",
+        "gateway.retry_s=0.5",
+    ]
+    with gateway(folder, *settings) as started:
+        yield started
+
+
+def test_gateway_under_fire_gives_every_request_its_own_answer(fronted: Server) -> None:
+    traffic = GatewayTraffic()
+    probes, mixed = [traffic.good() for _ in range(50)], traffic.mixed(REQUESTS)
+    for requests in (probes, mixed, probes):
+        asyncio.run(send_all(fronted.url, requests))
+    statuses = Counter(request.status for request in mixed)
+    assert set(statuses) == {200, 400, 401, 413, 500}
+    assert statuses[401] > 60
+
+
+def test_clients_that_leave_harm_nobody(fronted: Server) -> None:
+    check_that_leavers_harm_nobody(fronted.url, GatewayTraffic().good)
+
+
+def test_a_backend_that_is_killed_among_requests_costs_a_503_each_and_soon(
+    backend: Server, fronted: Server
+) -> None:
+    async def kill_among() -> list[int]:
+        body = json.dumps({"texts": ["a"]}).encode()
+        statuses: list[int] = []
+
+        async def ask(session: Any) -> None:
+            while statuses.count(503) < 40:
+                url = f"{fronted.url}/v1/rewards"
+                async with session.post(url, data=body, headers=BEARER) as response:
+                    statuses.append(response.status)
+                    assert response.status == 200 or response.headers["Retry-After"] == "1"
+
+        async with aiohttp.ClientSession() as session:
+            asking = [asyncio.ensure_future(ask(session)) for _ in range(8)]
+            while statuses.count(200) < 20:
+                await asyncio.sleep(0.05)
+            for pid in backend.processes():  # all of it at once, as where its machine fails
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(asyncio.gather(*asking), 20)
+        return statuses
+
+    statuses = asyncio.run(kill_among())
+    assert set(statuses) == {200, 503}
+    begun = time.monotonic()
+    unanswered = [
+        asked("/v1/rewards", {"texts": ["a"]}, "connection", 503),
+        asked("/get_reward", {"query": ["a"]}, "connection", 503),
+        asked("/classify", {"input": "a"}, "connection", 503),
+        asked("/verify", rollout("a", "b"), (0.0, True)),
+    ]
+    asyncio.run(send_all(fronted.url, unanswered * 10))
+    assert time.monotonic() - begun < 10
+    fronted.ranks[0].send_signal(signal.SIGTERM)
+    assert fronted.wait(15) == [0], fronted.output()[-3000:]

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.errors import ConfigError, ServingError, SettingsError
 from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
+from nemo_aligner.serving.gateway import read_token
 from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.serving.transports.triton import model
@@ -37,6 +39,18 @@ class Asked(dict[str, Any]):
         self.parameters = parameters
 
 
+def test_token_is_one_header_with_its_scheme_in_any_case() -> None:
+    right = [f"Bearer {TOKEN}", f"bearer  {TOKEN}", f"BEARER {TOKEN}"]
+    wrong = [
+        *("", "Bearer", "Bearer ", TOKEN, f"bearer{TOKEN}", f"Basic {TOKEN}", "Bearer \xff"),
+        *(f"Bearer {token}" for token in (TOKEN[:-1], f"{TOKEN}s", TOKEN.upper(), "other")),
+    ]
+    assert [each for each in right if not has_token([each.encode("latin-1")], TOKEN)] == []
+    assert [each for each in wrong if has_token([each.encode("latin-1")], TOKEN)] == []
+    assert not has_token([], TOKEN)
+    assert not has_token([right[0].encode()] * 2, TOKEN)
+
+
 def test_token_is_asked_for_by_every_endpoint_before_it_answers() -> None:
     answered: list[Any] = []
 
@@ -45,30 +59,14 @@ def test_token_is_asked_for_by_every_endpoint_before_it_answers() -> None:
         return {}
 
     endpoint = Endpoint("critic_train", [], [], answer)
-    sent: list[dict[str, Any] | None] = [
-        {"Authorization": f"Bearer {TOKEN}"},
-        {"authorization": f"bearer  {TOKEN}"},
-        None,
-        {},
-        {"Authorization": TOKEN},
-        {"Authorization": f"Bearer {TOKEN}x"},
-        {"Authorization": f"Basic {TOKEN}"},
-        {"Authorization": f"Bearer {TOKEN}", "authorization": f"Bearer {TOKEN}"},
-    ]
+    right, wrong = {"Authorization": f"Bearer {TOKEN}"}, {"authorization": f"Basic {TOKEN}"}
+    sent = [right, None, {}, wrong, right | wrong]
     ask = model._infer_function(endpoint, TOKEN)
     found = asyncio.run(ask([Asked(parameters) for parameters in sent]))
-    assert [b"INVALID_ARG" in each["error"][0] if each else False for each in found] == [
-        False, False, *[True] * 6,
-    ]  # fmt: skip
-    assert len(answered) == 2
+    assert found[0] == {}
+    assert all(b"INVALID_ARG" in each["error"][0] for each in found[1:])
+    assert len(answered) == 1
     assert asyncio.run(model._infer_function(endpoint, None)([Asked(None)])) == [{}]
-
-
-def test_token_is_compared_as_one_header() -> None:
-    wrong = [[], [b""], [b"Bearer"], [b"Bearer "], [TOKEN.encode()], [b"Bearer \xff"]]
-    right = f"BEARER {TOKEN}".encode()
-    assert has_token([right], TOKEN)
-    assert not any(has_token(each, TOKEN) for each in [*wrong, [right, right]])
 
 
 def test_warning_of_a_server_that_others_reach(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,16 +81,28 @@ def test_warning_of_a_server_that_others_reach(capsys: pytest.CaptureFixture[str
 
 def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for schema in (ServeConfig, ServeCriticConfig):
-        with pytest.raises(SettingsError, match="a token_file or a token_variable, not both"):
+        with pytest.raises(SettingsError, match=r"token_file or .*, not both"):
             load_config(schema, ["server.token_file=t", "server.token_variable=T"])
     file = tmp_path / "token"
+    for content in ("", "\n", "two words", "Ünicode"):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"key_file: .*it holds no token"):
+            find_token(str(file), None, "key")
     file.write_text(f" {TOKEN}\n")
-    assert find_token(str(file), None, "server.token") == TOKEN
+    assert find_token(str(file), None, "key") == TOKEN
+    monkeypatch.setenv("SET", "other")
+    assert find_token(None, "SET", "key") == "other"
+    assert read_token(GatewayConfig(token_variable="SET")) == "other"
+    assert find_token(None, None, "key") is None
     monkeypatch.delenv("UNSET", raising=False)
-    with pytest.raises(ConfigError, match=r"server\.token_variable: UNSET: it is not set"):
-        find_token(None, "UNSET", "server.token")
-    with pytest.raises(ConfigError, match="--token-variable: UNSET"):
-        find_token(None, "UNSET", "--token")
+    for key, named in (
+        ("server.token", r"server\.token_variable"),
+        ("--token", "--token-variable"),
+    ):
+        with pytest.raises(ConfigError, match=f"{named}: UNSET: it is not set"):
+            find_token(None, "UNSET", key)
+    with pytest.raises(ConfigError, match=r"key_file: \S+: No such file[^/]*$"):
+        find_token(str(tmp_path / "none"), None, "key")
     for make in (RewardClient, RewardCriticClient):
         with pytest.raises(ConfigError) as caught:
             make("http://127.0.0.1:1", token="two words")

@@ -25,18 +25,9 @@ from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.prefix import prefix_of_all
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
+from tests import tiny
 
-SHAPE = ModelShape.from_config(
-    {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "ffn_hidden_size": 32,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 64,
-        "make_vocab_size_divisible_by": 16,
-    }
-)
+SHAPE = ModelShape.from_config(tiny.SMALLEST)
 RECORDS, BATCH, SEED = 12, 8, 1234
 TOKENS_PER_PACK = 80
 POISON = 50

@@ -1,13 +1,21 @@
-"""What a run shows, in a log file of 80 columns."""
+"""What a run shows, in a log file of 80 columns, and says of the model that comes out of it."""
 
 from __future__ import annotations
 
+import importlib
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
-from nemo_aligner.checkpoint.runs import RunState, Saved
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved
+from nemo_aligner.config.common import Precision
+from nemo_aligner.parallel.launch import launch
 from nemo_aligner.training.console import StepProgress, render_best, render_validation
+from nemo_aligner.training.describe import describe_heldout, next_commands
+from nemo_aligner.training.export import render_candidates
+from nemo_aligner.training.gauges import Gauges
 
 STEP = {
     "train/loss": 0.693147,
@@ -39,34 +47,26 @@ def test_steps_of_a_short_run_are_shown_each(capsys: pytest.CaptureFixture[str])
 
 
 def test_line_of_a_step_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = StepProgress(1000, 0, 10)
-    progress.show(1, STEP)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[1].startswith("  ")
-    assert lines[0].startswith("step 1/1000  ")
-    shown = " ".join(" ".join(lines).split())
-    assert shown.endswith(
-        "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 123457 tokens/s"
-    )
-
-
-def test_line_of_a_step_has_speed_device_and_the_best_checkpoint(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     saved = Saved(Path("step_00000500"), RunState(500, 4000, {"validation-heldout/accuracy": 0.71}))
     best = render_best(saved, "validation-heldout/accuracy")
     gauges = {"train/mfu": 0.4123, "train/gpu_memory_gb": 61.23, "train/gpu_power_watts": 652.4}
-    StepProgress(1000, 0, 10).show(1, {**STEP, **gauges}, best)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    shown = " ".join(" ".join(lines).split())
-    ending = "123457 tokens/s MFU 41.2% GPU 61.2 GB 652 W best accuracy 0.71 at step 500"
-    assert shown.endswith(ending)
+    for more, ending in (
+        (({},), ""),
+        (({**gauges}, best), " MFU 41.2% GPU 61.2 GB 652 W best accuracy 0.71 at step 500"),
+    ):
+        StepProgress(1000, 0, 10).show(1, {**STEP, **more[0]}, *more[1:])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith("step 1/1000  ")
+        assert lines[1].startswith("  ")
+        shown = " ".join(" ".join(lines).split())
+        told = "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 123457 tokens/s"
+        assert shown.endswith(told + ending)
     assert render_best(None, "validation-heldout/accuracy") is None
 
 
 def test_time_left_counts_steps_and_validations() -> None:
+    """Also one before the first step."""
     now = 100.0
     progress = StepProgress(10, 0, 4)
     progress._now = lambda: now
@@ -76,10 +76,6 @@ def test_time_left_counts_steps_and_validations() -> None:
     now += 4.0 + 30.0  # two steps, and a validation
     progress.add_validation(30.0)
     assert progress.seconds_left(4) == 6 * 2.0 + 2 * 30.0
-
-
-def test_time_left_knows_of_a_validation_before_the_first_step() -> None:
-    now = 100.0
     progress = StepProgress(10, 0, None)
     progress._now = lambda: now
     now += 30.0
@@ -104,3 +100,89 @@ def test_validation_is_told_set_by_set() -> None:
         "step 24: validation-more",
         "  loss 0.75",
     ]
+
+
+def test_heldout_figures_stand_beside_what_length_alone_gives() -> None:
+    pairs = {"accuracy": 0.712, "longer_reply_accuracy": 0.548, "loss": 0.58, "ece": 0.04}
+    ratings = {"pearson_mean": 0.61, "length_only_pearson_mean": 0.3, "loss": 0.9}
+    metrics = {f"validation-a/{name}": value for name, value in pairs.items()}
+    metrics |= {f"validation-b/{name}": value for name, value in ratings.items()}
+    assert describe_heldout(metrics).splitlines() == [
+        "held out: validation-a",
+        "  accuracy 0.712 (always the longer reply: 0.548)  loss 0.58",
+        "held out: validation-b",
+        "  pearson_mean 0.61 (length of the reply alone: 0.3)  loss 0.9",
+    ]
+    assert describe_heldout({}) == "held out: it was not validated"
+
+
+def test_next_commands_can_be_typed() -> None:
+    shown = next_commands(Path("my run/checkpoints/model.nemo"), [])
+    heading, *commands = shown.replace("\\\n", "").splitlines()
+    assert heading == "next:"
+    assert max(map(len, shown.splitlines())) < 80
+    assert [command.split()[1] for command in commands] == ["evaluate", "serve", "export"]
+    assert "nemo-aligner export" not in next_commands(Path("m.nemo"), [], can_export=False)
+    for command in commands:
+        program, verb, *arguments = shlex.split(command)
+        assert program == "nemo-aligner"
+        parser = importlib.import_module(f"nemo_aligner.cli.{verb}").new_parser()
+        given = vars(parser.parse_args(arguments))
+        assert any("my run/checkpoints/model.nemo" in str(value) for value in given.values())
+
+
+def saved(step: int, **metrics: float) -> Saved:
+    named = {f"validation-pairs/{name}": value for name, value in metrics.items()}
+    return Saved(Path(f"step_{step:08d}"), RunState(step, step * 8, named))
+
+
+def test_candidates_are_listed_with_what_decided_have_a_loss_once_and_are_cut() -> None:
+    """Without a validation the newest is chosen."""
+
+    def shown(monitor: str | None, ranked: list[Saved], newest: Saved) -> list[str]:
+        checkpoints = RunCheckpoints("checkpoints", monitor, save_top_k=2)
+        return render_candidates(checkpoints, ranked, newest).splitlines()
+
+    ranked = [saved(24, accuracy=1.0, loss=0.07), saved(5, accuracy=1.0, loss=0.565)]
+    assert shown("validation-pairs/accuracy", ranked, saved(30)) == [
+        "checkpoints, by validation-pairs/accuracy,",
+        "  equals by validation-pairs/loss:",
+        "  step 24      accuracy 1  loss 0.07  (chosen)",
+        "  step 5       accuracy 1  loss 0.565",
+        "  step 30      not validated",
+    ]
+    newest = saved(9, loss=0.25, accuracy=0.5)
+    assert shown("validation-pairs/loss", [newest], newest) == [
+        "checkpoints, by validation-pairs/loss:",
+        "  step 9       loss 0.25  (chosen)",
+    ]
+    assert shown(None, [], saved(9)) == ["checkpoints:", "  step 9       not validated  (chosen)"]
+    many = [saved(step, accuracy=1 / step, loss=0.5) for step in range(1, 31)]
+    lines = shown("validation-pairs/accuracy", many, many[29])
+    assert (len(lines), lines[-1]) == (11, "  and 22 that are not as good")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, power: int | Exception) -> None:
+    def power_draw(device: torch.device) -> int:
+        if isinstance(power, Exception):
+            raise power
+        return power
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60e9, 141e9))
+    monkeypatch.setattr(torch.cuda, "power_draw", power_draw)
+
+
+def test_gauges_of_a_known_gpu_an_unknown_one_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for a GPU; what it does not say is left out."""
+    with launch():
+        assert Gauges.of("cpu", Precision.fp32).read(1e12, 1.0) == {}
+        pretend(monkeypatch, "NVIDIA H200", 652_000)
+        assert Gauges.of("cuda:0", Precision.bf16).read(989e12, 4.0) == {
+            "mfu": pytest.approx(0.25),
+            "gpu_memory_gb": 81.0,
+            "gpu_power_watts": 652.0,
+        }
+        pretend(monkeypatch, "NVIDIA something new", ModuleNotFoundError("pynvml"))
+        assert Gauges.of("cuda:0", Precision.bf16).read(1e12, 1.0) == {"gpu_memory_gb": 81.0}

@@ -90,13 +90,7 @@ def run_layouts(names: str, processes: int, model: Path, folder: Path) -> dict[s
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "processes"),
-    [
-        ("one", 1),
-        ("tp2,tp2_sp,pp2,dp2", 2),
-    ],
-)
+@pytest.mark.parametrize(("names", "processes"), [("one", 1), ("tp2,tp2_sp,pp2,dp2", 2)])
 def test_critic_losses_and_weights_are_those_written_out(
     names: str,
     processes: int,
@@ -167,9 +161,7 @@ def test_critic_that_is_saved_twice_is_saved_once_and_the_newest_is_kept(opened:
     assert open_again().learner.step == run.learner.step
 
 
-def test_critic_of_another_run_or_of_no_reward_model_is_refused(
-    opened: Any, tmp_path: Path
-) -> None:
+def test_critic_of_another_run_or_of_no_reward_model_is_refused(opened: Any, base: Path) -> None:
     _, open_again = opened
     with pytest.raises(CheckpointError, match=r"model\.freeze_layers: the checkpoint has 0"):
         open_again("model.freeze_layers=1")
@@ -177,17 +169,5 @@ def test_critic_of_another_run_or_of_no_reward_model_is_refused(
         open_again("exp_manager.resume_if_exists=false")
     with pytest.raises(ConfigError, match=r"model\.micro_batch_tokens: got 31, wanted at least"):
         open_again("model.micro_batch_tokens=31")
-    base = tiny.write_base_nemo(tmp_path / "base.nemo")
-    with pytest.raises(CheckpointError, match="no scoring contract; wanted a reward model"):
+    with pytest.raises(CheckpointError, match="no scoring contract"):
         open_again(archive=base)
-
-
-def test_critic_that_is_saved_starts_another_run_with_its_values(
-    opened: Any, layout: Any, tmp_path: Path
-) -> None:
-    run, _ = opened
-    another = open_run(str(run.save()), tmp_path, layout)
-    probes = [np.array(probe) for probe in PROBES]
-    assert another.learner.step == 0
-    for one, other in zip(run.learner.values(probes), another.learner.values(probes), strict=True):
-        assert np.array_equal(one, other)

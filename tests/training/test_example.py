@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import tarfile
@@ -16,42 +15,19 @@ from nemo_aligner.checkpoint.weights.store import open_weights
 from nemo_aligner.checkpoint.weights.tensor_store import is_optimizer_state
 from nemo_aligner.models.lora import is_of_adapter
 from tests import tiny
+from tests.config.nemo_aligner_files import write_file
 from tests.training import jobs
 
 EXAMPLE = "examples/train_reward_model.py"
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
-
-
 def common(base: Path, folder: Path, train: Path, validation: Path) -> list[str]:
-    return [
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train=[{train}]",
-        f"model.data.data_prefix.validation=[{validation}]",
-        "model.data.allow_prompt_overlap=true",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "model.data.seq_length=128",
-        "model.micro_batch_tokens=160",
-        "model.global_batch_size=8",
-        "model.optim.lr=1e-3",
-        "model.optim.sched.warmup_steps=2",
-        "model.optim.sched.name=constant",
-        "trainer.rm.max_epochs=10",
-        "trainer.rm.val_check_interval=2",
-    ]
+    more = ("model.optim.sched.name=constant", "trainer.rm.val_check_interval=2")
+    return [*tiny.training(base, folder, train, validation), *more]
 
 
 def train(*settings: str, fails: bool = False) -> jobs.Job:
     return jobs.Job("train", settings, fails=fails)
-
-
-def column(folder: Path, name: str) -> list[float]:
-    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
-        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
 
 
 @pytest.mark.smoke
@@ -64,12 +40,13 @@ def test_regression_learns_and_writes_its_contract(base: Path, tmp_path: Path) -
         "model.regression.attributes=[helpful,clear]",
         "trainer.rm.max_steps=16",
     )
-    losses = column(tmp_path / "run", "train/loss")
+    logged = tiny.logged(tmp_path / "run")
+    losses = list(logged["train/loss"].values())
     assert len(losses) == 16
     assert sum(losses[-4:]) < sum(losses[:4])
-    validated = column(tmp_path / "run", "validation-ratings/pearson_mean")
+    validated = logged["validation-ratings/pearson_mean"]
     assert len(validated) == 8
-    assert f"best validation-ratings/pearson_mean, {max(validated):.4g}" in done.stdout
+    assert f"best validation-ratings/pearson_mean, {max(validated.values()):.4g}" in done.stdout
     assert "labels missing" in done.stdout
 
     contract = read_contract(tmp_path / "run/checkpoints/megatron_gpt.nemo")
@@ -110,54 +87,6 @@ def check_average(checkpoints: Path, said: str, is_lora: bool) -> None:
             stacked = name if layer is None else name.replace(layer[0], "layers.")
             mean = folder.store.read(stacked, None if layer is None else int(layer[1]))
             torch.testing.assert_close(mean, (first + second) / 2, rtol=0, atol=1e-8)
-
-
-def test_label_that_is_far_out_is_named_first(base: Path, tmp_path: Path) -> None:
-    cases = {1e38: "a loss that is not finite", 1e19: "a gradient norm of inf"}
-    regression = ("model.reward_model_type=regression", "model.regression.attributes=[helpful]")
-    listed, files = [], {}
-    for label in cases:
-        ratings = tiny.write_ratings(tmp_path / f"{label}.jsonl", 8, ("helpful",))
-        rows = [json.loads(line) for line in ratings.read_text().splitlines()]
-        rows[6]["helpful"] = label
-        ratings.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files[label] = ratings
-        settings = common(base, tmp_path / "run", ratings, ratings)
-        listed.append(train(*settings, *regression, "model.global_batch_size=6", fails=True))
-    for (label, number), done in zip(cases.items(), jobs.run(listed), strict=True):
-        assert done.returncode == 1
-        assert f"    {files[label]}:7: helpful is {label:g}, the median " in done.stdout
-        assert f"step 1: got {number}, on rank 0, from {files[label]}:7, " in done.stderr
-
-
-def test_refused_runs_say_why_in_one_line_and_leave_nothing(base: Path, tmp_path: Path) -> None:
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 9)
-    malformed = tiny.write_pairs(tmp_path / "malformed.jsonl", 24)
-    with malformed.open("a") as lines:
-        lines.write('{"chosen": "cut of')
-    wrong = {
-        "model.global_batch_size=99": "model.global_batch_size: got 99, wanted at most 90",
-        "exp_manager.checkpoint_callback_params.monitor=val_f1": "monitor: got 'val_f1', wanted on",
-        "model.freeze_layers=4": "model.freeze_layers: got 4, wanted less than 4",
-        f"model.data.data_prefix.train=[{malformed}]": (
-            f"{malformed}: 1 of its 25 records (4.00%) are malformed\n  {malformed}:25: "
-        ),
-    }
-    run = common(base, tmp_path / "run", pairs, pairs)
-    dropped = [
-        *common(base, tmp_path / "dropped", malformed, pairs),
-        "model.data.malformed=drop",
-        "model.data.max_malformed=0.05",
-        "trainer.rm.max_steps=1",
-    ]
-    *found, done = jobs.run([*(train(*run, key, fails=True) for key in wrong), train(*dropped)])
-    for message, refused in zip(wrong.values(), found, strict=True):
-        assert refused.returncode == 1, message
-        assert message in refused.stderr
-        assert "Traceback" not in refused.stderr
-    assert not list((tmp_path / "run").rglob("step_*"))
-    assert "  dropped                   1 (1 malformed)\n" in done.stdout
-    assert f"  malformed:\n    {malformed}:25: malformed JSON" in done.stdout
 
 
 def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
@@ -228,35 +157,6 @@ def read_contract(path: Path) -> dict:
         return json.load(archive.extractfile("./scoring_contract.json"))  # type: ignore[arg-type]
 
 
-@pytest.mark.smoke
-def test_trained_model_is_evaluated_to_the_bits_of_its_validation_and_exported(
-    base: Path, tmp_path: Path
-) -> None:
-    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
-    heldout = tiny.write_pairs(tmp_path / "heldout.jsonl", 40, seed=1)
-    listed = []
-    for name in ("fp32", "bf16"):
-        run, more = tmp_path / name, (f"trainer.precision={name}", "trainer.rm.max_steps=2")
-        settings = [*common(base, run, pairs, heldout), *more]
-        model = run / "checkpoints/megatron_gpt.nemo"
-        files = [f"output={run}/report.json", f"output_rewards={run}/rewards.jsonl"]
-        given = [f"rm_model_file={model}", f"data.path={heldout}", *files]
-        listed += [train(*settings), jobs.Job("evaluate", given)]
-    exported = ["--input", str(model), "--output", str(tmp_path / "hf")]
-    *_, done = jobs.run([*listed, jobs.Job("export", exported)])
-    for name in ("fp32", "bf16"):
-        run = tmp_path / name
-        lines = (run / "rewards.jsonl").read_text().splitlines()
-        assert len(set(lines)) == 40
-        assert (run / "heldout/validation-heldout.jsonl").read_text().splitlines() == lines
-        rewards = [json.loads(line)["rewards"] for line in lines]
-        assert len({value for pair in rewards for value in pair.values()}) > 60
-        metrics = json.loads((run / "report.json").read_text())["metrics"]
-        assert metrics["accuracy"] == column(run, "validation-heldout/accuracy")[-1]
-    assert "checked: " in done.stdout
-    assert (tmp_path / "hf/model.safetensors").is_file()
-
-
 def test_files_are_mixed_by_weights_also_after_a_resume(base: Path, tmp_path: Path) -> None:
     files = [tiny.write_pairs(tmp_path / f"{n}.jsonl", count) for n, count in enumerate((8, 40))]
     listed = f"model.data.data_prefix.train=[{files[0]},{files[1]}]"
@@ -278,5 +178,46 @@ def test_files_are_mixed_by_weights_also_after_a_resume(base: Path, tmp_path: Pa
     assert f"36 of 48 records of an epoch are of {files[0]}, which has 8 (4.50 passes)" in said
     assert refused.returncode == 1
     assert weights in refused.stderr
-    losses = [column(tmp_path / name, "train/loss") for name in ("run", "whole")]
+    losses = [tiny.logged(tmp_path / name)["train/loss"] for name in ("run", "whole")]
     assert losses[0] == losses[1]
+
+
+def test_file_of_nemo_aligner_trains_and_measures_its_test_set(base: Path, tmp_path: Path) -> None:
+    """All its keys, and the test set that it names."""
+    pairs, validation, other, test = (
+        tiny.write_pairs(tmp_path / f"{name}.jsonl", count, seed)
+        for seed, (name, count) in enumerate({"a": 24, "b": 8, "c": 8, "d": 9}.items())
+    )
+    prefix = (
+        f"train: [{pairs}], validation: [{validation}], validation_c: [{other}], test: [{test}]"
+    )
+    command = [
+        "--config",
+        str(write_file(tmp_path, "training_rm.yaml")),
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.data.data_prefix={{{prefix}}}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
+        "model.encoder_seq_length=64",
+        "model.global_batch_size=8",
+        "trainer.precision=32",
+        "model.data.allow_prompt_overlap=true",
+    ]
+    model = tmp_path / "run/checkpoints/megatron_gpt.nemo"
+    evaluated = [f"rm_model_file={model}", f"data.path={test}", f"output={tmp_path / 'found.json'}"]
+    refused, done, _ = jobs.run(
+        [
+            train(*command, fails=True),
+            train(*command, "model.optim.sched.constant_steps=0"),
+            jobs.Job("evaluate", evaluated),
+        ]
+    )
+    assert "model.optim.sched.constant_steps: got 1000, wanted at most 0" in refused.stderr
+    assert "trainer.devices, trainer.num_nodes: ignored: the launcher says" in done.stdout
+    assert "best checkpoint by: validation-b/loss" in done.stdout
+    assert "held out: test-d" in done.stdout
+
+    logged = tiny.logged(tmp_path / "run")
+    assert list(logged["test-d/accuracy"]) == [max(logged["train/loss"])]
+    (loss,) = logged["test-d/loss"].values()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["metrics"]["loss"] == pytest.approx(loss, rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 from nemo_aligner.batch import LabelColumns
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
-from nemo_aligner.data.loader import TrainLoader, validation_batches
+from nemo_aligner.data.loader import validation_batches
 from nemo_aligner.errors import TrainingError
 from nemo_aligner.models.step import infer
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.finite import StepRecords, check_rewards, check_validation
 from nemo_aligner.training.learner import RewardLearner
+from tests.evaluation.refusals import NOT_REFUSED, refusal
 from tests.training import poisoned
 
 HIGH = 2.0**40  # a loss scale at which the gradients of any step overflow fp16
@@ -49,37 +51,22 @@ def records(layout: ParallelLayout) -> StepRecords:
     return StepRecords(7, range(8), [0] * 8, poisoned.dataset(), layout, torch.device("cpu"))
 
 
-def test_loss_that_is_not_finite_is_traced(records: StepRecords) -> None:
+def test_loss_that_is_not_finite_is_traced_to_who_is_most_to_blame(records: StepRecords) -> None:
+    def refused(rewards: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        total = lambda got, _: (loss(got), torch.tensor(1))  # noqa: E731
+        return refusal(TrainingError, check_rewards, records, rewards, total)
+
     rewards = torch.zeros(16, 1)
     rewards[6:8] = 2.0
-    check_rewards(records, rewards, lambda got, labels: (got.sum(), torch.tensor(1)))
-    with pytest.raises(TrainingError, match=r"a loss that .* on rank 0, from pairs.jsonl:31; "):
-        check_rewards(records, rewards, lambda got, _: (torch.exp(got * 99).sum(), torch.tensor(1)))
-    with pytest.raises(TrainingError, match="on rank 0, from no record alone; "):
-        check_rewards(records, rewards + 3e38, lambda got, _: (got[::2].sum(), torch.tensor(1)))
-
-
-def test_record_that_is_most_to_blame_is_named_first(records: StepRecords) -> None:
-    rewards = torch.zeros(16, 1)
+    assert refused(rewards, torch.sum) == NOT_REFUSED
+    said = refused(rewards, lambda got: torch.exp(got * 99).sum())
+    assert "a loss that " in said
+    assert " on rank 0, from pairs.jsonl:31; " in said
+    said = refused(rewards + 3e38, lambda got: got[::2].sum())
+    assert " on rank 0, from no record alone; " in said
     rewards[4:14, 0] = torch.tensor([1e20, 1, 1e25, 1, math.nan, 1, 1e30, 1, 1e38, 1])
-
-    def loss(got: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return got.square().sum(), torch.tensor(1)
-
     lines = ", ".join(f"pairs.jsonl:{line}" for line in (41, 61, 51, 31, 21))
-    with pytest.raises(TrainingError, match=rf"a reward that is not .* on rank 0, from {lines}; "):
-        check_rewards(records, rewards, loss)
-
-
-def test_labels_that_are_far_out_are_named_wherever_they_are(layout: ParallelLayout) -> None:
-    data = poisoned.dataset()
-    values = torch.arange(len(data), dtype=torch.float32)[:, None] % 5
-    values[10] = -1e38
-    labels = LabelColumns.of(["help"], values)
-    data = replace(data, records=replace(data.records, labels=labels))
-    records = StepRecords(7, [0, 1], [0, 0], data, layout, torch.device("cpu"))
-    said = str(records.error("a loss", [0], [1]))
-    assert "from pairs.jsonl:11; labels of train are far out: pairs.jsonl:101: help is -1e+" in said
+    assert f" on rank 0, from {lines}; " in refused(rewards, lambda got: got.square().sum())
 
 
 def test_gradient_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
@@ -110,44 +97,21 @@ def test_number_that_is_not_finite_is_told_alike_by_two_ranks(two_ranks: dict[st
     assert set(two_ranks["errors"]) == {"dp2", "tp2", "tp2_sp", "pp2"}
 
 
-def test_rank_that_is_named_is_the_one_whose_packs_hold_the_record() -> None:
-    for index in range(poisoned.BATCH):
-        data = poisoned.dataset((index,))
-        plans = [
-            TrainLoader(data, poisoned.BATCH, poisoned.TOKENS_PER_PACK, poisoned.SEED, rank, 2)
-            .plan(0)
-            for rank in range(2)
-        ]  # fmt: skip
-        holds = [
-            any(bool((pack.tokens == poisoned.POISON).any()) for pack in plan.packs)
-            for plan in plans
-        ]
-        assert holds.index(True) == plans[0].owners[index]
-        assert sum(holds) == 1
-
-
-def test_records_to_blame_are_counted_where_they_are_many(layout: ParallelLayout) -> None:
+def test_records_to_blame_are_counted_and_labels_that_are_far_out_named_wherever_they_are(
+    layout: ParallelLayout,
+) -> None:
     data = poisoned.dataset()
+    values = torch.arange(len(data), dtype=torch.float32)[:, None] % 5
+    values[10] = -1e38
+    labels = LabelColumns.of(["help"], values)
+    data = replace(data, records=replace(data.records, labels=labels))
     ids = [3, 0, 3, 1, 2, 5, 4, 6]
     records = StepRecords(7, ids, [0] * 8, data, layout, torch.device("cpu"))
     said = str(records.error("a reward", [0, 2], range(8)))
     assert said.startswith("step 7: got a reward, on ranks 0, 2, from pairs.jsonl:31, ")
     assert "pairs.jsonl:51, and 2 more; " in said
-    assert said.count("pairs.jsonl:") == 5
-
-
-def test_fp16_rewards_are_near_those_of_fp32(layout: ParallelLayout) -> None:
-    data = poisoned.dataset()
-    found = {}
-    for precision in (Precision.fp32, Precision.fp16):
-        learner = poisoned.build(layout, data, precision)
-        found[precision] = infer(
-            learner._ddp, validation_batches(data, poisoned.TOKENS_PER_PACK, 0, 1), layout
-        )
-    half, single = found[Precision.fp16], found[Precision.fp32]
-    assert half.dtype == torch.float32
-    # fp16 has 11 bits: a few roundings of 2^-11, beside the spread of the rewards.
-    torch.testing.assert_close(half, single, atol=0.01 * float(single.std()), rtol=0)
+    assert "labels of train are far out: pairs.jsonl:101: help is -1e+" in said
+    assert said.count("pairs.jsonl:") == 5 + 1
 
 
 def test_fp16_overflows_are_skipped_and_counted(layout: ParallelLayout) -> None:
@@ -164,24 +128,30 @@ def test_fp16_overflows_are_skipped_and_counted(layout: ParallelLayout) -> None:
     assert metrics[1]["loss_scale"] == HIGH
     assert learner.optimizer.loss_scale == HIGH / 2
     set_scale(learner, 2.0**16)
-    for step in range(3, 4):
-        found = learner.train_step(step)
-        assert (found["skipped"], found["skipped_steps"]) == (0.0, 2.0)
-        assert math.isfinite(found["grad_norm"])
+    found = learner.train_step(3)
+    assert (found["skipped"], found["skipped_steps"]) == (0.0, 2.0)
+    assert math.isfinite(found["grad_norm"])
     assert not any(torch.equal(a, b) for a, b in zip(before, weights(learner), strict=True))
 
 
-def test_fp16_trains_as_fp32_does(layout: ParallelLayout) -> None:
-    curves = {}
-    for precision in (Precision.fp32, Precision.fp16):
-        learner = poisoned.build(layout, poisoned.dataset(), precision)
-        curves[precision] = [learner.train_step(step) for step in range(4)]
-    for half, single in zip(
-        *(curves[key] for key in (Precision.fp16, Precision.fp32)), strict=True
-    ):
-        assert half["loss"] == pytest.approx(single["loss"], rel=1e-2)
-        assert half["grad_norm"] == pytest.approx(single["grad_norm"], rel=2e-2)
-        assert "loss_scale" not in single
+def test_fp16_infers_and_trains_as_fp32_does(layout: ParallelLayout) -> None:
+    data = poisoned.dataset()
+    rewards, curves = [], []
+    for precision in (Precision.fp16, Precision.fp32):
+        learner = poisoned.build(layout, data, precision)
+        packs = validation_batches(data, poisoned.TOKENS_PER_PACK, 0, 1)
+        rewards.append(infer(learner._ddp, packs, layout))
+        curves.append([learner.train_step(step) for step in range(4)])
+    half, single = rewards
+    assert half.dtype == torch.float32
+    # fp16 has 11 bits: a few roundings of 2^-11, beside the spread of the rewards.
+    torch.testing.assert_close(half, single, atol=0.01 * float(single.std()), rtol=0)
+    for half_step, step in zip(*curves, strict=True):
+        assert half_step["loss"] == pytest.approx(step["loss"], rel=1e-2)
+        assert half_step["grad_norm"] == pytest.approx(step["grad_norm"], rel=2e-2)
+        told = {name: half_step[name] for name in ("loss_scale", "skipped", "skipped_steps")}
+        assert told == {"loss_scale": 2.0**16, "skipped": 0.0, "skipped_steps": 0.0}
+        assert not told.keys() & step.keys()
 
 
 def test_fp16_overflow_at_the_lowest_scale_is_traced(layout: ParallelLayout) -> None:

@@ -10,50 +10,38 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
-from nemo_aligner.config.common import Precision, RewardModelType
-from nemo_aligner.config.data import DataConfig, DataPrefixConfig, RegressionConfig
-from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.data.training_data import TrainingData, how_to_read
 from nemo_aligner.training.facts import RunFacts
 from nemo_aligner.training.heldout import HeldoutRewards
 from tests import tiny
+from tests.contracts import Contracts
+from tests.data import files
 
 
 def build(
-    folder: Path, tokenizer: Tokenizer, heldout: Path, attributes: tuple[str, ...] = ()
+    folder: Path, contracts: Contracts, heldout: Path, attributes: list[str] | None = None
 ) -> tuple[TrainingData, HeldoutRewards]:
     train = folder / "train.jsonl"
     if attributes:
-        tiny.write_ratings(train, 8, attributes)
-        kind = {
-            "reward_model_type": RewardModelType.regression,
-            "regression": RegressionConfig(attributes=list(attributes)),
-        }
+        tiny.write_ratings(train, 8, tuple(attributes))
     else:
         tiny.write_pairs(train, 8)
-        kind = {}
-    prefix = DataPrefixConfig(train=[str(train)], validation=[str(heldout)])
-    config = ModelConfig(data=DataConfig(data_prefix=prefix, allow_prompt_overlap=True), **kind)
-    contract = build_contract(config, tokenizer, Precision.fp32)
-    data = build_training_data(config, contract, tokenizer)
-    return data, HeldoutRewards(folder, how_to_read(config, data.objective), data.contract, most=6)
+    data = files.build(contracts, [train], [heldout], attributes=attributes)
+    reading = how_to_read(contracts.config(attributes), data.objective)
+    return data, HeldoutRewards(folder, reading, data.contract, most=6)
 
 
 def kept(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "heldout" / "validation-held.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return files.rows_of(folder / "heldout" / "validation-held.jsonl")
 
 
-def test_heldout_has_every_pair_of_ranked_replies(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    held = tmp_path / "held.jsonl"
-    rows = [
+def test_heldout_has_every_pair_of_ranked_replies(tmp_path: Path, contracts: Contracts) -> None:
+    held = files.write(
+        tmp_path / "held.jsonl",
         tiny.ranked("one?", (2, "bad"), (0, "good"), (1, "so so")),
         tiny.ranked("two?", (0, "a"), (1, "b")),
-    ]
-    held.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data, heldout = build(tmp_path, tokenizer, held)
+    )
+    data, heldout = build(tmp_path, contracts, held)
     # The texts of a record come best first.
     heldout.keep(data.validation[0], torch.tensor([[0.9], [0.5], [0.1], [2.0], [3.0]]))
     found = [
@@ -68,9 +56,9 @@ def test_heldout_has_every_pair_of_ranked_replies(tmp_path: Path, tokenizer: Tok
     ]
 
 
-def test_heldout_records_are_the_same_few_of_many(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_heldout_records_are_the_same_few_of_many(tmp_path: Path, contracts: Contracts) -> None:
     held = tiny.write_pairs(tmp_path / "held.jsonl", 40, seed=1)
-    data, heldout = build(tmp_path, tokenizer, held)
+    data, heldout = build(tmp_path, contracts, held)
     rewards = torch.arange(80.0)[:, None]
     heldout.keep(data.validation[0], rewards)
     first = kept(tmp_path)
@@ -82,16 +70,16 @@ def test_heldout_records_are_the_same_few_of_many(tmp_path: Path, tokenizer: Tok
         line = int(row["record"].rpartition(":")[2])
         assert row["rewards"] == {"chosen": 2.0 * line - 2, "rejected": 2.0 * line - 1}
         assert other["rewards"]["chosen"] == row["rewards"]["chosen"] + 1
-        asked = json.loads(held.read_text().splitlines()[line - 1])
-        assert row["texts"]["chosen"][-1]["content"] == asked["chosen"]
+        asked = files.rows_of(held)[line - 1]["chosen"]
+        assert row["texts"]["chosen"][-1]["content"] == asked
 
 
-def test_heldout_ratings_have_their_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    names = ("helpful", "brief")
-    held = tiny.write_ratings(tmp_path / "held.jsonl", 5, names, seed=1)
-    data, heldout = build(tmp_path, tokenizer, held, names)
+def test_heldout_ratings_have_their_labels(tmp_path: Path, contracts: Contracts) -> None:
+    names = ["helpful", "brief"]
+    held = tiny.write_ratings(tmp_path / "held.jsonl", 5, tuple(names), seed=1)
+    data, heldout = build(tmp_path, contracts, held, names)
     heldout.keep(data.validation[0], torch.arange(10.0).view(5, 2))
-    asked = [json.loads(line) for line in held.read_text().splitlines()]
+    asked = files.rows_of(held)
     for number, (row, wanted) in enumerate(zip(kept(tmp_path), asked, strict=True)):
         assert row["rewards"] == {"helpful": 2.0 * number, "brief": 2.0 * number + 1}
         assert row["labels"] == {name: wanted[name] for name in names}
@@ -99,10 +87,10 @@ def test_heldout_ratings_have_their_labels(tmp_path: Path, tokenizer: Tokenizer)
 
 
 def test_heldout_file_that_is_gone_is_said_and_stops_nothing(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, contracts: Contracts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
-    data, heldout = build(tmp_path, tokenizer, held)
+    data, heldout = build(tmp_path, contracts, held)
     held.unlink()
     for _ in range(2):
         heldout.keep(data.validation[0], torch.zeros(8, 1))
@@ -110,9 +98,9 @@ def test_heldout_file_that_is_gone_is_said_and_stops_nothing(
     assert not (tmp_path / "heldout").exists()
 
 
-def test_facts_say_what_was_trained_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_facts_say_what_was_trained_on(tmp_path: Path, contracts: Contracts) -> None:
     held = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
-    data, _ = build(tmp_path, tokenizer, held)
+    data, _ = build(tmp_path, contracts, held)
     RunFacts(tmp_path, data, ["a line"], ranks=2)
     facts = json.loads((tmp_path / FACTS_NAME).read_text())
     assert facts["described"] == ["a line"]

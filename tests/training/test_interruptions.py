@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import math
 import re
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from tests.once import Once
 from tests.training import jobs
 
 Where = tuple[str, str, str]
-Numbers = dict[tuple[int, str], float]
+Numbers = dict[tuple[str, int], float]
 
 STEPS = 6
 RUN_STATE = "nemo_aligner.checkpoint.runs"
@@ -63,20 +61,11 @@ ACCIDENTS = {
 
 
 def settings(base: Path, data: Path, folder: Path, *more: str) -> list[str]:
+    heldout = [data / "many.jsonl", data / "one.jsonl"]
     return [
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train=[{data / 'train.jsonl'}]",
-        f"model.data.data_prefix.validation=[{data / 'many.jsonl'},{data / 'one.jsonl'}]",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
+        *tiny.training(base, folder, data / "train.jsonl", heldout),
         "exp_manager.checkpoint_callback_params.monitor=validation-one/ties",
-        "model.data.seq_length=128",
-        "model.micro_batch_tokens=160",
-        "model.global_batch_size=8",
-        "model.optim.lr=1e-3",
-        "model.optim.sched.warmup_steps=2",
         f"trainer.rm.max_steps={STEPS}",
-        "trainer.rm.max_epochs=10",
         "trainer.rm.val_check_interval=2",
         "trainer.rm.save_interval=2",
         *more,
@@ -103,25 +92,6 @@ def newest(folder: Path) -> dict[str, bytes]:
     """The tensors' files of the newest checkpoint, byte by byte."""
     state = max((folder / "checkpoints").glob("step_*")) / "state"
     return {path.name: path.read_bytes() for path in sorted(state.glob("*.distcp"))}
-
-
-def metrics(folder: Path) -> Numbers:
-    """Every number logged by (step, name), without times; a name is logged once a step."""
-    found: Numbers = {}
-    with (folder / "csv" / "metrics.csv").open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            step = int(row.pop("step"))
-            for name, value in row.items():
-                if value and not name.startswith("timing/") and "per_second" not in name:
-                    assert (step, name) not in found
-                    # A NaN equals no number, but this one is itself.
-                    found[step, name] = math.nan if value == "nan" else float(value)
-    return found
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +128,7 @@ def test_resume_after_every_kind_of_kill_ends_with_the_bits_of_a_run_left_alone(
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"step_00000002", "step_00000006", "megatron_gpt.nemo"}
     assert newest(tmp_path) == newest(undisturbed)
-    assert metrics(tmp_path) == metrics(undisturbed)
+    assert tiny.numbers(tmp_path) == tiny.numbers(undisturbed)
 
     assert refused.returncode == 1
     assert "model.global_batch_size: the checkpoint has 8, this run 4" in refused.stderr
@@ -206,7 +176,7 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     assert at_save.returncode != 0
     assert at_write.returncode != 0
     assert goes_on_from(at_write) == 4  # nothing came of the save of step 6
-    check_moved(metrics(tmp_path / "run"), metrics(undisturbed))
+    check_moved(tiny.numbers(tmp_path / "run"), tiny.numbers(undisturbed))
 
     assert no_space.returncode != 0
     assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in no_space.stderr
@@ -268,4 +238,4 @@ def test_resume_of_a_killed_run_with_lora_is_bit_for_bit_and_on_the_same_weights
     assert "frozen weights: the checkpoint has" in refused.stderr
     assert "step_00000002, after 16 records" in resumed.stdout
     assert newest(tmp_path / "b") == newest(tmp_path / "a")
-    assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
+    assert tiny.numbers(tmp_path / "b") == tiny.numbers(tmp_path / "a")

@@ -57,7 +57,9 @@ def check_logged(folder: Path, wanted: Rows) -> None:
         assert scalars(folder, name) == of_name
 
 
-def test_logs_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+def test_logs_go_on_where_the_checkpoint_was_and_begin_anew_where_there_is_none(
+    tmp_path: Path,
+) -> None:
     log(tmp_path, 0, ROWS)
     # Killed while it wrote a line.
     for name, text in (("csv/metrics.csv", "4,0."), ("metrics.jsonl", '{"step": 4, "train/lo')):
@@ -65,10 +67,6 @@ def test_logs_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
             lines.write(text)
     log(tmp_path, 2, LATER)
     check_logged(tmp_path, [*ROWS[:4], *LATER])
-
-
-def test_logs_of_a_new_run_take_the_place_of_one_without_a_checkpoint(tmp_path: Path) -> None:
-    log(tmp_path, 0, ROWS)
     rows = [(0, {"validation/loss": 0.9}), (1, {"train/loss": 0.8})]
     log(tmp_path, 0, rows)
     check_logged(tmp_path, rows)
@@ -81,43 +79,24 @@ def test_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
     check_loggers(ExpManagerConfig(create_tensorboard_logger=False))
 
 
-class Failing:
-    """A logger whose disk is full from the second step on."""
-
-    name = "failing"
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if step > 1:
-            raise ValueError("not supported") from OSError("the disk is full")
-        self.steps.append(step)
-
-    def finalize(self, status: str) -> None:
-        raise AssertionError("it is told no more")
-
-
-def test_logger_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failing, other = Failing(), Mock()
+def test_logger_that_fails_ends_no_run_and_is_told_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing, other = Mock(), Mock()
+    failing.name = "failing"
+    full = ValueError("not supported")
+    full.__cause__ = OSError("the disk is full")
+    failing.log_metrics.side_effect = [None, full]
     logger = MetricLoggers(MetricsFile(tmp_path / "metrics.jsonl", 0), [failing, other])
     for step in (1, 2, 3):
         logger.log({"train/loss": 0.5}, step)
     logger.close()
-    assert failing.steps == [1]
+    assert failing.log_metrics.call_count == 2
+    failing.finalize.assert_not_called()
     assert [call.args[1] for call in other.log_metrics.call_args_list] == [1, 2, 3]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert capsys.readouterr().out.splitlines() == [
-        "failing: it hears no more of this run (OSError: the disk is full); "
-        "metrics.jsonl has every number"
-    ]
-
-
-def test_metrics_file_names_a_full_disk(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
-    file._lines = Mock(**{"flush.side_effect": OSError(errno.ENOSPC, "No space left on device")})
-    with pytest.raises(CheckpointError, match="metrics of step 7 cannot be written: No space"):
-        file.log({"train/loss": 0.5}, 7)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("failing: it hears no more of this run (OSError: the disk is full);")
 
 
 def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(
@@ -128,4 +107,6 @@ def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(
     file = MetricsFile(path, 0)
     file.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 2}, 1)
     assert path.read_text() == '{"step": 1, "a": null, "b": null, "c": null, "d": 2.0}\n'
-    file.close()
+    file._lines = Mock(**{"flush.side_effect": OSError(errno.ENOSPC, "No space left on device")})
+    with pytest.raises(CheckpointError, match=r"metrics of step 7 .*: No space"):
+        file.log({"train/loss": 0.5}, 7)

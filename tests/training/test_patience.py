@@ -1,17 +1,24 @@
-"""When a run has waited long enough for a better validation."""
+"""When a run has waited long enough for a better validation, and what one that goes on keeps."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nemo_aligner.checkpoint.runs import RunState, Saved
 from nemo_aligner.config.load import config_to_dict, load_config
 from nemo_aligner.config.training import MonitorMode, TrainConfig
+from nemo_aligner.errors import CheckpointError
 from nemo_aligner.training.patience import Patience
-from nemo_aligner.training.resume import changes_since, go_on
+from nemo_aligner.training.resume import changes_since, find_latest, go_on, new_state
+from tests import tiny
+from tests.contracts import Contracts
+from tests.data.files import build
 
 NAME = "validation/accuracy"
 
@@ -24,29 +31,22 @@ def waited(patience: Patience, *values: float) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("mode", "min_delta", "since"),
-    [
+def test_patience_counts_validations_that_are_no_better() -> None:
+    for mode, min_delta, since in (
         (MonitorMode.max, 0.0, [0, 0, 1, 2, 0]),
         (MonitorMode.max, 0.05, [0, 1, 2, 3, 0]),
         (MonitorMode.min, 0.0, [0, 1, 2, 0, 1]),
-    ],
-)
-def test_only_a_better_value_counts(mode: MonitorMode, min_delta: float, since: list[int]) -> None:
-    patience = Patience(NAME, mode, allowed=9, min_delta=min_delta)
-    assert waited(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since
-
-
-def test_nan_and_a_validation_without_the_metric() -> None:
+    ):
+        patience = Patience(NAME, mode, allowed=9, min_delta=min_delta)
+        assert waited(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
+    # A NaN is no better; a validation without the metric does not count.
     patience = Patience(NAME, allowed=2)
     patience.see({"other/accuracy": 1.0})
     assert (patience.best, patience.since) == (None, 0)
     assert waited(patience, math.nan, math.nan) == [1, 2]
     assert patience.is_over
     assert patience.describe() == f"2 validations in a row without a better {NAME} than none"
-
-
-def test_without_a_limit_nothing_ends() -> None:
+    # Without a limit nothing ends.
     patience = Patience(NAME)
     assert waited(patience, *[0.5] * 50)[-1] == 49
     assert not patience.is_over
@@ -61,31 +61,49 @@ def test_a_run_goes_on_with_what_it_has_waited() -> None:
     assert later.is_over
 
 
-@pytest.mark.parametrize(
-    ("change", "best"),
-    [
-        ([], 0.5),
-        (["exp_manager.checkpoint_callback_params.monitor=loss"], None),
-        (["exp_manager.checkpoint_callback_params.mode=min"], None),
-        (["model.data.data_prefix.validation=[b.jsonl]"], None),
-        (["trainer.rm.limit_val_records=5"], None),
-        (["model.optim.lr=1e-3"], 0.5),
-    ],
-)
-def test_what_is_judged_in_another_way_is_waited_for_anew(
-    change: list[str], best: float | None
-) -> None:
+def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
+    callback = "exp_manager.checkpoint_callback_params"
     settings = ["model.data.data_prefix.validation=[a.jsonl]"]
-    before, now = (
-        config_to_dict(load_config(TrainConfig, [*settings, *more])) for more in ([], change)
-    )
-    judged = {"validation/accuracy": 0.4}
-    left = RunState(3, 24, judged, config=before, best_value=0.5, validations_since_best=2)
-    state = go_on(RunState(0, 0, config=now), left)
-    assert (state.step, state.consumed_samples) == (3, 24)
-    assert (state.best_value, state.validations_since_best) == (best, 2 if best else 0)
-    # On other records the last step was not validated.
-    others = any("limit" in each or "validation" in each for each in change)
-    assert state.metrics == ({} if others else judged)
-    said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
-    assert ("the best is looked for anew" in "".join(said)) == others
+    judged = {NAME: 0.4}
+    for change, best in (
+        ("", 0.5),
+        (f"{callback}.monitor=loss", None),
+        (f"{callback}.mode=min", None),
+        ("model.data.data_prefix.validation=[b.jsonl]", None),
+        ("trainer.rm.limit_val_records=5", None),
+        ("model.optim.lr=1e-3", 0.5),
+    ):
+        before, now = (
+            config_to_dict(load_config(TrainConfig, [*settings, *filter(None, more)]))
+            for more in ([], [change])
+        )
+        left = RunState(3, 24, judged, config=before, best_value=0.5, validations_since_best=2)
+        state = go_on(RunState(0, 0, config=now), left)
+        assert (state.step, state.consumed_samples) == (3, 24)
+        found = (state.best_value, state.validations_since_best)
+        assert found == (best, 2 if best else 0), change
+        # On other records the last step was not validated.
+        others = "limit" in change or "validation" in change
+        assert state.metrics == ({} if others else judged), change
+        said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
+        assert ("the best is looked for anew" in "".join(said)) == others, change
+
+
+def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    """A run goes on with the same data, whatever version has written its checkpoint."""
+    files = [tiny.write_pairs(tmp_path / f"{seed}.jsonl", 9, seed) for seed in range(2)]
+    data, config = build(contracts, files), TrainConfig()
+    fresh = new_state(config, tiny.SMALLEST, data)
+    assert fresh.fingerprint["training data"] == data.train.digest != data.train.measure_digest()
+
+    def again(digest: str) -> Any:
+        state = replace(fresh, fingerprint={**fresh.fingerprint, "training data": digest})
+        checkpoints = SimpleNamespace(latest=lambda: Saved(tmp_path, state), folder=tmp_path)
+        return find_latest(checkpoints, config, fresh, data)  # type: ignore[arg-type]
+
+    assert again(data.train.digest)
+    assert again(data.train.measure_digest())
+    with pytest.raises(CheckpointError, match="training data: the checkpoint has"):
+        again(build(contracts, files[::-1]).train.measure_digest())

@@ -1,4 +1,4 @@
-"""Signals and the time limit; whole runs are stopped in test_interruptions.py."""
+"""Signals, the time limit and clocks; whole runs are stopped in test_interruptions.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.training import stop as stop_module
+from nemo_aligner.training.clock import Timers, parse_max_time
 from nemo_aligner.training.stop import StopReason, StopRequest
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -39,54 +39,47 @@ def test_time_limit_stops_a_run() -> None:
     assert StopRequest(None).reason is None
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "code"),
-    [
-        (signal.SIGINT, "Ctrl-C", 0),
-        (signal.SIGTERM, "SIGTERM", 0),
-        (signal.SIGUSR1, "SIGUSR1", 138),
-    ],
-)
-def test_signal_stops_a_run_that_trains(
-    said: list[str], number: signal.Signals, name: str, code: int
-) -> None:
-    before = [signal.getsignal(each) for each in SIGNALS]
-    with StopRequest() as stop, stop.while_training():
-        assert stop.reason is None
-        os.kill(os.getpid(), number)
-        assert stop.reason == StopReason(name, code)
-        wait_for(lambda: said)
-    assert [signal.getsignal(each) for each in SIGNALS] == before
-    assert signal.set_wakeup_fd(-1) == -1
-    assert said == [
-        f"{name}: stopping; the step under way is finished and saved first "
-        "(Ctrl-C again leaves at once)"
-    ]
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
-)
-def test_signal_before_the_first_step_ends_a_run_at_once(
-    said: list[str], number: signal.Signals, code: int
-) -> None:
-    cleaned = []
-
-    def load() -> None:
-        try:
+def test_signal_stops_a_run_that_trains(said: list[str]) -> None:
+    for number, code in CODES.items():
+        said.clear()
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        before = [signal.getsignal(each) for each in CODES]
+        with StopRequest() as stop, stop.while_training():
+            assert stop.reason is None
             os.kill(os.getpid(), number)
-        finally:
-            # The same Ctrl-C, passed on by a launcher, does not disturb the clearing up.
-            os.kill(os.getpid(), number)
-            cleaned.append("the folder")
+            assert stop.reason == StopReason(name, code if number == signal.SIGUSR1 else 0)
+            wait_for(lambda: said)
+        assert [signal.getsignal(each) for each in CODES] == before
+        assert signal.set_wakeup_fd(-1) == -1
+        assert said == [
+            f"{name}: stopping; the step under way is finished and saved first "
+            "(Ctrl-C again leaves at once)"
+        ]
 
-    with pytest.raises(SystemExit) as caught, StopRequest():
-        load()
-    assert caught.value.code == code
-    assert cleaned == ["the folder"]
-    assert [line.partition(": ")[2] for line in said] == [
-        "stopped before the first step; there is nothing to save"
-    ]
+
+def test_signal_before_the_first_step_ends_a_run_at_once(said: list[str]) -> None:
+    for number, code in CODES.items():
+        said.clear()
+        cleaned = []
+
+        def load(number: int = number, cleaned: list[str] = cleaned) -> None:
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                # The same Ctrl-C, passed on by a launcher, does not disturb the clearing up.
+                os.kill(os.getpid(), number)
+                cleaned.append("the folder")
+
+        with pytest.raises(SystemExit) as caught, StopRequest():
+            load()
+        assert caught.value.code == code
+        assert cleaned == ["the folder"]
+        assert [line.partition(": ")[2] for line in said] == [
+            "stopped before the first step; there is nothing to save"
+        ]
 
 
 def test_signal_is_told_and_not_what_other_ranks_say_of_it(said: list[str]) -> None:
@@ -112,31 +105,42 @@ def test_signal_after_the_last_step_leaves_the_model_to_be_written(said: list[st
     ]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "after", "leaves"),
-    [
+def test_signal_a_second_later_again_leaves_at_once(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first, second, after, leaves in (
         (signal.SIGINT, signal.SIGINT, 1.5, True),
         (signal.SIGINT, signal.SIGINT, 0.3, False),
         (signal.SIGINT, signal.SIGTERM, 1.5, True),
         (signal.SIGTERM, signal.SIGINT, 1.5, True),
         (signal.SIGTERM, signal.SIGTERM, 1.5, False),
-    ],
-)
-def test_signal_a_second_later_again_leaves_at_once(
-    said: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    first: signal.Signals,
-    second: signal.Signals,
-    after: float,
-    leaves: bool,
-) -> None:
-    now, codes = 5.0, []
-    monkeypatch.setattr(stop_module.os, "_exit", codes.append)
-    with StopRequest(now=lambda: now) as stop, stop.while_training():
-        os.kill(os.getpid(), first)
-        wait_for(lambda: said)
-        now += after
-        os.kill(os.getpid(), second)
-    # The thread has read all signals when the block is left.
-    assert codes == [130] * leaves
-    assert len(said) == 1 + leaves
+    ):
+        now, codes = [5.0], []
+        said.clear()
+        monkeypatch.setattr(stop_module.os, "_exit", codes.append)
+        with StopRequest(now=lambda now=now: now[0]) as stop, stop.while_training():
+            os.kill(os.getpid(), first)
+            wait_for(lambda: said)
+            now[0] += after
+            os.kill(os.getpid(), second)
+        # The thread has read all signals when the block is left.
+        assert (codes, len(said)) == ([130] * leaves, 1 + leaves), (first, second, after)
+
+
+def test_max_time_is_days_hours_minutes_and_seconds() -> None:
+    wanted = {"00:00:00:01": 1, "00:03:45:00": 13500, "1:2:3:4": 93784, "10:23:59:59": 950399}
+    assert {text: parse_max_time(text) for text in wanted} == wanted
+    for text in ("", "03:45:00", "00:24:00:00", "00:00:60:00", "4h", "-1:0:0:0"):
+        with pytest.raises(ConfigError, match=r"trainer\.max_time: got .* wanted DD:HH:MM:SS"):
+            pytest.fail(f"{text!r} is {parse_max_time(text)}")
+
+
+def test_timers_add_up_and_start_anew() -> None:
+    timers = Timers()
+    for _ in range(2):
+        with timers.measure("step"):
+            pass
+    taken = timers.take()
+    assert list(taken) == ["timing/step"]
+    assert 0 <= taken["timing/step"] < 1
+    assert timers.take() == {}

@@ -123,34 +123,27 @@ def test_damaged_file_of_ids_is_named(tmp_path: Path, told: dict[str, Any]) -> N
             run(tmp_path, 1)
 
 
-def arguments(folder: Path) -> list[str]:
-    base = tiny.write_base_nemo(folder / "base.nemo")
+def arguments(base: Path, folder: Path) -> list[str]:
     train = tiny.write_pairs(folder / "train.jsonl", 24)
     validation = tiny.write_pairs(folder / "validation.jsonl", 4, seed=1)
     return [
-        f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.data.data_prefix.train={train}",
-        f"model.data.data_prefix.validation={validation}",
-        f"exp_manager.explicit_log_dir={folder / 'run'}",
-        "exp_manager.create_tensorboard_logger=false",
+        *tiny.training(base, folder / "run", train, validation),
         "exp_manager.create_wandb_logger=true",
         "exp_manager.wandb_logger_kwargs.offline=true",
         "exp_manager.create_mlflow_logger=true",
-        "model.data.seq_length=128",
-        "model.micro_batch_tokens=256",
-        "model.global_batch_size=8",
         f"trainer.rm.max_steps={STEPS}",
-        "trainer.rm.max_epochs=10",
         "trainer.rm.val_check_interval=5",
         "trainer.rm.save_interval=3",
     ]
 
 
-def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(tmp_path: Path) -> None:
+def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(
+    base: Path, tmp_path: Path
+) -> None:
     environment = kept_environment(
         "trackers", REQUIREMENTS, lambda folder: make_environment(folder, *REQUIREMENTS)
     )
-    settings = arguments(tmp_path)
+    settings = arguments(base, tmp_path)
 
     def python(script: str, *more: str) -> subprocess.CompletedProcess[str]:
         # In an empty folder, so that nothing may end up there.
@@ -176,24 +169,10 @@ def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(tmp_path: Pa
     read = python("tests/training/read_tracked.py", str(tmp_path / "run"))
     assert read.returncode == 0, read.stderr
     assert list((tmp_path / "here").iterdir()) == []
-    check(json.loads(read.stdout), numbers(tmp_path / "run"))
+    check(json.loads(read.stdout), tiny.numbers(tmp_path / "run"))
 
 
-def numbers(folder: Path) -> dict[tuple[str, int], float | None]:
-    """By name and step every number of the run's own file, without times; None is NaN."""
-    return {
-        (name, row["step"]): value
-        for row in read_metrics(folder / "metrics.jsonl")
-        for name, value in row.items()
-        if name != "step" and not is_of_time(name)
-    }
-
-
-def is_of_time(name: str) -> bool:
-    return name.startswith("timing/") or "per_second" in name
-
-
-def check(found: dict[str, Any], wanted: dict[tuple[str, int], float | None]) -> None:
+def check(found: dict[str, Any], wanted: dict[tuple[str, int], float]) -> None:
     """Both services have one run with each number of the run's own file once."""
     parts = found["wandb"]
     assert len(parts) == 2
@@ -218,13 +197,11 @@ def check(found: dict[str, Any], wanted: dict[tuple[str, int], float | None]) ->
     }
 
 
-def compare(
-    told: list[tuple[str, int, float]], wanted: dict[tuple[str, int], float | None]
-) -> None:
+def compare(told: list[tuple[str, int, float]], wanted: dict[tuple[str, int], float]) -> None:
     kept = [
-        ((name, step), None if math.isnan(value) else value)
+        ((name, step), math.nan if math.isnan(value) else value)
         for name, step, value in told
-        if not is_of_time(name)
+        if not tiny.is_of_time(name)
     ]
     assert len(dict(kept)) == len(kept)
     assert dict(kept) == wanted

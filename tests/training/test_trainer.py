@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,37 +21,44 @@ from nemo_aligner.training.resume import go_on
 from nemo_aligner.training.stop import StopRequest
 from nemo_aligner.training.trainer import SupervisedTrainer
 
+Moment = tuple[str, int]  # "step", "validation" or "end of validation", and its step
+
 
 class Diary:
-    """Learner, checkpoints and logger in one."""
+    """Learner, checkpoints and logger in one; the run is asked to stop at the moment ``when``."""
 
     model = optimizer = None
+    monitor = "validation/accuracy"
+    values: Mapping[int, float] = {}  # of validations, by step; 0.5 is that of any other
 
     def __init__(
-        self, best: tuple[int, ...] = (), stop_at: int | None = None, write_for: int = 0
+        self, best: tuple[int, ...] = (), when: Moment | None = None, write_for: int = 0
     ) -> None:
         self.events: list[str] = []
         self.logged: dict[int, dict[str, float]] = {}
         self.saved: list[RunState] = []
-        self.best, self.stop_at, self.step = best, stop_at, 0
+        self.best, self.when, self.step = best, when, 0
         self.now = 0.0
         self.pending: Saved | None = None
         self.write_for, self.steps_to_write = write_for, 0
 
+    def reach(self, moment: str) -> None:
+        self.now = float(self.when == (moment, self.step))
+
     def train_step(self, step: int) -> dict[str, float]:
         self.step = step + 1
         self.steps_to_write -= 1
-        self.now = float(self.step == self.stop_at)
+        self.reach("step")
         self.events.append(f"train {step}")
         return {"loss": 0.5, "tokens": 100.0, "flops": 1e9}
 
     def validate(self, watch: Watch) -> dict[str, float]:
         self.events.append(f"validate {self.step}")
+        self.reach("validation")
         for done in range(3):
             watch(done, 2)
-        return {"validation/accuracy": 0.5}
-
-    monitor = "validation/accuracy"
+        self.reach("end of validation")
+        return {self.monitor: self.values.get(self.step, 0.5)}
 
     def leader(self) -> Saved | None:
         known = [state for state in self.saved if self.monitor in state.metrics]
@@ -90,6 +98,23 @@ def world() -> Iterator[None]:
         yield
 
 
+def trainer_of(
+    diary: Diary,
+    total: int,
+    state: RunState,
+    checkpoints: Any,
+    patience: Patience | None,
+    **loop: Any,
+) -> SupervisedTrainer:
+    config = TrainConfig()
+    config.trainer.rm = RmLoopConfig(**loop)
+    config.model.global_batch_size = 8
+    stop = StopRequest("00:00:00:01", now=lambda: diary.now)
+    diary.step = state.step
+    given = (diary, config, total, state, checkpoints, diary, stop, "cpu", patience)
+    return SupervisedTrainer(*given)
+
+
 def fit(
     diary: Diary,
     total: int,
@@ -97,67 +122,83 @@ def fit(
     patience: Patience | None = None,
     **loop: Any,
 ) -> str | None:
-    config = TrainConfig()
-    config.trainer.rm = RmLoopConfig(**loop)
-    config.model.global_batch_size = 8
-    stop = StopRequest("00:00:00:01", now=lambda: diary.now)
-    state = start
-    if not isinstance(state, RunState):
-        state = RunState(state, state * 8, fingerprint={"model.seed": 1})
-    diary.step = state.step
-    trainer = SupervisedTrainer(
-        diary,
-        config,
-        total,
-        state,
-        diary,  # type: ignore[arg-type]
-        diary,
-        stop,
-        "cpu",
-        patience,
-    )
-    outcome = trainer.fit()
+    """Run, or go on; what has stopped it."""
+    if not isinstance(start, RunState):
+        start = RunState(start, start * 8, fingerprint={"model.seed": 1})
+    outcome = trainer_of(diary, total, start, diary, patience, **loop).fit()
     assert outcome.step == diary.step
     return outcome.stopped_by and str(outcome.stopped_by)
 
 
-def test_validates_and_saves_at_intervals_and_at_the_end() -> None:
-    diary = Diary()
-    assert fit(diary, 5, val_check_interval=2, save_interval=4, val_before_training=True) is None
-    assert diary.events == [
-        "validate 0",
-        *("train 0", "train 1", "validate 2"),
-        *("train 2", "train 3", "validate 4", "save 4"),
-        *("train 4", "publish 4", "validate 5", "save 5", "publish 5"),
-    ]
-    assert diary.saved[-1].consumed_samples == 40
-    assert diary.saved[-1].metrics == {"validation/accuracy": 0.5}
-    assert diary.saved[-1].fingerprint == {"model.seed": 1}
-    assert diary.logged[5]["train/consumed_samples"] == 40
-    assert diary.logged[5]["train/tokens_per_second"] > 0
-    assert set(diary.logged[5]) >= {
-        "timing/train_step",
-        "timing/validation/total_validation_time",
-        "timing/save",
-        "timing/save_in_background",
-        "timing/publish",
+# Of a run without intervals.
+NEVER = {"val_check_interval": None, "save_interval": None}
+
+
+def test_trainer_validates_and_saves_at_intervals_at_the_best_and_at_the_end() -> None:
+    """It trains on while a save is written, and waits for it before the next."""
+    cases: dict[str, tuple[Diary, int, dict[str, Any], str]] = {
+        "intervals": (
+            Diary(),
+            5,
+            {"val_check_interval": 2, "save_interval": 4, "val_before_training": True},
+            "validate 0, train 0, train 1, validate 2, train 2, train 3, validate 4, save 4, "
+            "train 4, publish 4, validate 5, save 5, publish 5",
+        ),
+        "no intervals": (Diary(), 2, NEVER, "train 0, train 1, validate 2, save 2, publish 2"),
+        "from a step": (
+            Diary(),
+            4,
+            {"start": 3, "val_before_training": True, **NEVER},
+            "train 3, validate 4, save 4, publish 4",
+        ),
+        "a best one": (
+            Diary(best=(1,)),
+            2,
+            {"val_check_interval": 1, "save_interval": None},
+            "train 0, validate 1, save 1, train 1, publish 1, validate 2, save 2, publish 2",
+        ),
+        "slow saves": (
+            Diary(write_for=2),
+            5,
+            {"val_check_interval": None, "save_interval": 2},
+            "train 0, train 1, save 2, train 2, train 3, publish 2, save 4, train 4, "
+            "validate 5, publish 4, save 5, publish 5",
+        ),
     }
+    wrong = {}
+    for name, (diary, total, how, wanted) in cases.items():
+        stopped_by = fit(diary, total, **how)
+        if stopped_by or ", ".join(diary.events) != wanted:
+            wrong[name] = (stopped_by, diary.events)
+    assert not wrong, wrong
 
 
-def test_without_intervals_only_at_the_end() -> None:
-    diary = Diary()
-    fit(diary, 3, val_check_interval=None, save_interval=None)
-    assert diary.events[-3:] == ["validate 3", "save 3", "publish 3"]
-    assert len(diary.events) == 6
+def test_trainer_logs_saves_and_says_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diary = Diary(write_for=2)
+    looks: list[int] = []
+    monkeypatch.setattr(FreedMemory, "end_step", lambda self: looks.append(diary.step))
+    fit(diary, 8, val_check_interval=None, save_interval=3)
+    assert looks == list(range(1, 9))  # for memory that lies in gaps, after every step
+    last = diary.saved[-1]
+    assert (last.consumed_samples, last.fingerprint) == (64, {"model.seed": 1})
+    assert last.metrics == {"validation/accuracy": 0.5}
+    assert diary.logged[8]["train/consumed_samples"] == 64
+    assert diary.logged[8]["train/tokens_per_second"] > 0
+    written = {"timing/publish", "timing/save_in_background"}
+    validated = {"timing/train_step", "timing/validation/total_validation_time", "timing/save"}
+    assert written | validated <= set(diary.logged[8])
+    assert "timing/save" in diary.logged[3]
+    assert written <= set(diary.logged[5])
+    assert [line for line in capsys.readouterr().out.splitlines() if "saved" in line] == [
+        f"step {step}: saved somewhere" for step in (3, 6, 8)
+    ]
 
 
-def test_saves_a_best_one_between_the_intervals() -> None:
-    diary = Diary(best=(1, 3))
-    fit(diary, 4, val_check_interval=1, save_interval=None)
-    assert [state.step for state in diary.saved] == [1, 3, 4]
-
-
-def test_ends_early_where_validations_get_no_better(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_ends_early_where_validations_get_no_better(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     diary, patience = Diary(), Patience("validation/accuracy", allowed=2)
     assert fit(diary, 9, patience=patience, val_check_interval=1, save_interval=None) is None
     assert diary.events[-4:] == ["train 2", "validate 3", "save 3", "publish 3"]
@@ -171,85 +212,35 @@ def test_ends_early_where_validations_get_no_better(capsys: pytest.CaptureFixtur
     assert again.events == []
 
 
-def test_goes_on_from_a_step() -> None:
-    diary = Diary()
-    fit(diary, 4, start=3, val_check_interval=None, save_interval=None, val_before_training=True)
-    assert diary.events == ["train 3", "validate 4", "save 4", "publish 4"]
-
-
-def test_stops_saves_and_says_why() -> None:
-    diary = Diary(stop_at=2)
+def test_trainer_that_is_stopped_saves_says_why_and_makes_up_what_was_due_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At every other moment: test_resumed_run_has_the_best_checkpoint_... below."""
+    diary = Diary(when=("step", 2))
     reason = fit(diary, 5, val_check_interval=2, save_interval=None)
     assert reason == "the time limit (trainer.max_time=00:00:00:01)"
     assert diary.events == ["train 0", "train 1", "save 2", "publish 2"]
     assert diary.saved[0].metrics == {}
-    # What was due when it stopped is made up before anything else, and once.
-    again = Diary()
-    again.saved = diary.saved
-    assert fit(again, 3, diary.saved[0], val_check_interval=2, save_interval=None) is None
-    assert again.events[:3] == ["validate 2", "amend 2", "train 2"]
-    assert again.saved[0].metrics == {"validation/accuracy": 0.5}
-    once_more = Diary()
-    assert fit(once_more, 3, again.saved[0], val_check_interval=2, save_interval=None) is None
-    assert once_more.events[0] == "train 2"
-
-
-class Lengthy(Diary):
-    """Is asked to stop in the middle of a validation."""
-
-    def validate(self, watch: Watch) -> dict[str, float]:
-        watch(0, 2)
-        self.now = 1.0
-        return super().validate(watch)
-
-
-def test_a_validation_is_left_and_what_was_trained_is_saved(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    diary = Lengthy()
-    assert fit(diary, 5, val_check_interval=2, save_interval=None) is not None
-    assert diary.events == ["train 0", "train 1", "validate 2", "save 2", "publish 2"]
-    assert diary.saved[0].metrics == {}
-    assert "timing/validation/total_validation_time" not in diary.logged[2]
-    assert "step 2: the validation was left" in capsys.readouterr().out
-
-
-def test_nothing_is_saved_of_a_run_that_is_stopped_before_its_first_step() -> None:
-    diary = Lengthy()
-    assert fit(diary, 5, val_before_training=True) is not None
-    assert diary.events == ["validate 0"]
-
-
-def test_stop_at_the_last_step_leaves_its_validation_to_the_run_that_goes_on() -> None:
-    diary = Diary(stop_at=2)
-    assert fit(diary, 2) is not None
-    assert diary.events == ["train 0", "train 1", "save 2", "publish 2"]
-    for last in (2, 1):  # also of a run that is to be shorter now
+    assert fit(Diary(when=("step", 2)), 2) is not None  # its last step, not yet validated
+    for total in (3, 2, 1):  # also of a run that is to be shorter now
         again = Diary()
         again.saved = list(diary.saved)
-        assert fit(again, last, diary.saved[0]) is None
-        assert again.events == ["validate 2", "amend 2"]
-    # Stopped after its last validation it is at its end.
-    assert fit(Tired(stop_at=2), 2) is None
-    # And as often as the made up one is left, it is still due.
-    assert fit(Lengthy(), 2, diary.saved[0]) is not None
+        assert fit(again, total, diary.saved[0], val_check_interval=2, save_interval=None) is None
+        assert again.events[:3] == ["validate 2", "amend 2", "train 2"][: max(2, total)]
+        assert again.saved[0].metrics == {"validation/accuracy": 0.5}
+    left = Diary(when=("validation", 2))
+    assert fit(left, 5, val_check_interval=2, save_interval=None) is not None
+    assert left.events == ["train 0", "train 1", "validate 2", "save 2", "publish 2"]
+    assert left.saved[0].metrics == {}
+    assert "timing/validation/total_validation_time" not in left.logged[2]
+    assert "step 2: the validation was left" in capsys.readouterr().out
+    # Before the first step there is nothing to save.
+    left = Diary(when=("validation", 0))
+    assert fit(left, 5, val_before_training=True) is not None
+    assert left.events == ["validate 0"]
 
 
-class Tired(Diary):
-    """Is asked to stop as the validation of a step ends."""
-
-    def train_step(self, step: int) -> dict[str, float]:
-        trained = super().train_step(step)
-        self.now = 0.0
-        return trained
-
-    def validate(self, watch: Watch) -> dict[str, float]:
-        metrics = super().validate(watch)
-        self.now = float(self.step == self.stop_at)
-        return metrics
-
-
-def test_a_broken_step_is_not_saved() -> None:
+def test_trainer_does_not_save_a_broken_step() -> None:
     class Broken(Diary):
         def train_step(self, step: int) -> dict[str, float]:
             if step == 2:
@@ -263,28 +254,7 @@ def test_a_broken_step_is_not_saved() -> None:
     assert diary.events[-1] == "publish 2"
 
 
-def test_trains_on_while_a_save_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    diary = Diary(write_for=2)
-    fit(diary, 8, val_check_interval=None, save_interval=3)
-    assert diary.events[2:] == [
-        *("train 2", "save 3", "train 3", "train 4", "publish 3"),
-        *("train 5", "save 6", "train 6", "train 7", "publish 6"),
-        *("validate 8", "save 8", "publish 8"),
-    ]
-    assert "timing/save" in diary.logged[3]
-    assert {"timing/publish", "timing/save_in_background"} <= set(diary.logged[5])
-    assert [line for line in capsys.readouterr().out.splitlines() if "saved" in line] == [
-        f"step {step}: saved somewhere" for step in (3, 6, 8)
-    ]
-
-
-def test_a_save_waits_for_the_one_before() -> None:
-    diary = Diary(write_for=5)
-    fit(diary, 4, val_check_interval=None, save_interval=2)
-    assert diary.events[-4:] == ["validate 4", "publish 2", "save 4", "publish 4"]
-
-
-def test_a_skipped_step_is_told_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_tells_of_a_skipped_step_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     class Skipping(Diary):
         def train_step(self, step: int) -> dict[str, float]:
             scale = {"loss_scale": 65536.0, "skipped": float(step == 1), "skipped_steps": 1.0}
@@ -299,39 +269,6 @@ def test_a_skipped_step_is_told_and_the_run_goes_on(capsys: pytest.CaptureFixtur
     assert diary.logged[2]["train/skipped"] == 1.0
 
 
-def test_what_gaps_take_is_looked_at_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    diary = Diary()
-    monkeypatch.setattr(FreedMemory, "end_step", lambda self: diary.events.append("look"))
-    fit(diary, 2, save_interval=None, val_check_interval=None)
-    assert diary.events[:4] == ["train 0", "look", "train 1", "look"]
-
-
-class Judged(Diary):
-    """Validations by step, checkpoints on the disk; it is asked to stop where ``when`` says."""
-
-    def __init__(self, when: tuple[str, int] | None = None) -> None:
-        super().__init__()
-        self.when = when
-
-    def train_step(self, step: int) -> dict[str, float]:
-        trained = super().train_step(step)
-        self.now = float(self.when == ("step", self.step))
-        return trained
-
-    def validate(self, watch: Watch) -> dict[str, float]:
-        self.now = float(self.when == ("validation", self.step))
-        super().validate(watch)
-        self.now = float(self.when == ("end of validation", self.step))
-        values = {2: 0.5, 4: 0.7, 6: 0.6, 8: 0.7, 10: 0.9}
-        return {"validation/accuracy": values[self.step]}
-
-    def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
-        return {}
-
-    def finish_update(self) -> None:
-        pass
-
-
 class Saving:
     """A save of a model that has no tensors."""
 
@@ -344,22 +281,24 @@ class Saving:
         self.folder.mkdir()
 
 
-def judge(folder: Path, when: tuple[str, int] | None) -> tuple[bool, int, RunState | None]:
-    """Run, or go on: whether it came to its end, at which step, and the best checkpoint."""
-    diary = Judged(when)
-    diary.model = diary.optimizer = diary  # type: ignore[assignment]
-    checkpoints = RunCheckpoints(folder, "validation/accuracy")
-    config = TrainConfig()
-    config.trainer.rm = RmLoopConfig(val_check_interval=2, save_interval=3)
+def judge(folder: Path, when: Moment | None) -> tuple[bool, int, RunState | None]:
+    """Run, or go on, with checkpoints on the disk.
+
+    Returns whether it came to its end, at which step, and the best checkpoint.
+    """
+    diary = Diary(when=when)
+    diary.values = {2: 0.5, 4: 0.7, 6: 0.6, 8: 0.7, 10: 0.9}
+    diary.model = diary.optimizer = SimpleNamespace(  # type: ignore[assignment]
+        sharded_state_dict=lambda *unused, **options: {}, finish_update=lambda: None
+    )
+    checkpoints = RunCheckpoints(folder, diary.monitor)
     latest = checkpoints.latest()
     fresh = RunState(0, 0)
     start = fresh if latest is None else go_on(fresh, latest.state)
-    diary.step = start.step
-    patience = Patience("validation/accuracy", allowed=2)
+    patience = Patience(diary.monitor, allowed=2)
     patience.go_on_from(start)
-    stop = StopRequest("00:00:00:01", now=lambda: diary.now)
-    trainer = SupervisedTrainer(diary, config, 11, start, checkpoints, diary, stop, "cpu", patience)
-    outcome = trainer.fit()
+    intervals = {"val_check_interval": 2, "save_interval": 3}
+    outcome = trainer_of(diary, 11, start, checkpoints, patience, **intervals).fit()
     best = checkpoints.best()
     return outcome.stopped_by is None, outcome.step, best and best.state
 
@@ -367,6 +306,7 @@ def judge(folder: Path, when: tuple[str, int] | None) -> tuple[bool, int, RunSta
 def test_resumed_run_has_the_best_checkpoint_and_the_end_of_one_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Wherever it was stopped, and as often as a validation that is made up is left."""
     monkeypatch.setattr(runs, "start_saving", Saving)
     alone = judge(tmp_path / "alone", None)
     assert (alone[:2], alone[2] and alone[2].step) == ((True, 8), 4)

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.trainable import wrap_for_training
 from nemo_aligner.parallel.collectives import gather_objects, is_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.training.optimizer.optimizer import Optimizer
 from tests.data.test_packing import dataset
 from tests.parallel.late_copies import play_late_copies
 from tests.training import poisoned
-from tests.training.optimizer import clipping
+from tests.training.optimizer import test_clipping as clipping
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -27,6 +33,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
 }
+
+WIDE = ModelShape.from_config(
+    {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 4,
+        "vocab_size": 4096,
+        "max_position_embeddings": 64,
+        "activation": "fast-swiglu",  # stored as two tensors
+        "bias": False,
+    }
+)
 
 
 def build(
@@ -128,6 +147,60 @@ def errors(layout: ParallelLayout) -> list[dict[str, str]]:
     return gather_objects(said)
 
 
+class Allocated(TorchDispatchMode):
+    """How many bytes of new tensors in host memory are asked for."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        makes = func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "zeros")
+        if makes and result.device.type == "cpu":
+            self.num_bytes += result.nbytes
+        return result
+
+
+def bytes_read() -> int:
+    """What this process has read of files until now."""
+    counters = Path("/proc/self/io").read_text().split()
+    return int(counters[counters.index("rchar:") + 1])
+
+
+def resume(layout: ParallelLayout, folder: Path) -> list[dict[str, int]]:
+    """What each rank reads and allocates to load the optimizer's state, beside what it has of it.
+
+    It has the half of all. Of files the model's weights are not counted.
+    """
+
+    def build_both() -> tuple[Any, Optimizer]:
+        model = build_reward_model(WIDE, layout, num_attributes=1, precision=Precision.fp32)
+        wrapped = wrap_for_training(model, bucket_size=None)
+        return model, build_optimizer(wrapped, clipping.CONFIG, 1.0, total_steps=2)
+
+    checkpoints = RunCheckpoints(folder)
+    (model, optimizer), (other_model, other) = build_both(), build_both()
+    torch.manual_seed(layout.dp_rank)
+    for tensor in optimizer.state_tensors():
+        tensor.normal_()
+    checkpoints.save(RunState(1, 8), model, optimizer)
+    saved = checkpoints.latest()
+    before = bytes_read()
+    checkpoints.load_model(saved, other_model)
+    of_model = bytes_read() - before
+    with Allocated() as allocated:
+        before = bytes_read()
+        checkpoints.load(saved, other_model, other)
+        of_all = bytes_read() - before
+    return gather_objects(
+        {
+            "own": sum(tensor.nbytes for tensor in optimizer.state_tensors()),
+            "read": of_all - of_model,
+            "allocated": allocated.num_bytes,
+            "same": all(map(torch.equal, other.state_tensors(), optimizer.state_tensors())),
+        }
+    )
+
+
 def main(folder: Path) -> None:
     found: dict[str, Any] = {"errors": {}, "buckets": {}}
     # What never comes is an error soon.
@@ -138,6 +211,7 @@ def main(folder: Path) -> None:
         layout = initialize_layout()
         found["clipping"] = clipping.compare(layout, clipping.LIMIT)
         found["validation"] = validate(layout)
+        found["resume"] = resume(layout, folder / "resume")
         play_late_copies(setattr)
         for precision in (Precision.fp32, Precision.bf16):
             checkpoints = folder / precision.value

@@ -28,6 +28,7 @@ from nemo_aligner.checkpoint.hf.tensors import HF_HEAD
 from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
+from nemo_aligner.checkpoint.weights.pickles import bounded_torch_load
 from nemo_aligner.config.common import Precision
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError
@@ -161,9 +162,10 @@ def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would say that the base model has no head
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
-        )
+        with bounded_torch_load():  # its weights may be pickled
+            model = AutoModelForSequenceClassification.from_pretrained(
+                base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
+            )
     except Exception as error:  # a library that is not ours, and files that may be wrong
         raise CheckpointError(f"transformers does not load {base}: {error}") from error
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_aligner.checkpoint.weights.pickles import bounded_torch_load
 from nemo_aligner.config.common import Precision
 from nemo_aligner.console import Watch, unwatched
 from nemo_aligner.errors import CheckpointError, DataError, one_line
@@ -152,9 +153,10 @@ def load_hf_reward_model(
     dtype = torch_dtype(precision or Precision.fp32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype=dtype, output_loading_info=True
-        )
+        with bounded_torch_load():  # its weights may be pickled
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, dtype=dtype, output_loading_info=True
+            )
     except Exception as error:  # a library that is not ours, and files that may be wrong
         raise CheckpointError(
             f"{name}: transformers loads no reward model from it: {one_line(error)}"

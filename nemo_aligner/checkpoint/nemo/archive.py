@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import re
 import shutil
 import tarfile
 import zlib
@@ -42,7 +43,7 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
             or would lie outside; too much of it; or content that its checksums do not know.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such .nemo archive or folder")
+        raise CheckpointError(no_such_archive(path))
     root = make_temporary("nemo_")
     try:
         with _opened(path) as archive:
@@ -55,6 +56,17 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
         remove_temporary(root)
         raise
     return root
+
+
+def no_such_archive(path: Path) -> str:
+    """Say that there is no such archive, and how to make one of a model of the hub."""
+    missing = f"{path}: no such .nemo archive or folder"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
+        return missing
+    return (
+        f"{missing}; a model of the Hugging Face hub has to be converted first: nemo-aligner "
+        f"convert --input {path} --output {path.name}.nemo"
+    )
 
 
 def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nemo_aligner.checkpoint.weights.index import INDEX_NAME, read_metadata
+from nemo_aligner.checkpoint.weights.pickles import load_plain
 from nemo_aligner.errors import CheckpointError, short
 
 COMMON_NAME = "common.pt"
@@ -37,7 +38,11 @@ def read_common(folder: Path) -> dict[str, Any]:
     common = folder / COMMON_NAME
     if not common.exists() and (folder / INDEX_NAME).is_file():
         return _among_pieces(folder)
-    return _plain(common, common)
+    try:
+        with common.open("rb") as stored:
+            return _plain(stored, common)
+    except OSError as error:
+        raise CheckpointError(f"{common}: refused or unreadable: {short(error)}") from error
 
 
 def _among_pieces(folder: Path) -> dict[str, Any]:
@@ -58,8 +63,8 @@ def _among_pieces(folder: Path) -> dict[str, Any]:
     return found[0] if type(found) is list and len(found) == 1 else found
 
 
-def _plain(source: Path | BytesIO, name: Path | str) -> Any:
+def _plain(stored: BinaryIO, name: Path | str) -> Any:
     try:
-        return torch.load(source, map_location="cpu", weights_only=True)
+        return load_plain(stored)
     except Exception as error:
         raise CheckpointError(f"{name}: refused or unreadable: {short(error)}") from error

@@ -2,14 +2,12 @@
 
 ``.metadata`` is a pickle, and torch reads it with ``pickle.load``. Here only the record types of
 torch.distributed.checkpoint can be built, so a file that passes may be handed to torch afterwards.
-A pickle may name one object many times: tuples in tuples make a key of a few bytes that takes hours
-to hash or to print. So what is hashed or called with is small, each part as often as it is named.
+What it hashes or calls with is bounded by ``pickles``.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from types import FunctionType
@@ -18,12 +16,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from nemo_aligner.checkpoint.weights.pickles import with_small_ones
 from nemo_aligner.checkpoint.weights.private_names import PythonUnpickler
 from nemo_aligner.errors import CheckpointError, short, shown
 
 INDEX_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
-_MOST_PARTS = 10_000  # of a key or of arguments, which have a dozen
 _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -55,52 +53,8 @@ def _enum_member(owner: Any, name: Any) -> Any:
     raise pickle.UnpicklingError(f"it asks for attribute {shown(name)} of {shown(owner)}")
 
 
-def _check_small(value: Any) -> None:
-    waiting, parts = [value], 0
-    while waiting:
-        one = waiting.pop()
-        inside: Any = ()
-        if isinstance(one, dict):
-            inside = [*one, *one.values()]
-        elif isinstance(one, tuple | list | set | frozenset):
-            inside = one
-        elif not isinstance(one, type | FunctionType | Enum):
-            inside = getattr(one, "__dict__", {}).values()
-        parts += 1 + len(inside) + (len(one) if isinstance(one, str | bytes) else 0)
-        if parts > _MOST_PARTS:
-            raise pickle.UnpicklingError(
-                f"it has a key or an argument of more than {_MOST_PARTS} parts"
-            )
-        waiting += inside
-
-
-# What each of these takes from the stack that Python hashes, or may print in an error.
-_KEYS_AND_ARGUMENTS: dict[bytes, Callable[[list[Any]], list[Any]]] = {
-    pickle.SETITEM: lambda stack: stack[-2:-1],
-    pickle.SETITEMS: lambda stack: stack[::2],
-    pickle.DICT: lambda stack: stack[::2],
-    pickle.ADDITEMS: list,
-    pickle.FROZENSET: list,
-    pickle.REDUCE: lambda stack: stack[-1:],
-    pickle.NEWOBJ: lambda stack: stack[-1:],
-}
-
-
-def _of_small_ones(
-    load: Callable[[Any], None], taken: Callable[[list[Any]], list[Any]]
-) -> Callable[[Any], None]:
-    def checked(unpickler: Any) -> None:
-        for value in taken(unpickler.stack):
-            _check_small(value)
-        load(unpickler)
-
-    return checked
-
-
 class _AllowListUnpickler(PythonUnpickler):
-    dispatch = dict(PythonUnpickler.dispatch)  # noqa: RUF012
-    for _code, _taken in _KEYS_AND_ARGUMENTS.items():
-        dispatch[_code[0]] = _of_small_ones(dispatch[_code[0]], _taken)
+    dispatch = with_small_ones(PythonUnpickler.dispatch)
     for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no record is written with these
         del dispatch[_code[0]]
 

@@ -6,8 +6,9 @@ One that is gone after an upgrade fails here, when this file is imported.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
@@ -16,6 +17,15 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 # The unpickler in C gives no say in what a pickle may change.
 PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+def torch_archive(stored: BinaryIO) -> Any:
+    """The members of a zip file that ``torch.save`` wrote, as ``torch.load`` finds them.
+
+    Python's zipfile may find another of the same name, and tells not where its content begins.
+    """
+    stored.seek(0)
+    return torch._C.PyTorchFileReader(stored)
 
 
 def rank_collectives() -> _DistWrapper:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
 
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from nemo_aligner.checkpoint.weights.index import read_metadata
-from nemo_aligner.checkpoint.weights.pieces import check_pieces
+from nemo_aligner.checkpoint.weights.pieces import FileSlice, check_pieces, read_piece
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.errors import CheckpointError, short
 
 FORMAT = "torch_dist"
 
@@ -49,22 +49,21 @@ class TorchDistStore(TensorStore):
         wanted = ChunkStorageMetadata(Size(offsets), target.size())
         try:
             items = create_read_items_for_chunk_list(key, self._entries[key], [wanted])
-            reader = torch_checkpoint.FileSystemReader(self.folder)
-            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-            reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
+            for item in items:
+                self._read_item(item, target)
         except Exception as error:  # damaged data may raise anything
-            raise CheckpointError(f"{self.folder}: {key}: cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.folder}: {key}: cannot be read: {short(error)}"
+            ) from error
         return sum(item.lengths.numel() for item in items)
 
-
-class _IntoTensor(torch_checkpoint.DefaultLoadPlanner):
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        bounds = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._target[tuple(slice(start, start + length) for start, length in bounds)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # it was read in place
+    def _read_item(self, item: ReadItem, target: Tensor) -> None:
+        info = (self._metadata.storage_data or {})[item.storage_index]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("it is stored in another form than torch's own")
+        stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
+        bounds = zip(item.dest_offsets, item.lengths, strict=True)
+        box = target[tuple(slice(start, start + length) for start, length in bounds)]
+        with (self.folder / info.relative_path).open("rb") as file:
+            piece = BufferedReader(FileSlice(file, info.offset, info.offset + info.length))
+            read_piece(piece, item.storage_offsets, stored.sizes, box)

@@ -42,6 +42,7 @@ lacks makes it a malformed one; what becomes of those is decided elsewhere (``ma
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -69,6 +70,8 @@ from nemo_aligner.data.sources import AnyLine, BadLine, Line
 from nemo_aligner.errors import ConfigError, DataError
 
 _BAD_LINES_SHOWN = 3
+# What most people's files are, and so what an error spells out.
+_COMMON = ("chat_pairs", "rated_chat")
 
 FORMATS: dict[str, Format] = {
     known.name: known
@@ -108,8 +111,8 @@ def choose_format(
     if pair_keys is not None:
         return _pairs_by(pair_keys, fmt, kind)
     fitting = [known for known in FORMATS.values() if kind in (None, known.kind)]
-    names = ", ".join(known.name for known in fitting)
     if fmt != "auto":
+        names = ", ".join(known.name for known in fitting)
         if fmt not in {known.name for known in fitting}:
             raise ConfigError(f"model.data.format: got {fmt!r}, wanted auto or one of {names}")
         return FORMATS[fmt]
@@ -122,8 +125,7 @@ def choose_format(
     if first is None:
         raise DataError(f"{path}: the file has no records")
     raise DataError(
-        f"{path}:{first.number}: got a record with keys {_keys(first)}; wanted one of these "
-        "formats: " + "; ".join(f"{known.name}: {known.wanted}" for known in fitting) + _hint(first)
+        f"{path}:{first.number}: got a record with keys {_keys(first)}{_hint(first, fitting)}"
     )
 
 
@@ -147,19 +149,46 @@ def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
     return by_keys
 
 
-def _hint(line: Line) -> str:
-    """What a record is that is not of the kind that was wanted."""
+def _hint(line: Line, fitting: Sequence[Format]) -> str:
+    """What a record may be that is of no format that was wanted, and what to do."""
     for known in FORMATS.values():
         if known.matches(line.value):
             needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"
             return f". It fits {known.name}, for model.reward_model_type={needs}"
+    misspelt = _find_misspelt(line.value, fitting)
+    if misspelt is not None:
+        return f"; {misspelt}"
     prompts = [key for key in text_pairs.MAYBE_PROMPTS if line.value.get(key)]
     if {"chosen", "rejected"} <= set(line.value) and prompts:
+        flag = f"{prompts[0]} (model.data.prompt_key={prompts[0]} in training)"
         return (
-            f". If {prompts[0]!r} is the prompt, set prompt_key={prompts[0]}; "
-            "where 'chosen' and 'rejected' are whole texts, leave that field out"
+            f". If {prompts[0]!r} is the prompt, say so by --prompt-key {flag}; where 'chosen' and "
+            "'rejected' are whole texts, leave that field out"
         )
-    return ""
+    common = "; ".join(f"{each.wanted} ({each.name})" for each in fitting if each.name in _COMMON)
+    others = ", ".join(each.name for each in fitting if each.name not in _COMMON)
+    return (
+        f"; wanted {common}; or those of {others} (docs/data.md has their keys). Fields of a pair "
+        "that have other names: --prompt-key, --chosen-key, --rejected-key, in training "
+        "model.data.prompt_key and so on"
+    )
+
+
+def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | None:
+    """Which keys of ``value`` are near those that it lacks for a format; None where none are."""
+    found: list[tuple[int, Format, dict[str, str]]] = []
+    for known in fitting:
+        keys = set(known.sample[0])
+        lacking, other = sorted(keys - set(value)), sorted(set(value) - keys)
+        near = {key: difflib.get_close_matches(key, other, n=1) for key in lacking}
+        names = {key: close[0] for key, close in near.items() if close}
+        if names and known.matches({**value, **{key: value[name] for key, name in names.items()}}):
+            found.append((len(keys), known, names))
+    if not found:
+        return None
+    _, meant, names = max(found, key=lambda each: each[0])
+    fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
+    return f"did you mean {fields}? {meant.name} wants {meant.wanted}"
 
 
 def parse_lines(

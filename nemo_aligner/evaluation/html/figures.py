@@ -77,14 +77,17 @@ class Histogram:
     values: np.ndarray = field(repr=False)
 
 
-def curve(name: str, title: str, unit: str, lines: Sequence[PlotLine]) -> Drawing:
-    """Values over training steps.
+def curve(
+    name: str, title: str, unit: str, lines: Sequence[PlotLine], meaning: str = ""
+) -> Drawing:
+    """Values over training steps; ``meaning`` stands below them.
 
     A line of more than 200 values is drawn as the means of as many values as it takes.
     """
     shown = [line if line.marked else _thinned(line) for line in lines]
     most = max((-(-len(line.x) // _MOST_POINTS) for line in lines if not line.marked), default=1)
-    note = f"A point is the mean of up to {most} steps." if most > 1 else ""
+    thinned = f" A point is the mean of up to {most} steps." if most > 1 else ""
+    note = f"{meaning}{thinned}".strip()
     svg = draw(name, f"{title} over training steps", partial(_draw_curve, shown, unit))
     return Drawing(title, svg, [line.key for line in lines], note)
 

@@ -46,7 +46,7 @@ def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSecti
         for row in found
     ]
     header = ["", "source", "pairs", "accuracy", "95% interval"]
-    tables = [PageTable(header, rows, is_long=len(rows) > 20)] if rows else []
+    tables = [PageTable(header, rows)] if rows else []
     tables += [_benchmark(each) for each in reported if each.rows]
     drawings = [accuracy_by_source("sources", shares, _MOST_SOURCES)] if shares else []
     notes = ["Intervals are Wilson's, of 95%. A tie of a pair counts one half."] if rows else []
@@ -137,20 +137,23 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
         drawings.append(lengths_compared("lengths", lines))
     for number, each in enumerate(sets):
         drawings.append(reward_by_length(f"length-{number}", each.key, *_lengths_and_rewards(each)))
-    rows = [_length_row(key, judged) for key, judged in of_pairs(sets)]
+    rows = [_length_row(each, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]
     header = [
         "",
         "correlation with length",
         "accuracy where the longer is chosen",
         "where the shorter is",
-        "taking the longer would give",
+        "always the longer",
     ]
     return PageSection(
         "length",
         "Reward against length",
         drawings=drawings,
         tables=[PageTable(header, rows)] if rows else [],
-        notes=["Lengths here are characters, the same for every model; elsewhere they are tokens."],
+        notes=[
+            "Lengths are characters, the same for every model, but where tokens are named: what "
+            "the run or the evaluation recorded."
+        ],
         nothing=_NO_RECORDS,
     )
 
@@ -167,15 +170,20 @@ def _standardised(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
     return lengths, (found - found.mean()) / (found.std() or 1.0)
 
 
-def _length_row(key: LegendKey, judged: JudgedPairs) -> list[str]:
+def _length_row(each: Heldout, judged: JudgedPairs) -> list[str]:
     pairs = judged.as_metrics()
     values = (
         length.length_correlation(pairs),
         length.accuracy_longer_chosen(pairs),
         length.accuracy_shorter_chosen(pairs),
-        length.longer_reply_accuracy(pairs),
     )
-    return [key.name, *map(show_number, values)]
+    return [each.key.name, *map(show_number, values), longer_baseline(each)]
+
+
+def longer_baseline(each: Heldout) -> str:
+    """Render the accuracy that length alone would have, with its unit; empty without pairs."""
+    found = each.longer_baseline()
+    return "" if found is None else f"{found[0]:.3f} (by {found[1]})"
 
 
 def mistakes(sets: Sequence[Heldout]) -> PageSection:

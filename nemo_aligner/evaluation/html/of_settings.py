@@ -8,14 +8,12 @@ from typing import Any
 
 from nemo_aligner.console import show_number
 from nemo_aligner.evaluation.html.judged import HeldoutSet, JudgedPairs
-from nemo_aligner.evaluation.html.of_training import validation_sets
+from nemo_aligner.evaluation.html.of_heldout import longer_baseline
+from nemo_aligner.evaluation.html.of_training import MAIN_METRICS, validation_sets
 from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.html.sections import Heldout, PageSection, PageTable, of_pairs
-from nemo_aligner.metrics import length
 from nemo_aligner.metrics.by_source import BY_SOURCE
 from nemo_aligner.metrics.table import Better, better_values, find_metric
-
-_MAIN = ("accuracy", "pearson_mean", "loss")
 
 
 def summary(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSection:
@@ -51,7 +49,7 @@ def _best(run: Reported) -> str:
     """Of each set the best value of its main metric, of equal ones that with the lowest loss."""
     found = []
     for name in validation_sets(run):
-        main = next((each for each in _MAIN if f"{name}/{each}" in run.curves), None)
+        main = next((each for each in MAIN_METRICS if f"{name}/{each}" in run.curves), None)
         if main is not None:
             steps, values = run.curves[f"{name}/{main}"]
             losses = dict(zip(*run.curves.get(f"{name}/loss", ((), ())), strict=True))
@@ -74,10 +72,8 @@ def _accuracy(each: Reported, sets: Sequence[Heldout]) -> str:
 
 
 def _longer(each: Reported, sets: Sequence[Heldout]) -> str:
-    """The accuracy that length alone would have."""
-    own = of_pairs([one for one in sets if one.reported is each])
-    shares = [length.longer_reply_accuracy(judged.as_metrics()) for _, judged in own]
-    return "; ".join(f"{share:.3f}, by characters" for share in shares)
+    own = (longer_baseline(one) for one in sets if one.reported is each)
+    return "; ".join(filter(None, own))
 
 
 def _described(each: Reported) -> Iterator[tuple[str, str]]:
@@ -128,7 +124,7 @@ def _metrics(reported: Sequence[Reported]) -> PageTable:
         for name in names
     ]
     header = ["", *columns, "meaning"]
-    return PageTable(header, rows, "Metrics of the last validation, or of the evaluation", True)
+    return PageTable(header, rows, "Metrics of the last validation, or of the evaluation")
 
 
 def _meaning(name: str) -> str:
@@ -163,7 +159,7 @@ def contract(reported: Sequence[Reported]) -> PageSection:
     if any(hashes):
         header = ["", *(each.name for each in reported)]
         fields = [_as_mapping(each.facts.get("contract")) for each in reported]
-        tables = [PageTable(header, [["hash", *hashes], *_side_by_side(fields)], is_long=True)]
+        tables = [PageTable(header, [["hash", *hashes], *_side_by_side(fields)])]
     notes = []
     if len({each for each in hashes if each}) > 1:
         notes = ["The contracts differ: these rewards are not of the same texts by the same rules."]
@@ -190,7 +186,7 @@ def settings(reported: Sequence[Reported]) -> PageSection:
         differing = [row for row in rows if len(set(row[1:])) > 1]
         tables.append(PageTable(header, differing, f"{len(differing)} settings differ"))
     if having:
-        tables.append(PageTable(header, rows, "All settings", is_long=True))
+        tables.append(PageTable(header, rows, "All settings"))
     nothing = "There are none here."
     return PageSection("settings", "Settings", tables=tables, nothing=nothing)
 

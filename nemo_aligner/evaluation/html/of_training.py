@@ -13,6 +13,8 @@ from nemo_aligner.evaluation.html.sections import PageSection, PageTable
 from nemo_aligner.metrics.table import find_metric
 
 VALIDATION = "validation-"
+# What a model is judged by: the first that it has.
+MAIN_METRICS = ("accuracy", "pearson_mean", "loss")
 _CURVES = ("loss", "accuracy", "pearson_mean", "reward_margin", "ece", "spearman_mean")
 _OF_STEPS = ("lr", "grad_norm", "loss_scale")
 _SPEED = ("train/tokens_per_second", "timing/train_step")
@@ -32,7 +34,13 @@ def learning_curves(reported: Sequence[Reported]) -> PageSection:
     )
 
 
-def _of_metric(metric: str, reported: Sequence[Reported]) -> Drawing | None:
+def main_curve(reported: Sequence[Reported]) -> Drawing | None:
+    """Draw the metric that a run is judged by, over training steps; None without one."""
+    found = (_of_metric(name, reported, "main") for name in MAIN_METRICS)
+    return next((each for each in found if each is not None), None)
+
+
+def _of_metric(metric: str, reported: Sequence[Reported], prefix: str = "curve") -> Drawing | None:
     is_one = len(reported) == 1
     lines = [
         line
@@ -42,8 +50,8 @@ def _of_metric(metric: str, reported: Sequence[Reported]) -> Drawing | None:
     if not lines:
         return None
     row = find_metric(metric)
-    title = f"{metric}: {row.meaning}" if row and row.meaning else metric
-    return curve(f"curve-{metric}", title, metric, lines)
+    note = f"{row.meaning[0].upper()}{row.meaning[1:]}." if row and row.meaning else ""
+    return curve(f"{prefix}-{metric}", metric, metric, lines, note)
 
 
 def _of_one(metric: str, run: Reported) -> Iterator[PlotLine]:
@@ -83,7 +91,7 @@ def _validations(reported: Sequence[Reported]) -> Iterator[PageTable]:
             found = [dict(zip(*run.curves[f"{name}/{each}"], strict=True)) for each in metrics]
             rows = [[str(step), *(_shown(each.get(step)) for each in found)] for step in steps]
             title = f"Validations of {run.name} on {name.removeprefix(VALIDATION)}"
-            yield PageTable(["step", *metrics], rows, title, is_long=True)
+            yield PageTable(["step", *metrics], rows, title)
 
 
 def _shown(value: float | None) -> str:

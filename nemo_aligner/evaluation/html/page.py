@@ -15,7 +15,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.evaluation.html import of_heldout, of_robustness, of_settings, of_training
+from nemo_aligner.evaluation.html import (
+    of_heldout,
+    of_overview,
+    of_robustness,
+    of_settings,
+    of_training,
+)
 from nemo_aligner.evaluation.html.judged import Mistake
 from nemo_aligner.evaluation.html.reported import Reported, name_apart, read_reported
 from nemo_aligner.evaluation.html.sections import PageSection, heldout_sets
@@ -104,6 +110,7 @@ def build_sections(reported: Sequence[Reported]) -> list[PageSection]:
         if len(each.judged.lengths) == 0:
             raise DataError(f"{each.key.name}: it has no record, wanted at least one")
     return [
+        of_overview.overview(reported, sets),
         of_settings.summary(reported, sets),
         of_training.learning_curves(reported),
         of_heldout.accuracy(sets, reported),

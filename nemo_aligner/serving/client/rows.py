@@ -23,7 +23,7 @@ OnError = Literal["raise", "nan"]
 Split = Callable[[int], list[PartialRequest]]
 
 _MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
-_OUTPUTS = ("rewards", "raw_rewards", "deviation", "passed")
+_OUTPUTS = ("rewards", "raw_rewards", "deviation", "passed", "spread", "outputs")
 _AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 
@@ -37,6 +37,9 @@ class ScoredRows:
     From a server that shapes its rewards also those of each model before, ``raw_rewards``
     ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
     threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
+
+    From a model with K outputs for each attribute (``ordinal_bins``, ``quantiles``) also ``spread``
+    ``[N, A]``, the uncertainty of the rewards, and the head's ``outputs`` ``[N, M * A * K]``.
     """
 
     rewards: np.ndarray
@@ -46,6 +49,8 @@ class ScoredRows:
     raw_rewards: np.ndarray | None = None
     deviation: np.ndarray | None = None
     passed: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    outputs: np.ndarray | None = None
 
 
 def check_on_error(on_error: str) -> None:

@@ -41,6 +41,8 @@ _FOREIGN = (
 _AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
 # Triton has no 413.
 _TOO_LARGE = re.compile(r"\d+ bytes, wanted at most \d+ \(server\.max_request_bytes\)")
+# Triton answers it with a 500, before the model's server sees the request.
+_UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
 
 
@@ -376,6 +378,9 @@ class RemoteServer:
             return RefusedError(self.name, _UNAUTHORIZED, text)
         if said is None and answer and status in _FOREIGN_STATUSES:
             return ForeignError(self.name, status, text)
+        if said is not None and _UNPARSED.match(said):
+            # What this client sends is whole: something between has changed it.
+            text = f"Triton could not read the request as it arrived, behind any proxy: {text}"
         return RefusedError(self.name, status, text or f"HTTP {status}")
 
 

@@ -28,6 +28,9 @@ _ENCODERS = 2
 _SHORT = 2000  # bytes
 
 
+ReadOutputs = Callable[[np.ndarray], "tuple[np.ndarray, np.ndarray | None]"]
+
+
 class RequestEncoder(Protocol):
     """What a request is checked and read by."""
 
@@ -64,6 +67,12 @@ class ServableScorer(RequestEncoder, Protocol):
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
 
+    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, outputs]`` float32 of the head."""
+
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
+
     def forget(self) -> None:
         """Keep nothing of earlier calls."""
 
@@ -99,8 +108,11 @@ class RewardService:
         config: ServerConfig,
         meter: Meter,
         shaper: RewardShaper | None = None,
+        read_outputs: ReadOutputs | None = None,
     ) -> None:
+        """With ``read_outputs`` the rows of ``batcher`` are outputs that become rewards by it."""
         self._scorer = scorer
+        self._read_outputs = read_outputs
         self._batcher = batcher
         self._max_bytes = config.max_request_bytes
         self._admission = Admission(config.max_queue_rows, "server.max_queue_rows")
@@ -111,9 +123,10 @@ class RewardService:
         self._contract_hash = self.contract.hash
 
     @property
-    def shaped_outputs(self) -> tuple[str, ...]:
-        """What replies have beside rewards, where rewards are shaped."""
-        return () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
+    def optional_outputs(self) -> tuple[str, ...]:
+        """What replies have beside rewards: of shaping, and of a head with several outputs."""
+        shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
+        return shaped if self._read_outputs is None else (*shaped, "spread", "outputs")
 
     @property
     def rows_inside(self) -> int:
@@ -152,14 +165,19 @@ class RewardService:
 
     async def _score(self, encoded: _Encoded) -> ScoreReply | Failure:
         rewards = await answer_of(self._batcher.submit(encoded.token_lists))
+        outputs = spread = None
+        if self._read_outputs is not None:
+            outputs = rewards
+            rewards, spread = self._read_outputs(outputs)
         wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
         if wrong.size:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
             return Failure(what, FailureKind.internal)
-        reply = ScoreReply(rewards, np.array(encoded.exceeded, dtype=bool), self._contract_hash)
+        exceeded = np.array(encoded.exceeded, dtype=bool)
+        reply = ScoreReply(rewards, exceeded, self._contract_hash, spread=spread, outputs=outputs)
         if self._shaper is None:
             return reply
-        shaped = self._shaper.shape(rewards, encoded.reply_tokens)
+        shaped = self._shaper.shape(rewards, encoded.reply_tokens, spread)
         return replace(reply, raw_rewards=rewards, **vars(shaped))
 
     def _encode(self, request: ScoreRequest) -> _Encoded:

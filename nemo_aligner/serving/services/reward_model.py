@@ -55,6 +55,9 @@ class RewardModelServable:
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
+        # Where a head has several outputs for an attribute, the answer has them, too.
+        if self._scorer.contract.output_readout is not None:
+            return self._scorer.score_outputs(sequences)
         return self._scorer.score_token_lists(sequences)
 
 
@@ -73,19 +76,23 @@ class RewardModel:
         self._config = config
         self._meter = Meter()
         self._batcher = Batcher(partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter)
-        self._service = RewardService(scorer, self._batcher, config, self._meter, shaper)
+        has_readout = scorer.contract.output_readout is not None
+        read_outputs = scorer.read_outputs if has_readout else None
+        self._service = RewardService(
+            scorer, self._batcher, config, self._meter, shaper, read_outputs
+        )
         self._cached = 0
         self._turn_end = turn_end
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
-        shaped = self._service.shaped_outputs
+        optional = self._service.optional_outputs
         rewards = Endpoint(
             name=kserve.MODEL_NAME,
             inputs=kserve.INPUTS,
             outputs=[
                 *kserve.OUTPUTS,
-                *(spec for spec in kserve.SHAPED_OUTPUTS if spec.name in shaped),
+                *(spec for spec in kserve.OPTIONAL_OUTPUTS if spec.name in optional),
             ],
             answer=self._answer,
             max_rows=self._config.max_batch_size,

@@ -21,6 +21,7 @@ from nemo_aligner.serving.services.completion import TurnCompletion
 from nemo_aligner.serving.services.relay import RelayService
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.transports.http_metrics import GatewayMetrics
+from nemo_aligner.serving.wire.gym_run import without_rollout
 from nemo_aligner.serving.wire.kserve import MODEL_NAME
 from nemo_aligner.serving.wire.route import HttpAnswer, PlainRoute, Route, ScoredRequest, Served
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
@@ -84,7 +85,7 @@ def build_app(
     _add_own_routes(app, relay, client, metrics)
     app.openapi = lambda: _openapi(app, routes)  # type: ignore[method-assign]
     refusals = {route.path: route for route in routes}
-    return app if token is None else _Guarded(app, token, refusals, metrics)
+    return _Plain(app if token is None else _Guarded(app, token, refusals, metrics))
 
 
 class _Endpoint:
@@ -193,6 +194,19 @@ def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     content = to_json(answer.content, inf_nan_mode="constants")
     return Response(content, answer.status, headers, "application/json")
+
+
+class _Plain:
+    """The application, for the paths of NeMo Gym's observed rollouts, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = without_rollout(scope["path"]) if scope["type"] == "http" else None
+        if path is not None and path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
 
 
 class _Guarded:

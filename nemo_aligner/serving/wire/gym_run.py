@@ -5,12 +5,14 @@ kept for one, so they hand back the identifier that they were given. ``POST /agg
 comes at a run's end, with all rollouts without their texts: mean, largest, smallest, median and
 standard deviation of each number that stands in them, of all and of each task, by Gym's names.
 Masked rollouts have no part in them, and are counted. ``GET /reverify_mode``: a rollout may be
-scored again at any time.
+scored again at any time. Where Gym observes its rollouts, all paths begin with
+``/ng-rollout/ROLLOUT``, which its own servers take off, too.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +27,8 @@ _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
 _OWN = "_ng_"  # what begins so is Gym's own, and no measurement
 _SESSION = "resources_session_id"
+# ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
+_OF_ROLLOUT = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
 
 
 class SessionRequest(Body):
@@ -37,6 +41,11 @@ class AggregateRequest(Body):
     """All rollouts of a run, without what was asked and said."""
 
     verify_responses: list[dict[str, Any]]
+
+
+def without_rollout(path: str) -> str:
+    """The path of a request without the rollout that Gym puts before it."""
+    return _OF_ROLLOUT.sub("", path)
 
 
 def answer_session(content: bytes) -> HttpAnswer:

@@ -20,7 +20,8 @@ where a text was longer than ``seq_length`` and the contract's ``truncate_left``
 rule, and for ``tokens``, which are never altered, too long is an error. A server that shapes its
 rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M models before;
 ``deviation`` FP32 [B, A] where it has several; and ``passed`` INT32 [B, 1] where it has a
-threshold.
+threshold. A model with K outputs for each attribute also answers with ``spread`` FP32 [B, A], the
+uncertainty of the rewards, and ``outputs`` FP32 [B, M * A * K].
 
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
 JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
@@ -68,11 +69,13 @@ OUTPUTS = (
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
 )
-# Where rewards are shaped; which of them a server has, its rules say.
-SHAPED_OUTPUTS = (
+# Where rewards are shaped, or a head has several outputs for an attribute.
+OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
     TensorSpec("passed", np.int32, (1,)),
+    TensorSpec("spread", np.float32, (-1,)),
+    TensorSpec("outputs", np.float32, (-1,)),
 )
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
@@ -114,7 +117,7 @@ def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
         "exceeded": np.asarray(reply.exceeded, dtype=np.int32).reshape(-1, 1),
         "contract_hash": _bytes_column([(reply.contract_hash or "").encode()] * len(reply.rewards)),
     }
-    for spec in SHAPED_OUTPUTS:
+    for spec in OPTIONAL_OUTPUTS:
         values = getattr(reply, spec.name)
         if values is not None:
             outputs[spec.name] = np.asarray(values, dtype=spec.dtype).reshape(len(values), -1)
@@ -134,6 +137,8 @@ def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
         outputs.get("raw_rewards"),
         outputs.get("deviation"),
         None if passed is None else passed.reshape(-1).astype(bool),
+        outputs.get("spread"),
+        outputs.get("outputs"),
     )
 
 

@@ -3,7 +3,9 @@
 The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, which
 get the model's chat template) and ``tokens`` (token ids, scored as they stand). ``rewards`` has a
 row for each, with a number for each of ``attributes``, or null where the model refuses it, and
-``errors`` says why. ``truncated`` says which texts were cut to the model's length.
+``errors`` says why. ``truncated`` says which texts were cut to the model's length. With ``outputs:
+true`` a model with several outputs for each attribute adds ``spread``, how uncertain each reward
+is, and its ``outputs``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from nemo_aligner.text.messages import Text
 
 # What only servers answer that shape their rewards.
 _SHAPED = ("raw_rewards", "deviation")
+# What only models have with several outputs for each attribute.
+_READ = ("spread", "outputs")
 
 
 class RewardMessage(Body, extra="forbid"):
@@ -44,6 +48,7 @@ class RewardsRequest(Body, extra="forbid"):
     texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
     conversations: Items[Items[RewardMessage]] | None = Field(None, min_length=1)
     tokens: Items[Items[int]] | None = Field(None, min_length=1)
+    outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
 
 
 class RowError(Body):
@@ -64,6 +69,8 @@ class RewardsResponse(Body):
     raw_rewards: list[list[float] | None] | None = None
     deviation: list[list[float] | None] | None = None
     passed: list[bool | None] | None = None
+    spread: list[list[float] | None] | None = None
+    outputs: list[list[float] | None] | None = None
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
@@ -86,7 +93,8 @@ def read(body: RewardsRequest) -> ScoreRequest:
 def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
     """See the top of this file."""
     reply = scored.reply
-    shaped = {name: getattr(reply, name, None) for name in _SHAPED}
+    more = (*_SHAPED, *_READ) if body.outputs else _SHAPED
+    shaped = {name: getattr(reply, name, None) for name in more}
     passed = {} if reply.passed is None else {"passed": _booleans(reply.passed)}
     return {
         "rewards": _rows(reply.rewards),

@@ -205,7 +205,8 @@ def _problem(each: ErrorDetails, request: type[BaseModel]) -> str:
         # Which model a name further inside belongs to is not known here.
         known = request.model_fields if len(each["loc"]) == 1 else ()
         near = suggestion(str(each["loc"][0]), known)
-        return f"unknown key; did you mean {near}?" if near else "unknown key"
+        meant = f"; did you mean {near}?" if near else ""
+        return f"unknown key{meant}" + (f"; known are {', '.join(known)}" if known else "")
     words = _WORDS.get(each["type"])
     if words is None:
         return each["msg"]

@@ -39,6 +39,9 @@ class ScoreReply:
 
     Where the server shapes rewards (see scoring/shaping.py): what they were before, ``[B, M * A]``
     for M models; ``deviation`` ``[B, A]`` between models; ``passed`` ``[B]`` bool. None if not.
+
+    Where a head has several outputs for an attribute: ``spread`` ``[B, A]``, how uncertain the
+    rewards are, and the ``outputs`` ``[B, M * A * K]`` themselves.
     """
 
     rewards: np.ndarray
@@ -47,6 +50,8 @@ class ScoreReply:
     raw_rewards: np.ndarray | None = None
     deviation: np.ndarray | None = None
     passed: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    outputs: np.ndarray | None = None
 
 
 class FailureKind(Enum):

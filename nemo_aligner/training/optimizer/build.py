@@ -25,7 +25,7 @@ from nemo_aligner.training.optimizer.megatron_internals import (
     read_step_counts_at_once,
 )
 from nemo_aligner.training.optimizer.optimizer import MIN_LOSS_SCALE, Optimizer
-from nemo_aligner.training.optimizer.state import gather_in_reused_memory
+from nemo_aligner.training.optimizer.state import gather_in_reused_memory, load_own_shard
 
 # Times the learning rate, for numbers that an objective learns.
 _OBJECTIVE_LR = 100.0
@@ -49,6 +49,7 @@ def build_optimizer(
         if not distrib_optimizer.HAVE_APEX_OR_TE:
             _mend_torch_adamw(part)
         gather_in_reused_memory(part)
+        load_own_shard(part)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     parts = optimizer.chained_optimizers if config.cpu_offload else ()

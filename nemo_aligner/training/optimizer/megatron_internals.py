@@ -29,6 +29,13 @@ def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tenso
     return optimizer._get_main_param_and_optimizer_states(parameter)
 
 
+def put_main_param_and_moments(
+    optimizer: Any, parameter: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    """Copy into what ``main_param_and_moments`` gives."""
+    optimizer._set_main_param_and_optimizer_states(parameter, tensors)
+
+
 def recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
     """Have a load find the ``saved`` entry of each of ``groups`` under other learning rates, too.
 

@@ -1,26 +1,48 @@
-"""The optimizer's state on its way to be saved: gathered once, in memory that is taken once."""
+"""The optimizer's state on its way to be saved, and back.
+
+It is gathered once, in memory that is taken once. To load it each rank reads its own shard: of
+every tensor the rows that the shard lies in. So no rank has the state of all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from nemo_aligner.parallel.host_copies import copy_beside
 from nemo_aligner.parallel.host_memory import host_zeros
 from nemo_aligner.training.optimizer.host_moments import MOMENTS
-from nemo_aligner.training.optimizer.megatron_internals import main_param_and_moments
+from nemo_aligner.training.optimizer.megatron_internals import (
+    main_param_and_moments,
+    put_main_param_and_moments,
+)
 
 # What the optimizer has for each parameter, in fp32.
 _STATE = ("param", *MOMENTS)
+# Of each parameter's each tensor: which numbers of the rows that were read are the shard's.
+_Places = dict[tuple[int, str], list[slice]]
 
 
 def gather_in_reused_memory(optimizer: Any) -> None:
     """Have ``optimizer`` gather its state to be saved in memory that is taken once."""
     optimizer.get_parameter_state_dp_zero = partial(_gather_state, optimizer, [])
+
+
+def load_own_shard(optimizer: Any) -> None:
+    """Have ``optimizer`` ask for its own shard of the state, where Megatron asks for all of it.
+
+    It is for one that gathers in reused memory.
+    """
+    places: _Places = {}
+    ask = optimizer.sharded_param_state_fully_reshardable
+    optimizer.sharded_param_state_fully_reshardable = partial(_ask, optimizer, ask, places)
+    optimizer.load_parameter_state_from_fully_reshardable = partial(_put, optimizer, places)
 
 
 def _gather_state(
@@ -31,14 +53,17 @@ def _gather_state(
     Here every tensor is copied once, into ``memory``, and only gathered where there are others;
     where there are none, it may still be on its way (``copy_beside``).
     The tensors are as long as the buffers: Megatron's leave out what pads the buckets, and are then
-    read by offsets that count it (its issue 504). With ``empty_data`` they are to be loaded into.
+    read by offsets that count it (its issue 504). With ``empty_data`` they only say where in the
+    buffers the state lies that is to be loaded, and have no memory.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
     buffers = list(zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True))
     if empty_data:
         for index, (of_dtype, buffer) in enumerate(buffers):
             (dtype,) = of_dtype
-            state[index] = {dtype: {key: torch.empty(buffer.numel) for key in _STATE}}
+            state[index] = {
+                dtype: {key: torch.empty(buffer.numel, device="meta") for key in _STATE}
+            }
         return state
     if not memory:
         memory += _host_memory(optimizer)
@@ -102,3 +127,98 @@ def _gather_bucket(bucket: Any, flat: dict[str, Tensor], group: Any) -> None:
     for all_of_key in _shards(bucket, flat, group).values():
         gathered = list(all_of_key) if group.rank() == 0 else None
         torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)
+
+
+def _own_ranges(optimizer: Any) -> Iterator[tuple[int, Tensor, Any]]:
+    """Which numbers of its parameters this rank has the state of.
+
+    With each parameter comes its number among all, which is its key in Megatron's state.
+    """
+    number = 0
+    for of_dtype, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True):
+        (of_buckets,) = of_dtype.values()
+        own = {
+            parameter: ranges["param"]
+            for in_bucket in of_buckets
+            for parameter, ranges in in_bucket["param_map"].items()
+        }
+        for parameter in buffer.param_index_map:
+            if parameter in own:
+                yield number, parameter, own[parameter]
+            number += 1
+
+
+def _ask(
+    optimizer: Any,
+    ask: Any,
+    places: _Places,
+    model_state: dict[str, Any],
+    is_loading: bool = False,
+    metadata: dict[str, Any] | None = None,
+) -> dict[int, Any] | None:
+    """Megatron's ``sharded_param_state_fully_reshardable``; to load, of a shard's rows alone."""
+    state = ask(model_state, is_loading, metadata)
+    if not is_loading:
+        return state
+    places.clear()
+    wanted: dict[int, dict[str, list[ShardedTensor]]] = {}
+    for number, _, own in _own_ranges(optimizer):
+        wanted[number] = {}
+        for key, entry in state[number].items():
+            found = list(_rows_of(entry, own.start, own.end))
+            wanted[number][key] = [rows for rows, _ in found]
+            places[number, key] = [numbers for _, numbers in found]
+    return wanted
+
+
+def _rows_of(
+    entry: ShardedTensor | ShardedTensorFactory, start: int, end: int
+) -> Iterator[tuple[ShardedTensor, slice]]:
+    """Of every stored tensor the rows that have numbers ``start`` to ``end`` of a parameter.
+
+    A parameter is stored as one tensor or, of a factory, as several. Each has memory for its rows
+    here, and which of their numbers are wanted.
+    """
+    whole = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+    for stored in whole:
+        data = stored.data
+        assert data.is_contiguous(), stored.key  # Megatron splits parameters by rows
+        begin = data.storage_offset() - entry.data.storage_offset()
+        first, last = max(start, begin) - begin, min(end, begin + data.numel()) - begin
+        if first >= last:
+            continue
+        if data.dim() == 0:
+            yield replace(stored, data=torch.empty_like(data, device="cpu")), slice(0, 1)
+            continue
+        row = data[0].numel()
+        above, below = first // row, -(-last // row)
+        rows = torch.empty_like(data[above:below], device="cpu")
+        offset = list(stored.global_offset)
+        offset[stored.prepend_axis_num] += above
+        yield (
+            replace(
+                stored,
+                data=rows,
+                local_shape=tuple(rows.shape),
+                global_offset=tuple(offset),
+                axis_fragmentations=None,  # rows of any number make no grid
+            ),
+            slice(first - above * row, last - above * row),
+        )
+
+
+@torch.no_grad()
+def _put(optimizer: Any, places: _Places, state: dict[int, dict[str, list[Tensor]]]) -> None:
+    """Megatron's ``load_parameter_state_from_fully_reshardable``, of what ``_ask`` asked for."""
+    for number, parameter, _ in _own_ranges(optimizer):
+        found = state.pop(number)  # its memory is free when it has been copied
+        tensors = {
+            key: torch.cat(
+                [
+                    rows.flatten()[numbers]
+                    for rows, numbers in zip(found[key], places[number, key], strict=True)
+                ]
+            )
+            for key in _STATE
+        }
+        put_main_param_and_moments(optimizer, parameter, tensors)

@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.checkpoint.hf.conversion import (
-    REWARD_CASES,
-    convert,
-)
-from tests.checkpoint.hf.exporting import (
-    MEANS,
-    WEIGHTS,
-    save_again,
-)
+from tests.checkpoint.hf.exporting import MEANS, REWARD_CASES, WEIGHTS, convert, save_again
 
 
 @pytest.fixture(scope="module")

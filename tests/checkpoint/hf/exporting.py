@@ -1,41 +1,67 @@
-"""What tests of exports have in common."""
+"""What tests of conversions and exports have in common."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf.contract import ContractOptions
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from tests.checkpoint.refusals import Damages, check_damages
+
+NAMES = ("helpfulness", "correctness", "verbosity")
 WEIGHTS, MEANS = (0.5, -2.0, 0.25), (1.5, 0.0, -0.5)
+REWARD_CASES: dict[str, dict[str, Any]] = {
+    "one_label": {},
+    "three_labels": {"labels": 3, "id2label": dict(enumerate(NAMES))},
+    "untied": {"tie_word_embeddings": False},
+    # Of three query groups, to which a fourth of zeros is added.
+    "zero_groups": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
+}
+
+
+def convert(source: Path | str, output: Path, *arguments: Any, **options: Any) -> Any:
+    """``convert_hf_to_nemo``; ``template``, ``seq_length``, ``attributes``: ContractOptions."""
+    fields = {field.name for field in dataclasses.fields(ContractOptions)}
+    contract = {name: options.pop(name) for name in fields & options.keys()}
+    if contract:
+        options["options"] = ContractOptions(**contract)
+    return convert_hf_to_nemo(source, output, *arguments, **options)
+
+
+def export(archive: Path, output: Path, layout: Any, **options: Any) -> Any:
+    return export_to_hf(archive, output, layout, ExportOptions(**options))
 
 
 def save_again(source: Path, target: Path, layout: Any, **contract: Any) -> None:
     """The archive as training writes it (its vocabulary is padded), with a changed contract."""
-    from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
-
     loaded = load_reward_model(source, layout)
-    save_reward_model(
-        target,
-        loaded.model,
-        loaded.config,
-        loaded.tokenizer,
-        dataclasses.replace(loaded.contract, **contract),
-    )
+    changed = dataclasses.replace(loaded.contract, **contract)
+    save_reward_model(target, loaded.model, loaded.config, loaded.tokenizer, changed)
 
 
-def export(archive: Path, output: Path, layout: Any, **options: Any) -> Any:
-    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
-
-    return export_to_hf(archive, output, layout, ExportOptions(**options))
+def config_of(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
+def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
+    (folder / name).write_text(json.dumps({**config_of(folder, name), **changes}))
+
+
+def config_edits(*cases: tuple[dict[str, Any], str]) -> Damages:
+    """Each case's changes to ``config.json``, as damages."""
+    return [(partial(edit, **changes), pattern) for changes, pattern in cases]
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -45,7 +71,43 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def edit_tensors(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    """Put tensors into the only file of weights; None: take one out."""
+    changed = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=0)
+
+
+def check_refused(source: Path, damages: Damages, **options: Any) -> None:
+    """The conversion of the folder ``source`` refuses each damage, and leaves nothing."""
+    output = source.with_name("out") / "model.nemo"
+    check_damages(source, damages, lambda folder: convert(folder, output, **options))
+    assert not list(output.parent.glob("*"))
+
+
+class LiveBytes:
+    """Counts the bytes of tensors that are in memory, from when they were read until let go."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.total = 0
+
+    def watch(self, read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def watched(*arguments: Any) -> Tensor:
+            tensor = read(*arguments)
+            size = tensor.numel() * tensor.element_size()
+            self.now += size
+            self.total += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(tensor.untyped_storage(), self._release, size)
+            return tensor
+
+        return watched
+
+    def _release(self, size: int) -> None:
+        self.now -= size

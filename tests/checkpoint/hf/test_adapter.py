@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.errors import CheckpointError
 from nemo_aligner.models.lora import LoraShape, is_of_adapter
 from nemo_aligner.text.contract_settings import build_contract
 from tests import tiny
-from tests.checkpoint.hf.exporting import export, tensors_of
+from tests.checkpoint.hf.exporting import edit_tensors, export, tensors_of
+from tests.checkpoint.refusals import refusals
 from tests.contracts import Contracts
 
 QKV = LoraShape(3, 6.0, ("linear_qkv", "linear_proj"))
@@ -36,7 +36,8 @@ def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
 
     def make(lora: LoraShape | None, tensor_parallel: int = 1) -> Path:
         base = tmp_path / "base.nemo"
-        convert_hf_to_nemo(hf, base, tensor_parallel=tensor_parallel)
+        if not base.exists():
+            convert_hf_to_nemo(hf, base, tensor_parallel=tensor_parallel)
         how = {"num_attributes": 2, "precision": Precision.fp32, "lora": lora}
         loaded = load_pretrained(base, layout, **how)
         groups = 2 + (tensor_parallel == 3)
@@ -47,7 +48,7 @@ def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
                     if groups == 3 and "qkv" in name:
                         each[2 * len(each) // 3 :] = 0.0  # as training leaves them
         contract = build_contract(contracts.config(["a", "b"]), loaded.tokenizer, Precision.fp32)
-        path = tmp_path / "rm.nemo"
+        path = tmp_path / ("plain.nemo" if lora is None else "rm.nemo")
         save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
         return path
 
@@ -55,7 +56,7 @@ def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 3])
-def test_on_the_base_model_it_is_the_whole_export(
+def test_adapter_on_the_base_model_is_the_whole_export(
     make: Any, hf: Path, layout: Any, tmp_path: Path, tensor_parallel: int
 ) -> None:
     archive = make(QKV, tensor_parallel)
@@ -80,40 +81,36 @@ def test_on_the_base_model_it_is_the_whole_export(
         torch.testing.assert_close(whole[name], weight + added, rtol=0, atol=1e-6)
 
 
-def test_attributes_can_be_one(make: Any, hf: Path, layout: Any, tmp_path: Path) -> None:
-    options = AdapterOptions(str(hf), merge=True)
-    assert "the head of reward" in export_adapter(make(QKV), tmp_path / "out", layout, options)
-    head = load_file(tmp_path / "out" / "adapter_model.safetensors")[
-        "base_model.model.score.weight"
-    ]
-    assert len(head) == 1
-
-
-def test_a_name_is_written_and_said_to_be_unchecked(make: Any, layout: Any, tmp_path: Path) -> None:
-    said = export_adapter(make(QKV), tmp_path / "out", layout, AdapterOptions("org/base"))
+def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
+    make: Any, layout: Any, tmp_path: Path
+) -> None:
+    """And its attributes can be one."""
+    options = AdapterOptions("org/base", merge=True)
+    said = export_adapter(make(QKV), tmp_path / "out", layout, options)
     assert "NOT CHECKED: org/base is no folder on this machine" in said
+    assert "the head of reward" in said
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(adapter["base_model.model.score.weight"]) == 1
     card = (tmp_path / "out" / "README.md").read_text()
     assert "library_name: peft" in card
-    assert '"org/base", num_labels=2' in card
+    assert '"org/base", num_labels=1' in card
     assert 'PeftModel.from_pretrained(model, "out")' in card
 
 
-def test_another_base_model_is_found_out_and_nothing_is_left(
+def test_adapter_without_its_base_or_lora_is_refused_and_leaves_nothing(
     make: Any, hf: Path, layout: Any, tmp_path: Path
 ) -> None:
-    archive = make(QKV)
-    path = hf / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="transformers scores"):
-        export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(hf)))
+    archive, wide = make(QKV), tmp_path / "wide"
+    up = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(hf, {up: tensors_of(hf)[up] + 0.1})
+    tiny.write_hf_checkpoint(wide, num_key_value_heads=4)
+    with refusals() as refused:
+        for base, pattern in (
+            (hf, "transformers scores"),
+            (wide, "it is no base of this reward model"),
+        ):
+            with refused(pattern, pattern):
+                export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(base)))
+        with refused("none", "it has no LoRA, so there is no adapter to write"):
+            export_adapter(make(None), tmp_path / "out", layout, AdapterOptions("org/base"))
     assert not (tmp_path / "out").exists()
-    tiny.write_hf_checkpoint(tmp_path / "wide", num_key_value_heads=4)
-    with pytest.raises(CheckpointError, match="it is no base of this reward model"):
-        export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(tmp_path / "wide")))
-
-
-def test_without_lora_there_is_no_adapter(make: Any, layout: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="it has no LoRA, so there is no adapter to write"):
-        export_adapter(make(None), tmp_path / "out", layout, AdapterOptions("org/base"))

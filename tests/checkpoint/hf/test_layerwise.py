@@ -8,22 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from nemo_aligner.batch import PackedBatch
+from nemo_aligner.checkpoint.hf.layerwise import compute_in_fp32, read_as_it_runs
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.step import infer
 from tests import families
 
 pytestmark = pytest.mark.usefixtures("layout")
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "nemotron_untied", "qwen3_untied"])
-def test_layers_are_there_while_they_run(case: str, layout: Any, tmp_path: Path) -> None:
-    from nemo_aligner.checkpoint.hf.layerwise import read_as_it_runs
-    from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
-    from nemo_aligner.models.reward_model import build_reward_model
-    from nemo_aligner.models.shape import ModelShape
-    from nemo_aligner.models.step import infer
-
+def test_layerwise_model_has_each_layer_while_it_runs(
+    case: str, layout: Any, tmp_path: Path
+) -> None:
     path = families.write_base_nemo(tmp_path / "base.nemo", case)
     precision = Precision.fp32
     loaded = load_pretrained(path, layout, num_attributes=2, precision=precision)
@@ -61,11 +63,7 @@ def not_empty(model: Any) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("case", families.CASES)
-def test_in_fp32_as_the_whole_model_would(case: str) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    from nemo_aligner.checkpoint.hf.layerwise import compute_in_fp32
-
+def test_layerwise_model_computes_in_fp32_as_the_whole_would(case: str) -> None:
     config = families.hf_config(case)
     config.num_labels, config.pad_token_id = 2, 0
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.training.build import _begin_head
 from tests import tiny
+from tests.checkpoint.refusals import refusals
 from tests.once import Once
 
 
@@ -55,87 +56,57 @@ def new_model(first: Path, layout: Any, attributes: int, **options: Any) -> Any:
     return load_pretrained(first, layout, **given, **options)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "names", "rows"),
-    [
+def test_first_head_gives_an_attribute_the_row_of_its_name(
+    first: Path, contract: ScoringContract, layout: Any
+) -> None:
+    with open_nemo(first) as folder:
+        stored = folder.store.read("model.rm_head.weight")
+        shape = ModelShape.from_config(folder.config)
+    for attributes, names, rows in (
         (("verbosity", "helpfulness"), {}, [1, 0]),
         (("reward",), {"reward": "helpfulness"}, [0]),
         (("verbosity",), {}, [1]),
-    ],
-)
-def test_an_attribute_gets_the_row_of_its_name(
-    attributes: tuple[str, ...],
-    names: dict[str, str],
-    rows: list[int],
-    first: Path,
-    contract: ScoringContract,
-    layout: Any,
-) -> None:
-    loaded = new_model(first, layout, len(attributes))
-    with open_nemo(first) as folder:
-        wanted = folder.store.read("model.rm_head.weight")[rows]
-        shape = ModelShape.from_config(folder.config)
-    assert not torch.equal(loaded.model.rm_head.weight, wanted)
-    load_first_head(loaded.model, first, of(contract, *attributes), shape, names)
-    torch.testing.assert_close(loaded.model.rm_head.weight.detach(), wanted, rtol=0, atol=0)
+    ):
+        model = new_model(first, layout, len(attributes)).model
+        assert not torch.equal(model.rm_head.weight, stored[rows])
+        load_first_head(model, first, of(contract, *attributes), shape, names)
+        torch.testing.assert_close(model.rm_head.weight.detach(), stored[rows], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "names", "message"),
-    [
-        (("clear", "verbosity"), {}, "got the attributes helpfulness, verbosity, wanted clear, t"),
-        (("reward",), {"reward": "clear"}, "wanted clear, too; pretrained_checkpoint.rm_head_n"),
-        (("verbosity",), {"x": "verbosity"}, "rm_head_names: got x, wanted attributes of this ru"),
-    ],
-)
-def test_a_name_that_is_not_there_is_an_error(
-    attributes: tuple[str, ...],
-    names: dict[str, str],
-    message: str,
-    first: Path,
-    contract: ScoringContract,
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_first_head(first, of(contract, *attributes), names)
-
-
-@pytest.mark.usefixtures("layout")
-def test_a_head_that_is_read_otherwise_is_an_error(first: Path, contract: ScoringContract) -> None:
-    bins = contract.with_readout(Readout("bins", ((0.0, 1.0),) * 2))
-    with pytest.raises(ConfigError, match=r"got a head with one output .* wanted \('bins', "):
-        check_first_head(first, bins, {})
-    mean = dataclasses.replace(contract, scored_position="reply_mean", reply_marker=(1,))
-    with pytest.raises(ConfigError, match="reads last_token, wanted reply_mean"):
-        check_first_head(first, mean, {})
-
-
-def test_a_head_that_is_made_otherwise_is_an_error(
+def test_first_head_that_does_not_fit_is_refused(
     first: Path, contract: ScoringContract, layout: Any
 ) -> None:
-    loaded = new_model(first, layout, 2, head=HeadConfig(bias=True))
-    shape = ModelShape.from_config(loaded.config)
-    with pytest.raises(ConfigError, match=r"a head that is linear, of 64 .* is linear with bias"):
-        load_first_head(loaded.model, first, contract, shape, {})
+    bins = contract.with_readout(Readout("bins", ((0.0, 1.0),) * 2))
+    mean = dataclasses.replace(contract, scored_position="reply_mean", reply_marker=(1,))
+    missing, reward = of(contract, "clear", "verbosity"), of(contract, "reward")
+    base = first.with_suffix(".base")
+    with refusals(ConfigError) as refused:
+        for path, wanted, names, pattern in (
+            (first, missing, {}, "got the attributes helpfulness, verbosity, wanted clear, t"),
+            (first, reward, {"reward": "clear"}, "wanted clear, .*pretrained_checkpoint.rm_head_n"),
+            (first, of(contract, "verbosity"), {"x": "verbosity"}, "rm_head_names: got x, wanted"),
+            (first, bins, {}, r"got a head with one output .* wanted \('bins', "),
+            (first, mean, {}, "reads last_token, wanted reply_mean"),
+            (base, contract, {}, "it has no scoring contract, wanted a reward model"),
+        ):
+            with refused(pattern, pattern):
+                check_first_head(path, wanted, names)
+        loaded = new_model(first, layout, 2, head=HeadConfig(bias=True))
+        shape = ModelShape.from_config(loaded.config)
+        with refused("bias", r"a head that is linear, of 64 .* is linear with bias"):
+            load_first_head(loaded.model, first, contract, shape, {})
 
 
-def test_a_base_model_has_none(first: Path, contract: ScoringContract) -> None:
-    with pytest.raises(ConfigError, match="it has no scoring contract, wanted a reward model"):
-        check_first_head(first.with_suffix(".base"), contract, {})
-
-
-def test_a_head_that_is_kept_is_not_replaced(first: Path, layout: Any) -> None:
+def test_first_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, layout: Any) -> None:
     config = load_config(TrainConfig, [f"pretrained_checkpoint.load_rm_head_weights={first}"])
     kept = load_pretrained(first, layout, num_attributes=2, precision=Precision.fp32)
     with pytest.raises(ConfigError, match=r"wanted pretrained_checkpoint\.new_head=true, too"):
         _begin_head(config, SimpleNamespace(), kept)  # type: ignore[arg-type]
-
-
-def test_names_without_a_model_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"rm_head_names: got .*, wanted {}, or load_rm"):
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])
 
 
-def test_a_ranking_begins_with_what_a_regression_has_learned(first: Path, tmp_path: Path) -> None:
+def test_first_head_of_a_ranking_is_that_of_a_regression(first: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 12)
     settings = [
         f"pretrained_checkpoint.restore_from_path={first}",

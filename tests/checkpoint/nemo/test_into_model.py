@@ -1,149 +1,268 @@
-"""Weights into a model: their sizes are checked first, and every layout gets the same."""
+"""Settings and weights into a model: both have to fit, and every layout gets the same."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from megatron.core import dist_checkpointing
+from megatron.core.activations import fast_gelu
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.checkpoint.nemo import reward_model
+from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, unpack
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_pretrained,
+    load_reward_model,
+    save_reward_model,
+)
+from nemo_aligner.checkpoint.weights.save import save_weights
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.lora import LORA_TARGETS
+from nemo_aligner.models.lora import LoraShape, is_of_adapter
+from nemo_aligner.text.contract_settings import build_contract
 from tests import tiny
 from tests.checkpoint import foreign
-from tests.checkpoint.foreign import (
-    Writer,
-    bridge,
-    nemo1,
-    nemo2,
-    zarr_folder,
-)
+from tests.checkpoint.foreign import Writer, bridge, nemo1, nemo2, zarr_folder
 from tests.checkpoint.loading import (
     Tensors,
+    Theirs,
     edit,
+    head_of,
+    import_nemo,
     load,
     refuse,
+    scores,
 )
+from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.resave import LAYOUTS
+from tests.checkpoint.weights.tensors import sharded
+from tests.contracts import Contracts
+
+LORA = LoraShape(3, 6.0, LORA_TARGETS)
+
+# A setting of model_config.yaml, and what else than its name may be told.
+SIZES = [
+    {"hidden_size": 10**12},
+    {"hidden_size": 2**30},
+    {"num_layers": 10**9},
+    {"ffn_hidden_size": 10**12},
+    {"ffn_hidden_size": 2**30},
+    {"num_attention_heads": 2**30},
+    {"num_query_groups": 2**30},
+    {"kv_channels": 2**30},
+    {"vocab_size": 2**30},
+    {"make_vocab_size_divisible_by": 2**30},
+    {"num_layers": "four"},
+    {"num_layers": [4]},
+    {"num_attention_heads": 0},
+    {"hidden_size": -16},
+    {"hidden_size": 16.5},
+    {"layernorm_epsilon": float("nan")},
+    {"rotary_base": float("inf")},
+    {"rotary_percentage": "all"},
+    {"activation": ["fast-swiglu"]},
+    {"normalization": "batchnorm"},
+    {"position_embedding_type": "alibi"},
+]
 
 
-def test_untrusted_weights_that_are_well_load(unpacked: Path, layout: Any) -> None:
-    load(unpacked, layout)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hidden_size": 10**12},
-        {"hidden_size": 2**30},
-        {"num_layers": 10**9},
-        {"ffn_hidden_size": 10**12},
-        {"ffn_hidden_size": 2**30},
-        {"num_attention_heads": 2**30},
-        {"num_query_groups": 2**30},
-        {"kv_channels": 2**30},
-        {"vocab_size": 2**30},
-        {"make_vocab_size_divisible_by": 2**30},
-        {"num_layers": "four"},
-        {"num_layers": [4]},
-        {"num_attention_heads": 0},
-        {"hidden_size": -16},
-        {"hidden_size": 16.5},
-        {"layernorm_epsilon": float("nan")},
-        {"rotary_base": float("inf")},
-        {"rotary_percentage": "all"},
-        {"activation": ["fast-swiglu"]},
-        {"normalization": "batchnorm"},
-    ],
-    ids=lambda changes: "_".join(f"{key}_{value}" for key, value in changes.items()),
-)
-def test_sizes_are_checked_before_anything_is_allocated(
-    changes: dict, unpacked: Path, layout: Any, monkeypatch: pytest.MonkeyPatch
+def test_settings_are_checked_before_anything_is_allocated(
+    unpacked: Path, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_aligner.checkpoint.nemo import reward_model
+    load(unpacked, layout)
 
     def build(*unused: Any, **options: Any) -> None:
         raise AssertionError("a model was built")
 
     monkeypatch.setattr(reward_model, "build_reward_model", build)
-    edit(unpacked, **changes)
-    refuse(unpacked, layout, next(iter(changes)) + "|layers of shape|settings want")
+    config = (unpacked / "model_config.yaml").read_text()
+    with refusals() as refused:
+        for changes in SIZES:
+            (unpacked / "model_config.yaml").write_text(config)
+            edit(unpacked, **changes)
+            with refused(changes, next(iter(changes)) + "|layers of shape|settings want"):
+                load(unpacked, layout)
 
 
-def test_a_wrong_shape_and_an_unknown_family_are_named(unpacked: Path, layout: Any) -> None:
-    from nemo_aligner.checkpoint.weights.save import save_weights
-    from tests.checkpoint.weights.tensors import sharded
-
-    shutil.rmtree(unpacked / "model_weights")
-    save_weights(
-        {"a": sharded("model.decoder.final_layernorm.weight", torch.zeros(3))},
-        unpacked / "model_weights",
-    )
-    refuse(unpacked, layout, r"word_embeddings\.weight: got none")
-    edit(unpacked, position_embedding_type="alibi")
-    refuse(unpacked, layout, "position_embedding_type: got 'alibi'")
-
-
-@pytest.mark.parametrize("write", [nemo1, bridge], ids=lambda write: write.__name__)
-def test_a_tensor_too_few_or_too_many_is_named(
-    write: Writer, tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
+def test_weights_of_another_model_are_named(
+    unpacked: Path, theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
+    """Too many, too few, or none under the prefix: NeMo 1's settings over NeMo 2's weights."""
+    norm = "decoder.final_layernorm.weight"
     bias = {"decoder.layers.self_attention.linear_qkv.bias": torch.ones(foreign.LAYERS, 128)}
-    more = write(tmp_path / "more", {**tensors, **bias}, tokenizer_folder)
-    with pytest.raises(CheckpointError, match=r"no place in the model.*linear_qkv\.bias"):
-        load(more, layout)
-    name = "decoder.final_layernorm.weight"
-    few = {key: tensor for key, tensor in tensors.items() if key != name}
-    with pytest.raises(CheckpointError, match=r"final_layernorm\.weight: got none"):
-        load(write(tmp_path / "fewer", few, tokenizer_folder), layout)
+    with refusals() as refused:
+        for write in (nemo1, bridge):
+            with refused((write, "more"), r"no place in the model.*linear_qkv\.bias"):
+                load(theirs(write, f"{write.__name__}_more", bias), layout)
+            with refused((write, "fewer"), r"final_layernorm\.weight: got none"):
+                load(theirs(write, f"{write.__name__}_fewer", {norm: None}), layout)
+        source = theirs(nemo1, "mixed")
+        shutil.rmtree(source / "model_weights")
+        shutil.move(theirs(nemo2, "nemo2") / "weights", source / "model_weights")
+        with refused("prefix", r"model\.embedding.*: got none"):
+            load(source, layout)
+        shutil.rmtree(unpacked / "model_weights")
+        save_weights({"a": sharded(f"model.{norm}", torch.zeros(3))}, unpacked / "model_weights")
+        with refused("shape", r"word_embeddings\.weight: got none"):
+            load(unpacked, layout)
+        with refused("bias", r"has a bias.*nemo-aligner import"):
+            load(theirs(nemo1, "bias", head_of(1)), layout)
 
 
-def test_nothing_under_the_prefix_is_nothing(
-    tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
-) -> None:
-    """NeMo 1 settings over NeMo 2 weights would leave a model as it was drawn."""
-    foreign.nemo1(tmp_path / "theirs", tensors, tokenizer_folder)
-    shutil.rmtree(tmp_path / "theirs" / "model_weights")
-    foreign.save(tmp_path / "theirs" / "model_weights", tensors, "module.")
-    with pytest.raises(CheckpointError, match=r"model\.embedding.*: got none"):
-        load(tmp_path / "theirs", layout)
+def ours(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
+    """An archive as this package writes it."""
+    output = folder.with_suffix(".nemo")
+    import_nemo(nemo1(folder, tensors, tokenizer), output)
+    return output
 
 
-@pytest.mark.parametrize("write", [bridge, nemo2, zarr_folder], ids=lambda write: write.__name__)
-def test_ranks_get_what_was_written(
-    write: Writer, tensors: Tensors, tokenizer_folder: Path, layout: Any, tmp_path: Path
+@pytest.mark.parametrize("write", [bridge, ours, nemo2, zarr_folder], ids=lambda it: it.__name__)
+def test_ranks_get_what_was_written_and_save_it_as_it_was(
+    write: Writer, theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
     """At TP=2 and at PP=2, from layers stacked and apart."""
-    from megatron.core import dist_checkpointing
-
-    from tests.checkpoint.resave import LAYOUTS
-
     if write is zarr_folder:
         pytest.importorskip("zarr")
-    source = write(tmp_path / "theirs", tensors, tokenizer_folder)
-    tiny.run_script("tests/checkpoint/resave.py", str(source), str(tmp_path), processes=2)
+    source = theirs(write)
+    done = tiny.run_script("tests/checkpoint/resave.py", str(source), str(tmp_path), processes=2)
+    assert done.stdout.count("all ranks know: missing.nemo: no such") == 2 * len(LAYOUTS)
     for name in LAYOUTS:
         got = dist_checkpointing.load_plain_tensors(str(tmp_path / name))
-        for key, tensor in tensors.items():
-            if key != "output_layer.weight":
-                rows = slice(tiny.SHAPE["vocab_size"] if "embedding" in key else None)
-                found = got[f"model.{key}"][rows]
-                torch.testing.assert_close(found, tensor[rows], rtol=0, atol=0)
+        found = {key.removeprefix("model."): tensor for key, tensor in got.items()}
+        assert found.keys() == tensors.keys() - {"output_layer.weight"} | {"rm_head.weight"}
+        for key in found.keys() & tensors.keys():
+            rows = slice(tiny.SHAPE["vocab_size"] if "embedding" in key else None)
+            torch.testing.assert_close(found[key][rows], tensors[key][rows], rtol=0, atol=0)
 
 
-def test_weights_survive_another_layout(layout: Any, tmp_path: Path) -> None:
-    from megatron.core import dist_checkpointing
+def test_checkpoint_that_is_opened_has_its_index_read_once(
+    index_reads: list[str], layout: Any, tmp_path: Path
+) -> None:
+    """To train and to score; without checksums every piece is read to be checked, too."""
+    path = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
+    shutil.unpack_archive(path, tmp_path / "folder", "tar")
+    (tmp_path / "folder" / "checksums.json").unlink()
+    uses = (partial(load, attributes=2), load_reward_model)
+    for source, use in product((path, tmp_path / "folder"), uses):
+        index_reads.clear()
+        use(source, layout=layout)
+        assert len(index_reads) == 1
+        assert index_reads[0].endswith("model_weights/.metadata")
 
-    base = tiny.write_base_nemo(tmp_path / "base.nemo")
-    done = tiny.run_script("tests/checkpoint/resave.py", str(base), str(tmp_path), processes=2)
-    assert done.stdout.count("all ranks know: missing.nemo: no such") == 2 * len(LAYOUTS)
-    with open_nemo(base) as folder:
-        wanted = dist_checkpointing.load_plain_tensors(str(folder.weights))
-    for layout in LAYOUTS:
-        got = dist_checkpointing.load_plain_tensors(str(tmp_path / layout))
-        assert got.keys() == wanted.keys() | {"model.rm_head.weight"}
-        for key, tensor in wanted.items():
-            rows = slice(tiny.SHAPE["vocab_size"]) if "embedding" in key else slice(None)
-            torch.testing.assert_close(got[key][rows], tensor, rtol=0, atol=0)
+
+def test_megatron_config_of_a_gemma_is_that_of_nemo_1(theirs: Theirs, layout: Any) -> None:
+    """Bridge calls the GELU with tanh fast_gelu, and scales embeddings by the provider's class."""
+    numbers = torch.linspace(-4, 4, 101)
+    gelu = torch.nn.functional.gelu(numbers, approximate="tanh")
+    torch.testing.assert_close(fast_gelu(numbers), gelu)
+    tied = {"output_layer.weight": None}
+    wanted = load(theirs(nemo1, "a", tied, **foreign.NEMO1_GEMMA), layout).model
+    found = load(theirs(bridge, "b", tied, **foreign.BRIDGE_GEMMA), layout).model
+    torch.testing.assert_close(scores(found, layout), scores(wanted, layout), rtol=0, atol=0)
+
+
+# Of NeMo 2 and Megatron-Bridge: what their models can be, and ours cannot.
+NOT_BUILT = [
+    ({"rotary_interleaved": True}, "rotary_interleaved: got True"),
+    ({"num_moe_experts": 8}, "num_moe_experts: got 8"),
+    ({"multi_latent_attention": True}, "multi_latent_attention: got True"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0"),
+    ({"query_pre_attn_scalar": 224}, "query_pre_attn_scalar: got 224"),
+    ({"use_mup": True}, "use_mup: got True"),
+    ({"rotary_base_per_layer": [1e4, 1e6]}, "rotary_base_per_layer: got"),
+    (
+        {"_target_": "nemo.collections.llm.Gemma2Config2B", "query_pre_attn_scalar": 256},
+        "_target_: got 'Gemma2Config2B'",
+    ),
+    ({"activation_func": foreign.function("torch.nn.functional.gelu")}, "activation_func"),
+    ({"normalization": "BatchNorm"}, "normalization: got 'BatchNorm'"),
+    ({"add_bias_linear": True}, "bias: got True"),
+    ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
+    ({"num_layers": 5}, "4 layers of shape.*want 5"),
+    ({"num_query_groups": None}, "linear_qkv"),
+    ({"seq_length": None}, "max_position_embeddings|NoneType|None"),
+]
+# NeMo 1 sets fields of megatron-core's ``TransformerConfig`` by their names, also in a section.
+SECTION = "mcore_customization_config"
+NOT_BUILT_OF_NEMO_1 = [
+    ({"softmax_scale": 0.1}, r"model_config\.yaml: softmax_scale: got 0\.1"),
+    ({SECTION: {"query_pre_attn_scalar": 224}}, f"{SECTION}: query_pre_attn_scalar: got 224"),
+    ({SECTION: [1]}, f"{SECTION}: got .*wanted a mapping"),
+]
+
+
+def test_megatron_config_of_what_is_not_built_is_refused(theirs: Theirs, layout: Any) -> None:
+    second, first = theirs(nemo2, "nemo2"), theirs(nemo1, "nemo1")
+    with refusals() as refused:
+        for changes, pattern in NOT_BUILT:
+            (second / "context/model.yaml").write_text(foreign.nemo2_settings(**changes))
+            with refused(changes, pattern):
+                load(second, layout)
+        for changes, pattern in NOT_BUILT_OF_NEMO_1:
+            edit(first, **foreign.nemo1_config(**changes))
+            with refused(changes, pattern):
+                load(first, layout)
+            edit(first, softmax_scale=None)
+    edit(first, **{SECTION: {"num_microbatches_per_virtual_pipe": 4}})  # changes no result
+    load(first, layout)
+
+
+@pytest.fixture(scope="module")
+def with_lora(layout: Any, contracts: Contracts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with LoRA, all of whose matrices have numbers."""
+    place = tmp_path_factory.mktemp("lora")
+    base = tiny.write_base_nemo(place / "base.nemo")
+    loaded = load_pretrained(base, layout, num_attributes=1, precision=Precision.fp32, lora=LORA)
+    with torch.no_grad():
+        for name, parameter in loaded.model.named_parameters():
+            if is_of_adapter(name):
+                parameter.normal_()
+    contract = build_contract(contracts.config(), loaded.tokenizer, Precision.fp32)
+    path = place / "rm.nemo"
+    save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
+    return path
+
+
+def test_lora_is_loaded_as_it_was_saved(with_lora: Path, layout: Any, tmp_path: Path) -> None:
+    loaded = load_reward_model(with_lora, layout)
+    path = tmp_path / "again.nemo"
+    save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, loaded.contract)
+    again = load_reward_model(path, layout)
+    found, wanted = (dict(each.model.named_parameters()) for each in (again, loaded))
+    assert found.keys() == wanted.keys()
+    assert sum(map(is_of_adapter, found)) == 4 * 2 * 4  # layers, A and B, linear layers
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(wanted[name].any() for name in wanted if is_of_adapter(name))
+
+
+def test_lora_settings_that_do_not_fit_the_matrices_are_refused(
+    with_lora: Path, layout: Any, tmp_path: Path, scratch: Path
+) -> None:
+    def section(**changes: Any) -> Callable[[Path], object]:
+        return lambda folder: edit(folder, lora={**LORA.to_config(), **changes})
+
+    def without(folder: Path) -> None:
+        config = yaml.safe_load((folder / "model_config.yaml").read_text())
+        del config["lora"]
+        (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
+
+    folder = unpack(with_lora, lambda name: name.name != CHECKSUMS_NAME)
+    damages = [
+        (section(rank=4), r"adapter\.linear_in\.weight: got 4 layers of shape"),
+        (section(rank=2**31), r"its settings want 4 of \[2147483648, 64\]"),
+        (section(rank="3"), r"nemo_.*: model_config\.yaml: lora\.rank: got '3'"),
+        (section(targets=["linear_qkv"]), "tensors have no place in the model"),
+        (lambda folder: edit(folder, lora={}), "lora: got {}, wanted rank, alpha and targets"),
+        (without, "tensors have no place in the model that its settings describe"),
+    ]
+    check_damages(folder, damages, lambda folder: load_reward_model(folder, layout))
+    base = unpack(with_lora.with_name("base.nemo"), lambda name: name.name != CHECKSUMS_NAME)
+    edit(base, lora=LORA.to_config())
+    refuse(base, layout, r"linear_in\.weight: got 0 layers of shape")

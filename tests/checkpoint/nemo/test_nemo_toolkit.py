@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import sys
-import sysconfig
 import tarfile
-import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.write import write_nemo
+from tests.environments import kept_environment, make_environment
 
 REQUIREMENTS = ("nemo_toolkit[core]==3.0.0", "lightning==2.4.0")
 CONFIG = {"num_layers": 2, "layernorm_epsilon": 1e-5, "bias": False, "vocab_size": 320}
@@ -34,31 +30,15 @@ print("config:" + json.dumps(OmegaConf.to_container(config, resolve=True)))
 
 
 @pytest.fixture(scope="module")
-def nemo_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def nemo_python() -> Path:
     """An interpreter with nemo-toolkit, in an environment of its own."""
     if not hasattr(tarfile, "data_filter"):
         pytest.skip("nemo-toolkit unpacks with tarfile's filters, which Python 3.11.4 brought")
-    folder = tmp_path_factory.mktemp("nemo_toolkit")
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    # torch and whatever else fits is taken from here, behind what the new environment has itself.
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    inherited = folder / "lib" / version / "site-packages" / "inherited.pth"
-    inherited.write_text(sysconfig.get_path("purelib"))
-    try:
-        done = subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", *REQUIREMENTS],
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"installing {' '.join(REQUIREMENTS)} took longer than 15 minutes")
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        pytest.skip(f"{' '.join(REQUIREMENTS)} cannot be installed here: {reason}")
-    yield python
-    shutil.rmtree(folder)
+
+    def make(folder: Path) -> None:
+        make_environment(folder, *REQUIREMENTS)
+
+    return kept_environment("nemo_toolkit", REQUIREMENTS, make) / "bin" / "python"
 
 
 def test_both_directions(nemo_python: Path, tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ import yaml
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.write import write_nemo
+from nemo_aligner.errors import CheckpointError
 from tests import tiny
-from tests.checkpoint.loading import Bomb, files_of
+from tests.checkpoint.fuzzing import files_of
+from tests.checkpoint.loading import Bomb
 from tests.checkpoint.refusals import refusals
 
 CONFIG = {"vocab_size": 320, "num_layers": 2, "layernorm_epsilon": 1e-5, "precision": "bf16"}
@@ -54,8 +56,8 @@ def check(path: Path) -> Path:
         return folder.root
 
 
-def test_open_gives_what_was_written(archive: Path, tmp_path: Path) -> None:
-    """Plain, gzipped, or unpacked, which is left where it is."""
+def test_open_gives_what_was_written(archive: Path, parts: Parts, tmp_path: Path) -> None:
+    """Plain, gzipped, or unpacked, which is left where it is and compared with its checksums."""
     assert not check(archive).exists()
     with tarfile.open(archive, "r:") as tar:
         assert all(name.startswith("./") for name in tar.getnames())
@@ -64,10 +66,9 @@ def test_open_gives_what_was_written(archive: Path, tmp_path: Path) -> None:
     check(zipped)
     shutil.unpack_archive(archive, tmp_path / "folder", "tar")
     assert check(tmp_path / "folder") == tmp_path / "folder"
-    assert (tmp_path / "folder").is_dir()
-
-
-def test_open_without_a_contract(tmp_path: Path, parts: Parts) -> None:
+    (tmp_path / "folder" / "model_config.yaml").write_text("rotary_base: 5\n")
+    with pytest.raises(CheckpointError, match=r"model_config\.yaml: got sha256"):
+        check(tmp_path / "folder")
     write_nemo(tmp_path / "base.nemo", CONFIG, *parts)
     with open_nemo(tmp_path / "base.nemo") as folder:
         assert folder.contract is None
@@ -123,9 +124,9 @@ def test_write_stores_files_and_their_checksums(
     shutil.unpack_archive(tiny_archive, root, "tar")
     sums = json.loads((root / "checksums.json").read_text())
     assert sums == {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files_of(root)
-        if path.name != "checksums.json"
+        name: hashlib.sha256(data).hexdigest()
+        for name, data in files_of(root).items()
+        if name != "checksums.json"
     }
 
 
@@ -145,20 +146,19 @@ def test_write_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, part
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("existing", [False, True])
 def test_write_that_fails_leaves_what_was_there(
-    existing: bool, tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "out" / "model.nemo"
-    if existing:
-        write_nemo(path, CONFIG, *parts, CONTRACT)
+    old, new = tmp_path / "old" / "model.nemo", tmp_path / "new" / "model.nemo"
+    write_nemo(old, CONFIG, *parts, CONTRACT)
 
     def fail(stream: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="no space"):
-        write_nemo(path, {"vocab_size": 3}, *parts)
-    assert list(path.parent.iterdir()) == ([path] if existing else [])
-    if existing:
-        check(path)
+    for path in (old, new):
+        with pytest.raises(OSError, match="no space"):
+            write_nemo(path, {"vocab_size": 3}, *parts)
+    assert list(old.parent.iterdir()) == [old]
+    check(old)
+    assert not list(new.parent.iterdir())

@@ -1,42 +1,96 @@
-"""The index of untrusted weights: nothing in it is run, and it points nowhere else."""
+"""Untrusted weights, their index and pieces: no code runs, and all data is whole and in place."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
+    Metadata,
     MetadataIndex,
 )
 
 from nemo_aligner.checkpoint.weights.index import read_metadata
-from nemo_aligner.errors import CheckpointError
-from tests.checkpoint.loading import Bomb, refuse
+from nemo_aligner.checkpoint.weights.store import open_weights
+from tests.checkpoint.fuzzing import files_of
+from tests.checkpoint.loading import Bomb, edit, refuse
+from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.weights.tensors import check_loaded, load
 
 pytestmark = pytest.mark.usefixtures("layout")
 
-
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_a_pickle_is_not_executed(name: str, saved: Path, tmp_path: Path) -> None:
-    (saved / name).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
-    with pytest.raises(CheckpointError, match="refused"):
-        load(saved)
-    assert not (tmp_path / "executed").exists()
+EMBEDDING = "model.embedding"
 
 
-def test_code_hidden_inside_a_good_index_is_not_executed(saved: Path, tmp_path: Path) -> None:
-    metadata = read_metadata(saved)
-    metadata.planner_data = {"x": Bomb(tmp_path / "executed")}
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="refused"):
-        load(saved)
+@contextmanager
+def edited_index(folder: Path) -> Iterator[Any]:
+    """The index of the weights in ``folder``, which is written back as the block leaves it."""
+    metadata = read_metadata(folder)
+    yield metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def index_edit(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        with edited_index(folder) as metadata:
+            change(metadata)
+
+    return damage
+
+
+def check_and_load(folder: Path) -> None:
+    """As weights without checksums are opened."""
+    open_weights(folder).check_data(read=True)
+    check_loaded(load(folder))
+
+
+def first_info(metadata: Any) -> Any:
+    """Where the first piece is stored."""
+    return next(iter(metadata.storage_data.values()))
+
+
+def test_code_is_never_run(saved: Path, tmp_path: Path) -> None:
+    """Wherever weights may hold a pickle: it is refused, or not read."""
+    bomb = Bomb(tmp_path / "executed")
+
+    def write(name: str) -> Callable[[Path], object]:
+        return lambda folder: (folder / name).write_bytes(pickle.dumps(bomb))
+
+    def put_under(key: str, is_object: bool = True) -> Callable[[Path], None]:
+        def damage(folder: Path) -> None:
+            file = folder / "__9_9.distcp"
+            torch.save(bomb, file)
+            with edited_index(folder) as metadata:
+                index = MetadataIndex(key, None if is_object else torch.Size([0, 0]))
+                if is_object:
+                    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+                info = type(first_info(metadata))
+                metadata.storage_data[index] = info(file.name, 0, file.stat().st_size)
+
+        return damage
+
+    damages = [
+        (write(".metadata"), "refused"),
+        (write("common.pt"), "refused"),
+        (index_edit(lambda metadata: setattr(metadata, "planner_data", {"x": bomb})), "refused"),
+        (put_under(EMBEDDING), r"missing: model\.embedding"),
+        (put_under(EMBEDDING, is_object=False), r"model\.embedding: cannot be read"),
+    ]
+    check_damages(saved, damages, load)
+    put_under("model._extra_state/shard_0_1")(saved)
+    check_and_load(saved)
+    write("common.pt")(saved)
+    open_weights(saved).check_data(read=True)
     assert not (tmp_path / "executed").exists()
 
 
@@ -50,169 +104,148 @@ class Attribute:
         return self.call
 
 
-def test_getattr_gives_members_of_enums_and_nothing_else(saved: Path) -> None:
+def test_index_getattr_gives_members_of_enums_and_nothing_else(saved: Path) -> None:
     """Python 3.11.0 to 3.11.3 pickle the member of an enum like this."""
-    metadata = read_metadata(saved)
-    metadata.planner_data = {"x": Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")}
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with edited_index(saved) as metadata:
+        metadata.planner_data = {"x": Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")}
     assert read_metadata(saved).planner_data == {"x": _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST}
-    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (MetadataIndex, "__init__")):
-        metadata.planner_data = {"x": Attribute(owner, name)}
-        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(CheckpointError, match="it asks for attribute '__init__'"):
-            read_metadata(saved)
+    with refusals() as refused:
+        for owner in (_MEM_FORMAT_ENCODING, MetadataIndex):
+            metadata.planner_data = {"x": Attribute(owner, "__init__")}
+            (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+            with refused(owner, "attribute '__init__'"):
+                read_metadata(saved)
 
 
-@pytest.mark.parametrize("key", ["model._extra_state/shard_0_1", "model.embedding"])
-def test_opaque_bytes_are_not_executed(key: str, saved: Path, tmp_path: Path) -> None:
-    """As an opaque object beside the tensors, and instead of a tensor."""
-    metadata = read_metadata(saved)
-    bomb = saved / "__9_9.distcp"
-    torch.save(Bomb(tmp_path / "executed"), bomb)
-    metadata.state_dict_metadata[key] = BytesStorageMetadata()
-    some_info = next(iter(metadata.storage_data.values()))
-    metadata.storage_data[MetadataIndex(key)] = type(some_info)(bomb.name, 0, bomb.stat().st_size)
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    if key == "model.embedding":
-        with pytest.raises(CheckpointError, match=r"missing: model\.embedding"):
-            load(saved)
-    else:
-        check_loaded(load(saved))
-    assert not (tmp_path / "executed").exists()
+def hostile_pickles() -> Iterator[tuple[bytes, str]]:
+    """Pickles of objects in objects, each naming the one below twice: 40 would take hours to hash.
+
+    And one that changes a class: BUILD with a pair of states sets the second one's attributes.
+    """
+    module = b"torch.distributed.checkpoint."
+    yield b"c" + module + b"metadata\nMetadata\n(N}(S'planted'\nI1\nutb.", r"\.metadata: refused"
+
+    tuples = b")" + b"2\x86" * 40
+    record = b"c" + module + b"metadata\nMetadataIndex\n)\x81"
+    state = b"0%bq%c}(X\x03\x00\x00\x00fqnh%cX\x06\x00\x00\x00offseth%cub"
+    records = b"".join(state % (record, level, level - 1, level - 1) for level in range(1, 40))
+    function = b"c" + module + b"planner\nWriteItemType\n"
+    for content in (
+        b"}" + tuples + b"Ns.",
+        b"})" + b"q\x00h\x00\x86" * 40 + b"Ns.",
+        b"}" + record + b"q\x00" + records + b"Ns.",
+        b"\x8f(" + tuples + b"\x90.",
+        b"(" + tuples + b"\x91.",
+        function + tuples + b"R.",
+        function + b"]" + b"q\x00](h\x00h\x00e" * 40 + b"\x85R.",
+    ):
+        assert len(content) < 5000
+        yield content, "of more than 10000 parts"
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", ".."])
-def test_data_outside_the_folder_is_refused(name: str, saved: Path) -> None:
-    metadata = read_metadata(saved)
-    for info in metadata.storage_data.values():
-        info.relative_path = name
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="not in its folder"):
-        load(saved)
-
-
-def test_linked_data_is_refused(saved: Path, tmp_path: Path) -> None:
-    data = next(saved.glob("*.distcp"))
-    data.rename(tmp_path / "elsewhere")
-    data.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="is a link"):
-        load(saved)
-
-
-def test_an_index_may_not_change_the_classes_that_it_names(unpacked: Path, layout: Any) -> None:
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    module = b"torch.distributed.checkpoint.metadata"
-    # BUILD on a class: a pair of states, of which the second is set attribute by attribute.
-    code = b"c" + module + b"\nMetadata\n(N}(S'planted'\nI1\nutb."
-    (unpacked / "model_weights" / ".metadata").write_bytes(code)
-    refuse(unpacked, layout, r"\.metadata: refused")
+def test_index_that_is_a_hostile_pickle_is_refused_at_once(tmp_path: Path) -> None:
+    with refusals() as refused:
+        for content, pattern in hostile_pickles():
+            (tmp_path / ".metadata").write_bytes(content)
+            with refused(content[:60], pattern):
+                read_metadata(tmp_path)
     assert not hasattr(Metadata, "planted")
 
 
-def break_info(metadata: Any, name: str) -> None:
-    object.__delattr__(next(iter(metadata.storage_data.values())), name)
-
-
-def break_entry(metadata: Any, name: str) -> None:
-    object.__delattr__(metadata.state_dict_metadata["model.decoder.final_layernorm.weight"], name)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda metadata: break_info(metadata, "offset"),
-        lambda metadata: break_info(metadata, "length"),
-        lambda metadata: break_info(metadata, "relative_path"),
-        lambda metadata: break_entry(metadata, "size"),
-        lambda metadata: break_entry(metadata, "properties"),
-        lambda metadata: break_entry(metadata, "chunks"),
-        lambda metadata: delattr(metadata, "state_dict_metadata"),
-        lambda metadata: setattr(metadata, "storage_data", {}),
-        lambda metadata: setattr(metadata, "storage_data", [1]),
-        lambda metadata: metadata.state_dict_metadata.clear(),
-    ],
-)
-def test_an_index_that_lacks_something_is_refused(
-    damage: Callable[[Any], None], unpacked: Path, layout: Any
-) -> None:
-    from nemo_aligner.checkpoint.weights.index import read_metadata
-
-    metadata = read_metadata(unpacked / "model_weights")
-    damage(metadata)
-    (unpacked / "model_weights" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refuse(unpacked, layout, r"\.metadata|word_embeddings\.weight: got none")
-
-
-def index_of(key: bytes) -> bytes:
-    """An index in which the object that ``key`` makes is the key of a dict."""
-    return b"}" + key + b"Ns."
-
-
-def test_index_of_objects_in_objects_is_refused_at_once(tmp_path: Path) -> None:
-    """Each level names the one below twice: 40 of them would take hours to hash."""
-    module = b"torch.distributed.checkpoint."
-    record = b"c" + module + b"metadata\nMetadataIndex\n)\x81"
-    tuples = b")" + b"2\x86" * 40
-    records = (
-        record
-        + b"q\x00"
-        + b"".join(
-            b"0%bq%c}(X\x03\x00\x00\x00fqnh%cX\x06\x00\x00\x00offseth%cub"
-            % (record, level, level - 1, level - 1)
-            for level in range(1, 40)
-        )
-    )
-    pickles = {
-        "tuples": index_of(tuples),
-        "put and got": index_of(b")" + b"q\x00h\x00\x86" * 40),
-        "records": index_of(records),
-        "in a set": b"\x8f(" + tuples + b"\x90.",
-        "in a frozen set": b"(" + tuples + b"\x91.",
-        "an argument": b"c" + module + b"planner\nWriteItemType\n" + tuples + b"R.",
-        "lists": b"c"
-        + module
-        + b"planner\nWriteItemType\n]"
-        + b"q\x00](h\x00h\x00e" * 40
-        + b"\x85R.",
-    }
-    for name, content in pickles.items():
-        (tmp_path / ".metadata").write_bytes(content)
-        with pytest.raises(CheckpointError, match="of more than 10000 parts"):
-            read_metadata(tmp_path)
-        assert len(content) < 5000, name
-
-
-def test_index_that_is_wrong_is_told_in_few_words(saved: Path) -> None:
-    whole = (saved / ".metadata").read_bytes()
+def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
+    """A change to the index, and what is told of it: values are named in few words."""
     long = "x" * 10**6
     much: Any = [1]
     for _ in range(40):
         much = [much, much]
 
-    def change_dtype(metadata: Any, value: Any) -> None:
-        entries = metadata.state_dict_metadata.values()
-        properties = next(each.properties for each in entries if hasattr(each, "properties"))
-        object.__setattr__(properties, "dtype", value)
+    def set_file(value: Any) -> Callable[[Any], object]:
+        return lambda metadata: setattr(first_info(metadata), "relative_path", value)
 
-    def change_file(metadata: Any, value: Any) -> None:
-        next(iter(metadata.storage_data.values())).relative_path = value
+    def set_dtype(value: Any) -> Callable[[Any], object]:
+        def change(metadata: Any) -> None:
+            properties = metadata.state_dict_metadata[EMBEDDING].properties
+            object.__setattr__(properties, "dtype", value)
 
-    def name_file(metadata: Any, value: Any) -> None:
-        info = next(iter(metadata.storage_data.values()))
-        metadata.storage_data[MetadataIndex(value)] = info
+        return change
 
-    for change, value, wanted in (
-        (change_dtype, much, "got list, wanted a dtype"),
-        (change_dtype, long, "got str, wanted a dtype"),
-        (change_file, much, "got list, "),
-        (change_file, f"{long}/", "is not in its folder"),
-        (name_file, (1, 2), "got tuple, wanted the name of a tensor"),
-    ):
-        (saved / ".metadata").write_bytes(whole)
-        metadata = read_metadata(saved)
-        change(metadata, value)
-        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(CheckpointError, match=wanted) as caught:
-            read_metadata(saved)
-        assert len(str(caught.value)) < 1000
+    def resize(rows: int) -> Callable[[Any], object]:
+        size = torch.Size([rows, 4])
+        return lambda metadata: setattr(metadata.state_dict_metadata[EMBEDDING], "size", size)
+
+    for name in ("offset", "length", "relative_path"):
+        yield lambda m, name=name: object.__delattr__(first_info(m), name), rf"\.metadata.*{name}"
+    for name in ("size", "properties", "chunks"):
+        yield (
+            lambda m, name=name: object.__delattr__(m.state_dict_metadata[EMBEDDING], name),
+            rf"\.metadata.*{name}",
+        )
+    yield lambda metadata: delattr(metadata, "state_dict_metadata"), r"\.metadata"
+    yield lambda metadata: setattr(metadata, "storage_data", {}), r"\.metadata"
+    yield lambda metadata: setattr(metadata, "storage_data", [1]), r"\.metadata"
+    yield lambda metadata: metadata.state_dict_metadata.clear(), "tensors are missing"
+    yield set_dtype(much), "got list, wanted a dtype"
+    yield set_dtype(long), "got str, wanted a dtype"
+    yield set_file(much), "got list, "
+    yield (
+        lambda m: m.storage_data.update({MetadataIndex((1, 2)): first_info(m)}),
+        "got tuple, wanted the name of a tensor",
+    )
+    for name in ("../secret", "/etc/hostname", "..", f"{long}/"):
+        yield set_file(name), "not in its folder"
+    yield resize(5), r"model\.embedding: .*lies outside"
+    yield resize(7), r"model\.embedding: .*do not make up its shape"
+
+
+def test_index_that_is_wrong_is_refused(saved: Path) -> None:
+    changes = damages_of_the_index()
+    check_damages(saved, ((index_edit(change), said) for change, said in changes), check_and_load)
+
+
+def test_data_that_is_missing_cut_off_or_a_link_is_named(saved: Path, tmp_path: Path) -> None:
+    (name,) = (path.name for path in saved.glob("*.distcp"))
+
+    def link(folder: Path) -> None:
+        (folder / name).rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+
+    damages = [
+        (lambda folder: (folder / name).unlink(), "no such file, wanted the data of"),
+        (lambda folder: cut(folder / name, -100), "the file ends at|damaged"),
+        (lambda folder: cut(folder / name, 0), "the file ends at 0"),
+        (link, "is a link"),
+    ]
+    check_damages(saved, damages, check_and_load)
+
+
+def cut(path: Path, end: int) -> None:
+    path.write_bytes(path.read_bytes()[:end])
+
+
+def test_index_that_promises_too_much_is_refused(unpacked: Path, layout: Any) -> None:
+    """Settings and index agree on a size that the files lack; anyone can write checksums."""
+    weights, size = unpacked / "model_weights", torch.Size([2**30, 16])
+    with edited_index(weights) as metadata:
+        entry = metadata.state_dict_metadata["model.embedding.word_embeddings.weight"]
+        entry.size = entry.chunks[0].sizes = size
+    edit(unpacked, vocab_size=2**30)
+    refuse(unpacked, layout, "wanted at least 68719476736")
+    files = files_of(unpacked).items()
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files}
+    (unpacked / "checksums.json").write_text(json.dumps(sums))
+    refuse(unpacked, layout, "wanted at least 68719476736")
+
+
+def test_piece_with_a_flipped_bit_is_found_once_it_is_read(unpacked: Path, layout: Any) -> None:
+    weights = unpacked / "model_weights"
+    tensors = dist_checkpointing.load_plain_tensors(str(weights))
+    (file,) = weights.glob("*.distcp")
+    whole = file.read_bytes()
+    for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc2.weight"):
+        for layer in range(2):
+            row = tensors[f"model.decoder.layers.{name}"][layer, -1].numpy().tobytes()
+            data = bytearray(whole)
+            data[data.index(row) + 5] ^= 4
+            file.write_bytes(data)
+            open_weights(weights).check_data(read=False)
+            refuse(unpacked, layout, f"{name}: damaged: .* has another CRC-32")

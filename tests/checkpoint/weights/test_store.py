@@ -1,127 +1,269 @@
-"""Opened weights: they come back as they were, and what does not fit is one clear error."""
+"""Weights that are saved and opened: they come back bit for bit, and what does not fit is named."""
 
 from __future__ import annotations
 
 import json
-import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import FileSystemWriter
 
-from nemo_aligner.checkpoint.weights.index import read_metadata
+from nemo_aligner.checkpoint.weights.own_storage import with_own_storage
+from nemo_aligner.checkpoint.weights.run_weights import frozen_digest, put_weights, sharded_weights
+from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights, start_saving
 from nemo_aligner.checkpoint.weights.store import open_weights
 from nemo_aligner.errors import CheckpointError
+from nemo_aligner.models.head_shape import HeadShape
+from nemo_aligner.models.lora import is_of_adapter
+from tests.checkpoint import foreign
+from tests.checkpoint.foreign import zarr_folder
+from tests.checkpoint.loading import Tensors, Theirs, check, import_nemo, refuse
+from tests.checkpoint.loading import load as load_model
+from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.weights.tensors import check_loaded, load, request, sharded
+from tests.checkpoint.weights.test_index import edited_index
+from tests.models.test_adapters import LORA, build, perturb
 
 pytestmark = pytest.mark.usefixtures("layout")
 
 
-def test_tensors_come_back_bit_for_bit(saved: Path) -> None:
+def test_store_gives_what_was_saved_and_reads_the_index_once(
+    saved: Path, index_reads: list[str]
+) -> None:
     check_loaded(load(saved))
-    assert open_weights(saved).tensors == {
+    assert index_reads == [str(saved / ".metadata")]
+    store = open_weights(saved)
+    assert store.tensors == {
         "model.embedding": ((6, 4), torch.float32),
         "model.layers.weight": ((2, 3, 4), torch.float32),
     }
+    store.check_data(read=True)
+    for layer in range(2):
+        found = store.read("model.layers.weight", layer)
+        torch.testing.assert_close(found, request()[f"{layer}.weight"].data)
+    store.load(request(fill=0.0))
+    assert len(index_reads) == 2
+    in_bf16 = load(saved, request(fill=0.0, dtype=torch.bfloat16))["model.embedding"]
+    assert (in_bf16.dtype, float(in_bf16[0, 1])) == (torch.bfloat16, 1.5)
 
 
-def test_the_format_is_megatron_cores_own_both_ways(tmp_path: Path, saved: Path) -> None:
-    from megatron.core import dist_checkpointing
-
+def test_store_has_the_format_of_megatron_core_both_ways(tmp_path: Path, saved: Path) -> None:
     wanted = request(fill=-1.0)
     del wanted["model._extra_state"]
     check_loaded(dist_checkpointing.load(wanted, str(saved)))
-
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     dist_checkpointing.save(request(), str(theirs))
     check_loaded(load(theirs))
 
 
-def test_weights_take_the_models_dtype(saved: Path) -> None:
-    state = load(saved, request(fill=0.0, dtype=torch.bfloat16))
-    assert state["model.embedding"].dtype is torch.bfloat16
-    assert state["model.embedding"][0, 1] == 1.5
+def test_store_of_a_padded_vocabulary_may_differ_in_rows(saved: Path) -> None:
+    for rows in (5, 8):
+        data = torch.full((rows, 4), 7.0)
+        embedding = sharded("model.embedding", data, allow_shape_mismatch=True)
+        loaded = load(saved, {"model.embedding": embedding})["model.embedding"]
+        common = min(rows, 6)
+        torch.testing.assert_close(loaded[:common], request()["model.embedding"].data[:common])
+        assert not loaded[common:].any()
 
 
-@pytest.mark.parametrize("rows", [5, 8])
-def test_a_padded_vocabulary_may_differ_in_rows(rows: int, saved: Path) -> None:
-    embedding = sharded("model.embedding", torch.full((rows, 4), 7.0), allow_shape_mismatch=True)
-    loaded = load(saved, {"model.embedding": embedding})["model.embedding"]
-    common = min(rows, 6)
-    torch.testing.assert_close(loaded[:common], request()["model.embedding"].data[:common])
-    assert not loaded[common:].any()
+def test_store_refuses_a_request_that_does_not_fit(saved: Path) -> None:
+    names = [f"model.new.{number}" for number in range(8)]
+    new = {name: sharded(name, torch.zeros(2)) for name in names}
+    other = {"w": sharded("model.layers.weight", torch.zeros(2, 3, 5))}
+    with refusals() as refused:
+        with refused("missing", r"8 tensors are missing: model\.new\.0, .* and 3 more"):
+            load(saved, new)
+        with refused("shape", r"layers\.weight: got shape \[2, 3, 4\], wanted \[2, 3, 5\]"):
+            load(saved, other)
+        with refused("one", r"the tensor model\.new is missing"):
+            open_weights(saved).read("model.new")
 
 
-def test_missing_tensors_are_listed(saved: Path) -> None:
-    wanted = {
-        f"model.new.{number}": sharded(f"model.new.{number}", torch.zeros(2)) for number in range(8)
-    }
-    with pytest.raises(
-        CheckpointError, match=r"8 tensors are missing: model\.new\.0, .* and 3 more"
-    ):
-        load(saved, wanted)
+def test_store_that_lacks_a_part_names_it(saved: Path) -> None:
+    def lose(name: str) -> tuple[Callable[[Path], object], str]:
+        return lambda folder: (folder / name).unlink(), name
+
+    def lose_chunk(folder: Path) -> None:
+        with edited_index(folder) as metadata:
+            del metadata.state_dict_metadata["model.layers.weight"].chunks[1]
+
+    def write_common(common: object) -> Callable[[Path], object]:
+        return lambda folder: torch.save(common, folder / "common.pt")
+
+    def name_format(folder: Path) -> None:
+        description = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
+        (folder / "metadata.json").write_text(json.dumps(description))
+
+    damages = [
+        *map(lose, (".metadata", "common.pt", "metadata.json")),
+        (lose_chunk, r"layers\.weight: got a part of it"),
+        (write_common({"model.embedding": 1}), "beside the tensors: Duplicate"),
+        (write_common([1]), "beside the tensors: Duplicate"),
+        (name_format, "'fsdp_dtensor', wanted 'torch_dist'"),
+    ]
+    check_damages(saved, damages, load)
+    lose_chunk(saved)
+    with pytest.raises(CheckpointError, match=r"layers\.weight: got a part of it"):
+        open_weights(saved).read("model.layers.weight")
 
 
-def test_another_shape_names_both(saved: Path) -> None:
-    wanted = {"w": sharded("model.layers.weight", torch.zeros(2, 3, 5))}
-    with pytest.raises(
-        CheckpointError, match=r"layers\.weight: got shape \[2, 3, 4\], wanted \[2, 3, 5\]"
-    ):
-        load(saved, wanted)
+def test_save_in_the_background_writes_its_copies(tmp_path: Path) -> None:
+    state, host = request(), []
+    live = [entry.data for entry in state.values() if entry.data is not None]
+    copy_tensors(state, host)
+    pending = start_saving(state, tmp_path / "weights")
+    for tensor in live:
+        tensor.zero_()
+    pending.finish()
+    assert pending.is_written
+    check_loaded(load(tmp_path / "weights", request(fill=0.0)))
+    memory = [tensor.data_ptr() for tensor in host]
+    copy_tensors(request(fill=2.0), host)
+    assert [tensor.data_ptr() for tensor in host] == memory
+    assert all(bool((tensor == 2.0).all()) for tensor in host)
 
 
-def test_damaged_data_is_an_error_of_ours(saved: Path) -> None:
-    for data in saved.glob("*.distcp"):
-        data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="weights"):
-        load(saved)
+def test_save_that_fails_in_the_background_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*unused: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    pending = start_saving(request(), tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"weights: rank 0: \[Errno 28\] No space left"):
+        pending.finish()
+    assert pending.is_written
+    assert not (tmp_path / "weights" / "metadata.json").exists()
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
-def test_a_missing_part_is_named(name: str, saved: Path) -> None:
-    (saved / name).unlink()
-    with pytest.raises(CheckpointError, match=name):
-        load(saved)
+def test_save_clones_no_part_of_flat_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = torch.arange(60.0)
+    parts = {f"part_{index}": flat[20 * index :][:20].view(4, 5) for index in range(3)}
+    cloned = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: cloned.append(self) or clone(self))
+    save_weights({key: sharded(key, part) for key, part in parts.items()}, tmp_path / "weights")
+    assert not cloned
+    monkeypatch.undo()
+    loaded = load(tmp_path / "weights", {key: sharded(key, torch.zeros(4, 5)) for key in parts})
+    assert all(torch.equal(loaded[key], part) for key, part in parts.items())
 
 
-def test_what_lies_beside_the_tensors_cannot_take_the_name_of_one(saved: Path) -> None:
-    for common in ({"model.embedding": 1}, [1]):
-        torch.save(common, saved / "common.pt")
-        with pytest.raises(CheckpointError, match="beside the tensors: Duplicate"):
-            load(saved)
+def test_own_storage_is_the_same_memory_and_outlives_its_tensor() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        whole = torch.arange(24).to(dtype)
+        part = whole[6:18].view(3, 4)
+        own = with_own_storage(part)
+        assert own.untyped_storage().size() == part.nbytes
+        assert own.data_ptr() == part.data_ptr()
+        assert own.dtype is dtype
+        assert torch.equal(own, part)
+        whole.zero_()
+        assert not own.any()
+    own = with_own_storage(torch.arange(2**16)[7:])
+    taken = [torch.full((2**16,), -1) for _ in range(8)]
+    assert len(taken) == 8
+    assert torch.equal(own, torch.arange(7, 2**16))
+    # Whole tensors and those with holes are left as they are.
+    whole = torch.zeros(3, 4)
+    assert all(with_own_storage(each) is each for each in (whole, torch.tensor(1.0), whole[:, 1]))
 
 
-def test_another_format_is_named(saved: Path) -> None:
-    description = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
-    (saved / "metadata.json").write_text(json.dumps(description))
-    with pytest.raises(CheckpointError, match="got the format 'fsdp_dtensor', wanted 'torch_dist'"):
-        load(saved)
+def test_run_weights_are_those_that_train(layout: Any) -> None:
+    """With LoRA the adapters and all of the head; without it everything."""
+    model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
+    model.rm_head.learn_beside([1.0])
+    of_head = {f"model.rm_head.{name}" for name, _ in model.rm_head.named_parameters()}
+    assert len(of_head) == 5
+    names = set(sharded_weights(model))
+    assert of_head < names
+    assert all(is_of_adapter(name) for name in names - of_head)
+    assert len(names - of_head) == 2 * 4 * 4
+    plain = build(layout, None)
+    assert {f"model.{name}" for name, _ in plain.named_parameters()} <= set(sharded_weights(plain))
 
 
-def test_a_load_reads_the_index_once(saved: Path, index_reads: list[str]) -> None:
-    load(saved)
-    assert index_reads == [str(saved / ".metadata")]
-    index_reads.clear()
-    store = open_weights(saved)
-    store.check_data(read=True)
-    for layer in range(2):
-        torch.testing.assert_close(
-            store.read("model.layers.weight", layer), request()[f"{layer}.weight"].data
-        )
-    store.load(request(fill=0.0))
-    assert len(index_reads) == 1
+def test_run_weights_that_are_put_back_have_to_be_complete(layout: Any) -> None:
+    model, other = build(layout, LORA), build(layout, LORA, seed=6)
+    perturb(model)
+    state = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    saved = {name: state[name] for name in sharded_weights(model)}
+    frozen = frozen_digest(other)
+    put_weights(other, saved, Path("step_1"))
+    assert frozen_digest(other) == frozen
+    for name, value in other.named_parameters():
+        assert torch.equal(value, state[f"model.{name}"]) == (f"model.{name}" in saved), name
+    (lost, *_) = (name for name in saved if "linear_in" in name)
+    with pytest.raises(CheckpointError, match=f"step_1: not loaded: {lost[6:]}"):
+        put_weights(other, {name: saved[name] for name in saved if name != lost}, Path("step_1"))
 
 
-def test_a_tensor_that_is_not_there_cannot_be_read(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the tensor model\.new is missing"):
-        open_weights(saved).read("model.new")
+def test_run_weights_digest_sees_one_bit_of_a_frozen_weight_and_none_of_others(
+    layout: Any,
+) -> None:
+    model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
+    model.rm_head.learn_beside([1.0])
+    before = frozen_digest(model)
+    perturb(model)
+    with torch.no_grad():
+        for parameter in model.rm_head.parameters():
+            parameter.add_(1)
+    assert frozen_digest(model) == before
+    bits = model.decoder.layers[2].mlp.linear_fc1.weight.data.view(torch.int32)
+    bits[3, 4] ^= 1
+    assert frozen_digest(model) != before
+    bits[3, 4] ^= 1
+    first, second = (model.decoder.layers[index].mlp.linear_fc2.weight.data for index in (0, 1))
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+    assert frozen_digest(model) != before
 
 
-def test_a_piece_that_the_index_lacks_is_no_whole_tensor(saved: Path) -> None:
-    metadata = read_metadata(saved)
-    del metadata.state_dict_metadata["model.layers.weight"].chunks[1]
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    for use in (lambda: load(saved), lambda: open_weights(saved).read("model.layers.weight")):
-        with pytest.raises(CheckpointError, match=r"layers\.weight: got a part of it"):
-            use()
+def test_zarr_is_read_and_imported(
+    theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("zarr")
+    pytest.importorskip("ml_dtypes")
+    for dtype in (torch.float32, torch.bfloat16):
+        cast = {key: tensor.to(dtype) for key, tensor in tensors.items()}
+        wanted = {key: tensor.float() for key, tensor in cast.items()}
+        path, output = theirs(zarr_folder, str(dtype), cast), tmp_path / f"{dtype}.nemo"
+        check(load_model(path, layout).model, wanted)
+        import_nemo(foreign.pack(path, tmp_path / "theirs.nemo", "w"), output)
+        check(load_model(output, layout).model, wanted)
+
+
+def test_zarr_that_is_damaged_or_has_no_package_is_refused(
+    theirs: Theirs, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = Path("model_weights/model.decoder.layers.mlp.linear_fc1.layer_norm_weight")
+
+    def edit_header(**changes: Any) -> Callable[[Path], object]:
+        def damage(folder: Path) -> None:
+            header = json.loads((folder / array / ".zarray").read_text())
+            (folder / array / ".zarray").write_text(json.dumps({**header, **changes}))
+
+        return damage
+
+    damages = [
+        (lambda folder: (folder / array / "1.0").unlink(), "pieces|no such file"),
+        (lambda folder: (folder / array / "1.0").write_bytes(b"x"), "got 1 bytes"),
+        (edit_header(dtype="|O"), "wanted a plain array"),
+        (edit_header(filters=[{"id": "pickle"}]), "wanted a plain array"),
+        (edit_header(compressor={"id": "pickle"}), "wanted a plain array"),
+        (edit_header(shape=[10**9, 64]), "pieces"),
+    ]
+    source = theirs(zarr_folder)
+    check_damages(source, damages, lambda folder: load_model(folder, layout))
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    refuse(source, layout, r"packages zarr and ml_dtypes \(extra \[zarr\]\)")

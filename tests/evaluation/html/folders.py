@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from nemo_aligner.checkpoint.run_folder import (
     HELDOUT_NAME,
     METRICS_NAME,
 )
+from tests.data.files import write
 
 EVIL = "</style></pre><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>"
 SECTIONS = (
-    "summary", "curves", "accuracy", "rewards", "calibration", "length", "robustness", "mistakes",
-    "data", "contract", "settings", "versions", "throughput",
+    "overview", "summary", "curves", "accuracy", "rewards", "calibration", "length", "robustness",
+    "mistakes", "data", "contract", "settings", "versions", "throughput",
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def write_run(folder: Path, steps: int = 40, seed: int = 0, words: int = 8) -> P
     """A run with a validation at every tenth step."""
     (folder / HELDOUT_NAME).mkdir(parents=True)
     rows = pair_rows(60, seed, words)
-    write_lines(folder / HELDOUT_NAME / "validation-held.jsonl", rows)
+    write(folder / HELDOUT_NAME / "validation-held.jsonl", *rows)
     (folder / CONFIG_NAME).write_text(f"model:\n  seed: {seed}\n  name: '{EVIL}'\n")
     lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
@@ -60,14 +60,9 @@ def write_run(folder: Path, steps: int = 40, seed: int = 0, words: int = 8) -> P
         if step % 10 == 0:
             found = {"loss": 0.69 - step / 200, "accuracy": 0.5 + step / 200, "ece": None}
             lines.append({"step": step, **{f"validation-held/{k}": v for k, v in found.items()}})
-    write_lines(folder / METRICS_NAME, lines)
+    write(folder / METRICS_NAME, *lines)
     (folder / FACTS_NAME).write_text(json.dumps(_facts()))
     return folder
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def _facts() -> dict[str, Any]:

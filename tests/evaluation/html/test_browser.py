@@ -61,8 +61,9 @@ def test_a_page_is_readable(window: browser.Browser, page: Path, width: int) -> 
     assert window.ask(_SMALLEST_TEXT) >= 9
     assert window.ask(_BLACK_FIGURES) == 0
     # Side by side where there is room.
-    columns = 'getComputedStyle(document.querySelector(".figures")).gridTemplateColumns.split(" ")'
-    assert window.ask(f"{columns}.length") == (1 if width == 400 else 3)
+    curves = 'getComputedStyle(document.querySelector("#curves .figures"))'
+    columns = f'{curves}.gridTemplateColumns.split(" ").length'
+    assert window.ask(columns) == (1 if width == 400 else 3)
 
 
 def test_a_page_can_be_printed(window: browser.Browser, page: Path) -> None:

@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_ratings
+from nemo_aligner.evaluation.html.evaluated import of_report, of_task
 from nemo_aligner.evaluation.html.page import MOST_REPORTED, render_page, seen, write_page
 from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.robustness import ScoredPairs, check_robustness
 from nemo_aligner.evaluation.robustness_report import robustness_json
-from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_lines, write_run
+from nemo_aligner.evaluation.run_task import run_task
+from nemo_aligner.evaluation.tasks import find_task
+from nemo_aligner.text.messages import reply_of
+from tests.contracts import Contracts
+from tests.data.files import write
+from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_run
 from tests.evaluation.refusals import refusal
 
 LIMIT = 3_000_000
@@ -119,10 +129,10 @@ def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
         {"step": step, "validation-held/accuracy": accuracy, "validation-held/loss": loss}
         for step, accuracy, loss in ((1, 0.5, 0.1), (2, 1.0, 0.3), (3, 1.0, 0.2), (4, 1.0, 0.4))
     ]
-    write_lines(run / "metrics.jsonl", rows)
+    write(run / "metrics.jsonl", *rows)
     held_out = pair_rows(60, words=3)
     held_out[0]["texts"]["rejected"][-1]["content"] = "half \ud800 of it"
-    write_lines(run / "heldout" / "validation-held.jsonl", held_out)
+    write(run / "heldout" / "validation-held.jsonl", *held_out)
     page = write_page([run], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "accuracy 1 at step 3 (validation-held)" in page
     length = page[page.index('id="length"') : page.index('id="robustness"')]
@@ -139,7 +149,7 @@ def test_page_of_the_same_run_is_the_same(page: Page, run: Path, tmp_path: Path)
 
 def test_page_of_two_runs_and_an_evaluation_overlays_them(run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "second", seed=3)
-    rewards = write_lines(tmp_path / "other.jsonl", pair_rows(50, seed=5))
+    rewards = write(tmp_path / "other.jsonl", *pair_rows(50, seed=5))
     content = {
         "checkpoint": "m.nemo",
         "contract": "def456",
@@ -170,7 +180,7 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
     page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert [name for name in page.ids if name in SECTIONS] == list(SECTIONS)
     assert "There are no held-out rewards here" in page.text
-    assert "loss: what is trained" in page.text
+    assert "What is trained." in page.text
 
 
 def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -> None:
@@ -187,9 +197,9 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     assert text.count(shown) == 2
     assert text.count("politeness") == 2 * 2
     assert "1.000 (0.342 to 1.000)" in text
-    assert "what is trained" in text
+    assert "What is trained." in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
-    with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted what evaluate's"):
+    with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted"):
         write_page([folder], tmp_path / "p.html")
 
 
@@ -203,7 +213,7 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
         }
         for n in range(30)
     ]
-    path = write_lines(tmp_path / "rated.jsonl", rows)
+    path = write(tmp_path / "rated.jsonl", *rows)
     page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert "helpful: rated" in page.text
     assert "helpful: reward 0.400, label 4.000" in page.text
@@ -241,3 +251,68 @@ def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
         if message not in said:
             wrong[name, content] = said
     assert not wrong, wrong
+
+
+def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
+    """One number for the longer reply: what the run recorded, in tokens, where it did."""
+    rows = [
+        {
+            "record": f"r:{n}",
+            "rewards": {"chosen": float(n % 10 > 0), "rejected": 0.5},
+            "texts": {"chosen": "yes" * (1 + n % 2), "rejected": "no, no"},
+        }
+        for n in range(200)
+    ]
+    folder = write_run(tmp_path / "run")
+    write(folder / "heldout" / "validation-held.jsonl", *rows)
+
+    def overview() -> str:
+        page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8")).text
+        return " ".join(page[page.rindex("Overview") : page.rindex("Summary")].split())
+
+    found = overview()
+    assert "90.0%accuracy on 200 held-out pairs (95%: 85.1% to 93.4%)" in found
+    assert "25.0%always the longer reply, in characters" in found
+    assert "beats the longer reply by 65.0 points" in found
+    assert found.count("chosen “yes”, rejected “no, no” (margin -0.500") == 5
+    for longer, verdict in ((0.88, "2.0 points above the longer reply"), (0.95, "better by 5.0")):
+        line = json.dumps({"step": 50, "validation-held/longer_reply_accuracy": longer})
+        (folder / "metrics.jsonl").open("a").write(f"{line}\n")
+        found = overview()
+        assert f"{longer:.1%}always the longer reply, in tokens" in found
+        assert verdict in found
+
+
+ABOUT = {"checkpoint": "m.nemo", "contract": "a hash", "data": "x.jsonl"}
+
+
+def by_length(texts: Sequence[Any]) -> np.ndarray:
+    return np.array([[len(reply_of(text))] for text in texts], dtype=np.float32)
+
+
+def test_page_of_evaluations_of_pairs_ratings_and_benchmarks(
+    contracts: Contracts, tmp_path: Path
+) -> None:
+    contract, origins = contracts(), [Origin("x.jsonl", n) for n in range(1, 20)]
+    pairs = [Comparison.of_pair("x" * at.line, "y" * (20 - at.line), at) for at in origins]
+    ratings = [Rating("x" * at.line, (float(at.line % 4),), at) for at in origins]
+    tasks = []
+    for name in ("llmbar", "best_of_n"):
+        task, path = find_task(name), tmp_path / f"{name}.jsonl"
+        path.write_text(3 * (json.dumps(task.sample) + "\n"))
+        tasks.append(run_task(task, path, by_length))
+    of_pairs = of_report("pairs", evaluate_comparisons(by_length, pairs), ABOUT, contract)
+    rated = of_report("r", evaluate_ratings(by_length, ratings, ["helpful"]), ABOUT, contract)
+    llmbar, best = (of_task(each.task, each, ABOUT, contract) for each in tasks)
+
+    page = render_page([of_pairs, rated, llmbar])
+    assert contract.hash in page
+    assert "margin -18.000: chosen 1.000, rejected 19.000" in page
+    assert "helpful: reward 19.000, label 3.000" in page
+    assert re.search(r"<td[^>]*>checkpoint</td><td[^>]*>m.nemo</td>", page)
+    assert "of 3 pairs" in page
+    page += render_page([best])
+    assert "There are no pairs here." in page
+    for report in tasks:
+        assert f"benchmark {report.task}" in page
+        assert re.search(rf'<td class="short"[^>]*>{report.rows[-1].value:.4f}</td>', page)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,17 @@ from nemo_aligner.evaluation.run_task import render_task, run_task, write_task, 
 from nemo_aligner.evaluation.tasks import TASKS, find_task
 from nemo_aligner.evaluation.tasks.base import Judged, Level, TaskItem
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
-from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS, SECTIONS
+from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS
 from nemo_aligner.evaluation.tasks.rewardbench2 import SUBSETS, ties_score
 from nemo_aligner.text.contract import OverlongError
 from nemo_aligner.text.messages import Text, reply_of
-from tests import tiny
+from tests.data.files import published
 from tests.evaluation.refusals import refusal
-
-DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data")) / "eval"
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
-
-
-def by_reply(rewards: dict[str, float]) -> Callable[[Sequence[Text]], np.ndarray]:
-    """A scorer that knows replies."""
-    return lambda texts: np.array([[rewards[reply_of(text)]] for text in texts])
 
 
 def by_number(texts: Sequence[Text]) -> np.ndarray:
@@ -126,25 +117,8 @@ def values(report: Any) -> dict[str, float]:
     return {row.name: row.value for row in report.rows}
 
 
-def test_rewardbench_weighs_subsets_and_prior_sets(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    names = [name for weights in SECTIONS.values() for name in weights]
-    records = [
-        pair(name, rng.choice((1, -1, 0))) for name in (*names, *PRIOR_SETS) for _ in range(7)
-    ]
-    found = values(run_task(TASKS["rewardbench"], write(tmp_path / "b.jsonl", records), by_number))
-    share = {
-        name: np.mean([float(r["chosen"]) > 0 for r in records if r["subset"] == name])
-        for name in (*names, *PRIOR_SETS)
-    }
-    for section, weights in SECTIONS.items():
-        total = sum(share[name] * weight for name, weight in weights.items())
-        assert found[section] == pytest.approx(total / sum(weights.values()))
-    assert found["Prior Sets"] == pytest.approx(np.mean([share[name] for name in PRIOR_SETS]))
-    four = sum(found[section] for section in SECTIONS)
-    assert found["RewardBench"] == pytest.approx((four + 0.5 * found["Prior Sets"]) / 4.5)
-    assert sum(map(len, SECTIONS.values())) == 23
-    # A part of it has no overall.
+def test_rewardbench_of_a_part_has_no_overall(tmp_path: Path) -> None:
+    """How subsets add up: the published figures below."""
     path = write(tmp_path / "b.jsonl", [pair("hep-cpp", 1), pair("math-prm", -1)])
     found = values(run_task(TASKS["rewardbench"], path, by_number))
     assert "RewardBench" not in found
@@ -195,14 +169,23 @@ PUBLISHED_SECTIONS = {"Chat": 95.8, "Chat Hard": 91.4, "Safety": 91.9, "Reasonin
 
 
 def test_rewardbench_adds_up_published_subsets_to_the_published_sections() -> None:
-    judged = [
-        Judged(TaskItem("", name, ()), np.zeros(2), right)
-        for name, right in PUBLISHED_SUBSETS.items()
-    ]
-    rows = TASKS["rewardbench"].summarise(judged)
-    found = {row.name: 100 * row.value for row in rows if row.level is Level.section}
+    def added(shares: dict[str, float]) -> tuple[dict[str, float], float]:
+        judged = [
+            Judged(TaskItem("", name, ()), np.zeros(2), right) for name, right in shares.items()
+        ]
+        *rows, overall = TASKS["rewardbench"].summarise(judged)
+        sections = {row.name: 100 * row.value for row in rows if row.level is Level.section}
+        return sections, 100 * overall.value
+
+    found, overall = added(PUBLISHED_SUBSETS)
     assert found == pytest.approx(PUBLISHED_SECTIONS, abs=0.05)
-    assert 100 * rows[-1].value == pytest.approx(93.8, abs=0.05)
+    assert overall == pytest.approx(93.8, abs=0.05)
+    # Prior sets count for half a section.
+    prior = {name: number / 10 for number, name in enumerate(PRIOR_SETS)}
+    found, with_prior = added({**PUBLISHED_SUBSETS, **prior})
+    mean = 100 * sum(prior.values()) / len(prior)
+    assert found["Prior Sets"] == pytest.approx(mean)
+    assert with_prior == pytest.approx((4 * overall + 0.5 * mean) / 4.5)
 
 
 def test_rewardbench_2_counts_the_best_of_four_and_shares_ties(tmp_path: Path) -> None:
@@ -237,26 +220,6 @@ def test_rewardbench_2_ties_follow_the_published_rule(tmp_path: Path) -> None:
     assert found["RewardBench 2"] == pytest.approx((5 + ties) / 6)
 
 
-def test_rm_bench_has_easy_normal_and_hard(tmp_path: Path) -> None:
-    def record(domain: str, right: Sequence[float], wrong: Sequence[float]) -> dict[str, Any]:
-        texts = {"chosen": list(map(str, right)), "rejected": list(map(str, wrong))}
-        return {"id": "1", "domain": domain, "prompt": "?", **texts}
-
-    # By style alone, but that the fancy right reply has the fancy wrong one's reward.
-    fancy = ((1, 2, 3), (0.5, 1.5, 3))
-    domains = ("chat", "math", "code", "safety-refuse", "safety-response")
-    records = [record(name, *fancy) for name in domains]
-    records.append(record("math", (1, 1, 1), (0, 0, 0)))
-    report = run_task(TASKS["rm_bench"], write(tmp_path / "b.jsonl", records), by_number)
-    found = values(report)
-    assert (found["chat, easy"], found["chat, normal"], found["chat, hard"]) == (1, 2 / 3, 0)
-    assert found["chat"] == pytest.approx(5 / 9)
-    assert found["math"] == pytest.approx((5 / 9 + 1) / 2)
-    assert found["safety"] == pytest.approx(5 / 9)
-    assert found["all, hard"] == pytest.approx(1 / 8)
-    assert found["RM-Bench"] == pytest.approx((3 * 5 / 9 + (5 / 9 + 1) / 2) / 4)
-
-
 def test_rm_bench_file_of_one_domain_has_it_in_its_name(tmp_path: Path) -> None:
     task = TASKS["rm_bench"]
     record = {key: value for key, value in task.sample.items() if key != "domain"}
@@ -276,15 +239,19 @@ def official_rm_bench(items: Sequence[tuple[str, np.ndarray]]) -> dict[str, floa
         wins = np.mean([r[:3, None] > r[None, 3:] for r in of_domain], axis=0)
         easy, hard = wins[np.tril_indices(3, -1)].mean(), wins[np.triu_indices(3, 1)].mean()
         found[domain] = [easy, np.diag(wins).mean(), hard]
-    means = np.array(list(found.values()))
-    named = dict(zip(("all, easy", "all, normal", "all, hard"), means.mean(axis=0), strict=True))
-    return {**named, "safety": means[3].mean(), "RM-Bench": means.mean()}
+    every = {**found, "all": np.mean(list(found.values()), axis=0)}
+    kinds = ("easy", "normal", "hard")
+    named = {
+        f"{n}, {kind}": v for n, of in every.items() for kind, v in zip(kinds, of, strict=True)
+    }
+    domains = {name: float(np.mean(shares)) for name, shares in found.items()}
+    return {**named, **domains, "RM-Bench": float(np.mean(list(domains.values())))}
 
 
 def test_rm_bench_equals_its_own_rule_with_unequal_halves_of_safety() -> None:
     rng = np.random.default_rng(0)
     task = TASKS["rm_bench"]
-    names = ["chat", "math", "code", *["safety-refuse"] * 3, "safety-response"]
+    names = ["chat", "math", "code", *["safety-refuse"] * 3, "safety-response", "math"]
     for _ in range(200):
         items = [(name, rng.integers(0, 4, 6).astype(float)) for name in names]
         judged = [
@@ -305,14 +272,6 @@ def test_rewardbench2_ties_of_equal_right_replies_have_an_infinite_margin() -> N
         many = judged("tied:1", 2, 1.0, 1.0, wrong)
         right = float(wrong < 1)
         assert ties_score([one, many]) == pytest.approx(0.3 + 0.7 * right + 0.01 * margin)
-
-
-def test_best_of_n_of_thousands_of_replies() -> None:
-    rewards = np.arange(3000.0)
-    assert best_of(1, rewards, rewards) == pytest.approx(1499.5)
-    # The mean of the larger of two of 0 ... K - 1 is (2 K - 1) / 3.
-    assert best_of(2, rewards, rewards) == pytest.approx((2 * 3000 - 1) / 3)
-    assert best_of(1500, rewards, rewards) > 2997
 
 
 def ppe(number: int, right: set[int], pairs: list[list[int]], **more: Any) -> dict[str, Any]:
@@ -355,6 +314,11 @@ def test_best_of_n_is_the_mean_over_every_choice_and_over_equal_rewards() -> Non
     rewards, scores = np.array([1.0, 1.0, 0.0]), np.array([4.0, 2.0, 0.0])
     found = [best_of(n, rewards, scores) for n in (1, 2, 3)]
     assert found == pytest.approx([2, (3 + 4 + 2) / 3, 3])
+    # Of thousands; the mean of the larger of two of 0 ... K - 1 is (2 K - 1) / 3.
+    many = np.arange(3000.0)
+    assert best_of(1, many, many) == pytest.approx(1499.5)
+    assert best_of(2, many, many) == pytest.approx((2 * 3000 - 1) / 3)
+    assert best_of(1500, many, many) > 2997
 
 
 def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
@@ -367,7 +331,8 @@ def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
     # Of six pairs of the rewards 3, 2, 1, 0 three have the 3 as their best, two the 2, one the 1.
     rewards = [found.pop(f"best of {n}, its reward") for n in (1, 2, 4)]
     assert rewards == pytest.approx([1.5, (3 * 3 + 2 * 2 + 1) / 6, 3])
-    assert [found.pop(f"best of {n}, its characters") for n in (1, 2, 4)] == [1, 1, 1]
+    characters = [found.pop(f"best of {n}, its characters") for n in (1, 2, 4)]
+    assert characters == pytest.approx([1, 1, 1])
     assert found == {
         "best of 1": 1.5,
         "best of 2": 2,
@@ -408,9 +373,7 @@ REAL = (
 
 def test_real_files_are_read_whole() -> None:
     for name, file, count, left_out in REAL:
-        if not (DATA / file).is_file():
-            pytest.skip(f"{DATA / file} is not here; NEMO_ALIGNER_DATA can name its folder")
-        report = run_task(find_task(name), DATA / file, by_length)
+        report = run_task(find_task(name), published(f"eval/{file}"), by_length)
         found = len(report.judged), sum(report.left_out.values())
         assert found == (count, left_out), file
         assert 0 < report.rows[-1].value < 1, file

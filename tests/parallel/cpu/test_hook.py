@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests import tiny
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tiny.ROOT,
-        env={"PYTHONPATH": str(tiny.ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""},
-    )
+from tests.launching import run_code
 
 
 def test_package_imports_no_torch_and_sets_what_cuda_reads_at_its_start() -> None:
@@ -25,12 +11,12 @@ def test_package_imports_no_torch_and_sets_what_cuda_reads_at_its_start() -> Non
         "print('torch' in sys.modules, 'megatron' in sys.modules,\n"
         "      os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
     )
-    assert run(code).stdout.split() == ["False", "False", "1", "expandable_segments:True"]
+    assert run_code(code).stdout.split() == ["False", "False", "1", "expandable_segments:True"]
 
 
 def test_megatron_after_a_module_that_needs_it_runs_on_the_cpu() -> None:
     """That all packages with such modules begin alike is held by the test of the architecture."""
-    done = run(
+    done = run_code(
         "import nemo_aligner.models.shape, torch\n"
         "from megatron.core import parallel_state\n"
         "print(torch.zeros(1).cuda().device, torch.cuda.current_device())"
@@ -40,13 +26,13 @@ def test_megatron_after_a_module_that_needs_it_runs_on_the_cpu() -> None:
 
 def test_megatron_before_the_package_is_refused() -> None:
     there = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')"
-    done = run(f"{there}\nimport nemo_aligner.models.shape")
+    done = run_code(f"{there}\nimport nemo_aligner.models.shape")
     assert done.returncode == 1
     assert "import nemo_aligner.parallel first" in done.stderr
 
 
 def test_megatron_on_a_gpu_is_found_by_the_next_finder() -> None:
-    done = run(
+    done = run_code(
         "import nemo_aligner.parallel, importlib.util, sys, torch\n"
         "torch.cuda.is_available = lambda: True\n"
         "class Next:\n"

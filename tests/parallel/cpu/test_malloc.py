@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from nemo_aligner.parallel.cpu import malloc
 from nemo_aligner.parallel.cpu.malloc import FreedMemory, give_back_gaps, resident_bytes
-from tests import tiny
+from tests.launching import run_code
 
 needs_glibc = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="malloc is glibc's on Linux alone"
@@ -45,15 +44,8 @@ print(resident_bytes() - start, given_back)
 
 def grow(kind: str) -> tuple[float, int]:
     """MiB that a process took over sixty steps, and how often it gave gaps back."""
-    done = subprocess.run(
-        [sys.executable, "-c", _STEPS_OF_OTHER_SIZES, kind],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tiny.ROOT,
-        env={"PYTHONPATH": str(tiny.ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""},
-        check=True,
-    )
+    done = run_code(_STEPS_OF_OTHER_SIZES, kind)
+    assert done.returncode == 0, done.stderr
     taken, given_back = done.stdout.split()
     return int(taken) / 2**20, int(given_back)
 

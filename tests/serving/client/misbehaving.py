@@ -7,17 +7,37 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from nemo_aligner.errors import ServingError
+from nemo_aligner.serving.client import RewardClient
 from tests.serving.fake_server import CONTRACT, total
 
 Answer = tuple[int, Any]
 REFUSED = "!"  # a text that begins so is refused
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers JSON, or bytes as they are, and logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def answer(self, status: int, content: Any) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *unused: object) -> None:
+        pass
 
 
 def refuse(texts: list[str], numbered: bool = True) -> Answer | None:
@@ -25,6 +45,19 @@ def refuse(texts: list[str], numbered: bool = True) -> Answer | None:
         if text.startswith(REFUSED):
             return 400, {"error": f"row {row}: no {text[1:]}" if numbered else f"no {text[1:]}"}
     return None
+
+
+def troubled(troubles: Iterable[Answer | Die | None]) -> Callable[[list[str]], Answer | None]:
+    """Of a server that has these troubles, each with one request, and then no more."""
+    left = iter(troubles)
+
+    def answer(texts: list[str]) -> Answer | None:
+        trouble = next(left, None)
+        if isinstance(trouble, Die):
+            raise trouble
+        return trouble
+
+    return answer
 
 
 class Misbehaving:
@@ -47,33 +80,20 @@ class Misbehaving:
     def come(self) -> Misbehaving:
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(Answering):
             def setup(self) -> None:
                 super().setup()
                 outer._open.append(self.request)
 
             def do_GET(self) -> None:
-                self.reply(*(outer.not_ready or (200, {"max_batch_size": outer.limit})))
+                self.answer(*(outer.not_ready or (200, {"max_batch_size": outer.limit})))
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
                 try:
-                    self.reply(*outer._post(self.path, body, self.headers))
+                    self.answer(*outer._post(self.path, self.body(), self.headers))
                 except Die as death:
                     self.wfile.write(death.last_words)
                     self.close_connection = True
-
-            def reply(self, status: int, answer: Any) -> None:
-                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *unused: object) -> None:
-                pass
 
         class Http(ThreadingHTTPServer):
             daemon_threads = True
@@ -167,3 +187,9 @@ def seconds(work: Any, *given: Any) -> tuple[float, str]:
     with pytest.raises(ServingError) as caught:
         work(*given)
     return time.monotonic() - start, str(caught.value)
+
+
+def failure(urls: str | list[str], **settings: Any) -> tuple[float, str]:
+    """How long a client with these settings took to fail, and the error."""
+    with RewardClient(urls, **settings) as client:
+        return seconds(client.score, ["a"])

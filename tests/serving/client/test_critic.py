@@ -101,20 +101,16 @@ def test_critic_client_sends_once_what_changes_a_critic_though_its_answer_is_los
             assert [name for name, _ in critic.asked] == [f"critic_{verb}"]
 
 
-def test_critic_client_sends_a_rollout_as_it_is(critic: MisbehavingCritic) -> None:
+def test_critic_client_sends_a_rollout_as_it_is_and_wants_its_answer(
+    critic: MisbehavingCritic,
+) -> None:
     critic.said = answer(output("loss_mean", "FP32", [1], [0.25]))
     with RewardCriticClient(critic.url) as client:
         assert client.train_future(*ROLLOUT).result(30) == 0.25
-    half = [2, 2]
-    shapes = {"tokens": [2, 3], "returns": half, "prev_values": half, "mask": half}
-    assert critic.asked == [["critic_train", shapes]]
-
-
-def test_critic_client_says_that_an_answer_is_without_what_was_asked_for(
-    critic: MisbehavingCritic,
-) -> None:
-    critic.said = answer(output("other", "FP32", [1], [0.0]))
-    with RewardCriticClient(critic.url) as client:
+        half = [2, 2]
+        shapes = {"tokens": [2, 3], "returns": half, "prev_values": half, "mask": half}
+        assert critic.asked == [["critic_train", shapes]]
+        critic.said = answer(output("other", "FP32", [1], [0.0]))
         with pytest.raises(ServingError, match="the answer has no values"):
             client.infer([[1]])
         with pytest.raises(ServingError, match="the answer has no loss_mean"):
@@ -149,9 +145,9 @@ def test_critic_client_does_not_send_what_is_no_rollout_or_list_of_tokens(
             with pytest.raises(TypeError, match="wanted a list of lists of token ids"):
                 client.infer(wrong)  # type: ignore[arg-type]
         critic.asked.clear()
-        with pytest.raises(ServingError, match=r"tokens: got shape \[3\], wanted \[N, S\]"):
+        with pytest.raises(ServingError, match=r"tokens: got shape \[3\], wanted"):
             client.train(tokens[0], *others)
         ragged: Any = [[0.0, 1.0], [1.0]]
-        with pytest.raises(ServingError, match=r"mask: got rows of different lengths, wanted"):
+        with pytest.raises(ServingError, match="mask: got rows of different lengths"):
             client.train(tokens, *others[:2], ragged)
     assert critic.asked == []

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from nemo_aligner.serving.client import RewardClient
 from tests import tiny
 from tests.launching import ROOT
 from tests.serving.client.misbehaving import Misbehaving, eventually
-from tests.serving.fake_server import total
 
 BEGIN = """
 import asyncio, multiprocessing, os, sys, threading
@@ -49,12 +47,18 @@ workers = [multiprocessing.get_context("fork").Process(target=child) for _ in ra
 [worker.join() for worker in workers]
 print([worker.exitcode for worker in workers])
 {SCORE}"""
-PROGRAMS = {
-    SCORE: "97.0\n",
-    TWICE: "97.0 98.0\n" * 2,
-    FORK: "98.0\n97.0\n",
-    'client.score(["a"])\n' + FORK: "98.0\n97.0\n",
-    WORKERS: "98.0\n98.0\n[0, 0]\n97.0\n",
+FUTURES = 'futures = [client.score_future(["a"]) for _ in range(100)]\n'
+# What is run, whether the server answers, and the exit code and output.
+PROGRAMS: dict[str, tuple[str, bool, int, str]] = {
+    "alone": (SCORE, True, 0, "97.0\n"),
+    "asyncio": (TWICE, True, 0, "97.0 98.0\n" * 2),
+    "fork": (FORK, True, 0, "98.0\n97.0\n"),
+    "later fork": ('client.score(["a"])\n' + FORK, True, 0, "98.0\n97.0\n"),
+    "workers": (WORKERS, True, 0, "98.0\n98.0\n[0, 0]\n97.0\n"),
+    "error": (SCORE + "1 / 0", True, 1, "97.0\n"),
+    "in flight": (FUTURES, False, 0, ""),
+    "exit in flight": (FUTURES + "sys.exit(3)", False, 3, ""),
+    "error in flight": (FUTURES + "1 / 0", False, 1, ""),
 }
 
 
@@ -67,42 +71,26 @@ def stuck(lone: Misbehaving) -> Iterator[threading.Event]:
     held.set()
 
 
-def run(url: str, program: str) -> tuple[int, str, str]:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_client_that_is_left_open_lets_a_program_and_its_forks_end(
+    lone: Misbehaving, stuck: threading.Event, name: str
+) -> None:
+    program, is_answered, *wanted = PROGRAMS[name]
+    if is_answered:
+        stuck.set()
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program, url],
+        [sys.executable, "-c", BEGIN + program, lone.url],
         capture_output=True,
         text=True,
         timeout=60,
         env=tiny.environment(),
         cwd=ROOT,
     )
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=["alone", "asyncio", "fork", "later", "workers"])
-def test_client_that_is_left_open_lets_a_program_and_its_forks_end(
-    lone: Misbehaving, program: str
-) -> None:
-    assert run(lone.url, program) == (0, PROGRAMS[program], "")
-
-
-def test_client_that_is_left_open_lets_a_program_that_fails_end(lone: Misbehaving) -> None:
-    code, out, err = run(lone.url, SCORE + "1 / 0")
-    assert (code, out) == (1, "97.0\n")
-    assert err.endswith("ZeroDivisionError: division by zero\n")
-    assert err.count("Traceback") == 1
-
-
-@pytest.mark.parametrize(("ending", "wanted"), [("", 0), ("\nsys.exit(3)", 3), ("\n1 / 0", 1)])
-@pytest.mark.usefixtures("stuck")
-def test_client_makes_no_program_wait_for_what_is_in_flight(
-    lone: Misbehaving, ending: str, wanted: int
-) -> None:
-    program = 'futures = [client.score_future(["a"]) for _ in range(100)]' + ending
-    code, _, err = run(lone.url, program)
-    assert code == wanted
-    assert err.count("Traceback") == ("/" in ending)
-    assert "client" not in err
+    assert [done.returncode, done.stdout] == wanted, done.stderr
+    if "1 / 0" in program:
+        assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert done.stderr.count("Traceback") == ("1 / 0" in program)
+    assert "client" not in done.stderr
 
 
 @pytest.mark.parametrize("block", ["if True", "with client"])
@@ -146,13 +134,6 @@ def test_client_that_is_closed_has_finished_and_refuses(lone: Misbehaving) -> No
     client.close()
     with pytest.raises(ServingError, match="the client is closed"):
         client.score(["a"])
-
-
-def test_client_may_be_shared_by_many_threads(lone: Misbehaving) -> None:
-    texts = [f"text {number}" for number in range(200)]
-    with RewardClient(lone.url) as client, ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda text: float(client.score([text])[0, 0]), texts))
-    assert found == [total(text) for text in texts]
 
 
 @pytest.mark.usefixtures("stuck")

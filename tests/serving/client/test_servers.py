@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -19,11 +21,15 @@ from tests.serving.client.misbehaving import (
     Die,
     Misbehaving,
     eventually,
+    failure,
     output,
     refuse,
     seconds,
+    troubled,
 )
 from tests.serving.fake_server import CONTRACT, total
+
+OTHER = replace(CONTRACT, seq_length=9)
 
 
 def test_client_gives_the_same_rewards_and_errors_by_future_and_by_asyncio(
@@ -53,8 +59,7 @@ def test_client_may_expect_a_contract(lone: Misbehaving) -> None:
             assert client.contract() == CONTRACT
             assert client.score(["a"])[0, 0] == 97
     wanted = replace(CONTRACT, seq_length=9, add_eos=False)
-    with RewardClient(lone.url, expect=wanted) as client:
-        _, error = seconds(client.score, ["a"])
+    _, error = failure(lone.url, expect=wanted)
     differ = "model.data.add_eos: False -> True; model.data.seq_length: 9 -> 64"
     assert f"{CONTRACT.hash}, wanted {wanted.hash}: {differ}" in error
     with (
@@ -62,7 +67,7 @@ def test_client_may_expect_a_contract(lone: Misbehaving) -> None:
         pytest.raises(ServingError, match=f"{CONTRACT.hash}, wanted 000"),
     ):
         asyncio.run(client.score_async(["a"]))
-    with pytest.raises(ConfigError, match="expect: got 'abc', wanted a ScoringContract or"):
+    with pytest.raises(ConfigError, match="expect: got 'abc', wanted"):
         RewardClient(lone.url, expect="abc")
 
 
@@ -100,12 +105,10 @@ def test_client_says_at_once_that_nobody_listens_at_any_of_its_urls() -> None:
                 assert error.startswith(f"{url}, reward_model: connection refused")
                 assert error.endswith("; wait_s=60 waits for one to come up")
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-    with RewardClient(urls) as client:
-        took, error = seconds(client.score, ["a"])
+    took, error = failure(urls)
     assert took < 2
     assert all(f"{url}, reward_model: connection refused" in error for url in urls)
-    with RewardClient("http://nobody.invalid:5555") as client:
-        assert "no such host: nobody.invalid" in seconds(client.score, ["a"])[1]
+    assert "no such host: nobody.invalid" in failure("http://nobody.invalid:5555")[1]
     wrong: list[Any] = ["ftp://somewhere", "http://", []]
     for url in wrong:
         with pytest.raises(ConfigError, match="wanted http://host:port"):
@@ -114,8 +117,7 @@ def test_client_says_at_once_that_nobody_listens_at_any_of_its_urls() -> None:
 
 def test_client_waits_for_a_server_as_long_as_was_said(lone: Misbehaving) -> None:
     lone.go()
-    with RewardClient(lone.url, wait_s=0.5) as client:
-        took, error = seconds(client.score, ["a"])
+    took, error = failure(lone.url, wait_s=0.5)
     assert 0.5 <= took < 3
     assert "none was ready within 0.5 s (wait_s)" in error
     with RewardClient(lone.url, wait_s=10) as client:
@@ -124,28 +126,6 @@ def test_client_waits_for_a_server_as_long_as_was_said(lone: Misbehaving) -> Non
         assert not future.done()
         lone.come()
         assert future.result(timeout=10)[0, 0] == 97
-
-
-def test_client_says_that_it_meets_no_kserve_server(lone: Misbehaving) -> None:
-    lone.not_ready = 401, {"detail": "no token"}
-    with RewardClient(lone.url) as client:
-        _, error = seconds(client.score, ["a"])
-    assert "this is no KServe server, or it asks for a token" in error
-    assert "wait_s" not in error
-
-
-def test_client_says_that_no_answer_came(lone: Misbehaving) -> None:
-    """Of what nothing is heard, and of a server that is ready but has no rewards."""
-    hold = threading.Event()
-    lone.answer = lambda texts: hold.wait(20) and None
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        for url in (f"http://127.0.0.1:{silent.getsockname()[1]}", lone.url):
-            with RewardClient(url, timeout_s=0.3) as client:
-                took, error = seconds(client.score, ["a"])
-            assert took < 2
-            assert f"{url}, reward_model: " in error
-            assert "timed out: no answer within 0.3 s (timeout_s)" in error
-    hold.set()
 
 
 def test_client_that_is_asked_for_nothing_asks_nobody() -> None:
@@ -159,77 +139,30 @@ def test_client_that_is_asked_for_nothing_asks_nobody() -> None:
         assert client.score([]).shape == (0, 2)
 
 
-def test_client_comes_again_when_a_server_without_room_says(lone: Misbehaving) -> None:
-    full = [(503, {"error": "the queue is full (9 rows wait); retry after 0.3 s"})] * 2
-    lone.answer = lambda texts: full.pop() if full else None
-    with RewardClient(lone.url, retry_s=0) as client:
-        start = time.monotonic()
-        assert client.score(["a"])[0, 0] == 97
-        assert time.monotonic() - start >= 0.6
-    assert len(lone.asked) == 3
-
-
-def test_client_comes_again_to_a_server_without_room_after_a_lost_connection(
-    lone: Misbehaving,
-) -> None:
-    troubles: list[Any] = [(503, {"error": "full; retry after 0.4 s"}), Die()]
-
-    def answer(texts: list[str]) -> Any:
-        trouble = troubles.pop() if troubles else None
-        if isinstance(trouble, Die):
-            raise trouble
-        return trouble
-
-    lone.answer = answer
-    with RewardClient(lone.url, retry_s=0.3, timeout_s=5) as client:
-        assert client.score(["a"])[0, 0] == 97
-
-
-def test_client_gives_up_on_a_server_without_room_by_either_deadline(lone: Misbehaving) -> None:
-    lone.answer = lambda texts: (503, {"error": "Exceeds maximum queue size"})
-    with RewardClient(lone.url, retry_s=0.3) as client:
-        took, error = seconds(client.score, ["a"])
-    assert 0.3 <= took < 3
-    assert "HTTP 503: Exceeds maximum queue size; none came back within 0.3 s" in error
-    lone.answer = lambda texts: (503, {"error": "full; retry after 0.2 s"})
-    with RewardClient(lone.url, timeout_s=0.7) as client:
-        took, error = seconds(client.score, ["a"])
-    assert 0.7 <= took < 3
-    assert "no answer within 0.7 s (timeout_s); " in error
-    assert "HTTP 503: full" in error
-
-
-def test_client_asks_again_for_an_answer_that_breaks_off(
+def test_client_comes_again_after_trouble_until_it_has_its_reward(
     lone: Misbehaving, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for words in (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"):
-        deaths = [Die(words), Die(words)]
-
-        def answer(texts: list[str], deaths: list[Die] = deaths) -> None:
-            if deaths:
-                raise deaths.pop()
-
-        lone.answer = answer
-        with RewardClient(lone.url) as client:
-            assert client.score(["a"])[0, 0] == 97
-    assert len(lone.asked) == 6
-    assert len(caplog.messages) == 2
-    for said in caplog.messages:
-        assert said.endswith(
-            "connection lost before the whole answer came; the request is sent again"
-        )
-
-
-def test_client_gives_up_on_answers_that_always_break_off(lone: Misbehaving) -> None:
-    def answer(texts: list[str]) -> None:
-        raise Die
-
-    lone.answer = answer
-    with RewardClient(lone.url, retry_s=0.3) as client:
-        took, error = seconds(client.score, ["a"])
-    assert 0.3 <= took < 3
-    assert "connection lost" in error
-    assert len(lone.asked) < 10
+    """To a server without room when that says, and at once where an answer breaks off."""
+    full, fuller = ((503, {"error": f"full; retry after {after} s"}) for after in (0.3, 0.4))
+    begun = Die(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+    cases: list[tuple[list[Any], dict[str, float], float]] = [
+        ([full, full], {"retry_s": 0}, 0.6),
+        ([Die(), fuller], {"retry_s": 0.3, "timeout_s": 5}, 0.4),
+        ([Die(), Die()], {}, 0),
+        ([begun, begun], {}, 0),
+    ]
+    for troubles, settings, least in cases:
+        lone.asked.clear()
+        caplog.clear()
+        lone.answer = troubled(troubles)
+        start = time.monotonic()
+        with RewardClient(lone.url, **settings) as client:
+            assert client.score(["a"])[0, 0] == 97, troubles
+        assert time.monotonic() - start >= least, troubles
+        assert len(lone.asked) == 3, troubles
+        said = [each for each in caplog.messages if "connection lost" in each]
+        assert len(said) == any(isinstance(trouble, Die) for trouble in troubles), troubles
+        assert all("sent again" in each for each in said)
 
 
 def test_client_of_a_server_that_is_killed_in_mid_call_and_comes_back(lone: Misbehaving) -> None:
@@ -261,16 +194,47 @@ NONSENSE: list[Any] = [
     {"outputs": [output("rewards", "FP32", [2, 1], [1.0])]},
     {"outputs": [output("rewards", "FP32", [2, 1], [1.0, 2.0])]},
 ]
+# What a server always answers, what a client has set, how long that tries, and what it says.
+GIVEN_UP: list[tuple[Any, dict[str, float], float, str]] = [
+    ((503, {"error": "no room"}), {"retry_s": 0.3}, 0.3, r"HTTP 503: no room; .* within 0\.3 s"),
+    (
+        (503, {"error": "full; retry after 0.2 s"}),
+        {"timeout_s": 0.7},
+        0.7,
+        r"no answer within 0\.7 s \(timeout_s\); .*HTTP 503: full",
+    ),
+    (Die(), {"retry_s": 0.3}, 0.3, "connection lost"),
+    *(((200, answer), {}, 0, "KServe v2|no reward for each row") for answer in NONSENSE),
+]
 
 
-def test_client_says_that_an_answer_is_nonsense(lone: Misbehaving) -> None:
-    for answer in NONSENSE:
-        lone.answer = lambda texts, answer=answer: (200, answer)
-        with RewardClient(lone.url) as client:
-            took, error = seconds(client.score, ["a"])
-        assert took < 2, answer
-        assert error.startswith(f"{lone.url}, reward_model: "), answer
-        assert "KServe v2" in error or "no reward for each row" in error, (answer, error)
+def test_client_gives_up_on_what_a_server_always_answers(lone: Misbehaving) -> None:
+    wrong = []
+    for answer, settings, least, words in GIVEN_UP:
+        lone.asked.clear()
+        lone.answer = troubled(repeat(answer))
+        took, error = failure(lone.url, **settings)
+        is_named = error.startswith(f"{lone.url}, reward_model: ") and re.search(words, error)
+        if not is_named or not least <= took < least + 2 or len(lone.asked) > 9:
+            wrong.append((answer, settings, took, error))
+    assert not wrong, wrong
+    lone.not_ready = 401, {"detail": "no token"}
+    _, error = failure(lone.url)
+    assert "this is no KServe server, or it asks for a token" in error
+    assert "wait_s" not in error
+
+
+def test_client_says_that_no_answer_came(lone: Misbehaving) -> None:
+    """Of what nothing is heard, and of a server that is ready but has no rewards."""
+    hold = threading.Event()
+    lone.answer = lambda texts: hold.wait(20) and None
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for url in (f"http://127.0.0.1:{silent.getsockname()[1]}", lone.url):
+            took, error = failure(url, timeout_s=0.3)
+            assert took < 2
+            assert f"{url}, reward_model: " in error
+            assert "timed out: no answer within 0.3 s (timeout_s)" in error
+    hold.set()
 
 
 def test_client_says_that_the_model_fails_with_its_status(lone: Misbehaving) -> None:
@@ -281,6 +245,17 @@ def test_client_says_that_the_model_fails_with_its_status(lone: Misbehaving) -> 
         assert caught.value.status == 500
         assert str(caught.value).endswith("reward_model: the model failed: out of memory")
     assert len(lone.asked) == 2
+    # What Triton says of a body that it cannot parse is not about the model.
+    for said in (
+        "failed to parse the request JSON buffer: Invalid value. at 1",
+        "Unable to parse 'inputs': no",
+    ):
+        lone.answer = lambda texts, said=said: (500, {"error": said})
+        with RewardClient(lone.url) as client, pytest.raises(RefusedError) as caught:
+            client.score(["a"])
+        assert re.search(
+            rf"could not read the request as it arrived.*{re.escape(said)}$", str(caught.value)
+        )
 
 
 def test_client_of_a_server_of_nemo_aligner_has_rewards_alone(lone: Misbehaving) -> None:
@@ -289,8 +264,7 @@ def test_client_of_a_server_of_nemo_aligner_has_rewards_alone(lone: Misbehaving)
         assert client.score(["a"]).tolist() == [[97, -97]]
         with pytest.raises(ServingError, match="unknown model: 'contract'"):
             client.contract()
-    with RewardClient(lone.url, expect=CONTRACT) as client:
-        assert "contract (none), wanted" in seconds(client.score, ["a"])[1]
+    assert "contract (none), wanted" in failure(lone.url, expect=CONTRACT)[1]
 
 
 def test_client_waits_for_a_contract_that_comes_after_the_model(lone: Misbehaving) -> None:
@@ -325,14 +299,10 @@ def test_client_of_several_spreads_a_large_call(servers: list[Misbehaving]) -> N
         assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
     assert all(each.asked for each in servers)
     assert all(len(rows) <= 30 for each in servers for rows in each.asked)
-
-
-def test_client_sends_no_more_at_once_than_was_said(lone: Misbehaving) -> None:
-    lone.limit = 1
-    lone.answer = lambda texts: time.sleep(0.02)
-    with RewardClient(lone.url, max_connections=3) as client:
+    servers[0].limit = 1
+    with RewardClient(servers[0].url, max_connections=3) as client:
         client.score(["a"] * 20)
-    assert lone.most_at_once == 3
+    assert servers[0].most_at_once == 3
 
 
 def test_client_of_several_sends_fewer_rows_where_fewer_are_taken(
@@ -376,30 +346,28 @@ def test_client_of_several_leaves_out_one_that_dies_and_uses_it_again(
         score_many()
 
 
-@pytest.mark.parametrize("mended", [0, 1])
-def test_client_of_several_refuses_two_contracts(servers: list[Misbehaving], mended: int) -> None:
+def test_other_contract_is_refused_until_both_servers_have_one(
+    servers: list[Misbehaving],
+) -> None:
+    """Of several servers, and of one that comes back with another."""
     two = [each.come() for each in servers[:2]]
-    contracts = [CONTRACT, replace(CONTRACT, seq_length=9)]
-    two[1].contract = contracts[1]
-    with RewardClient([each.url for each in two]) as client:
-        for _ in range(2):
-            _, error = seconds(client.score, ["a"])
-            assert all(contract.hash in error for contract in contracts)
-            assert "one client are by one contract: model.data.seq_length: " in error
-        two[mended].contract = contracts[1 - mended]
-        assert client.score(["a"])[0, 0] == 97
-    assert sum(len(each.asked) for each in two) == 1
-
-
-def test_client_refuses_a_server_that_comes_back_with_another_contract(lone: Misbehaving) -> None:
-    with RewardClient(lone.url) as client:
+    contracts = [CONTRACT, OTHER]
+    for mended in (0, 1):
+        for each, contract in zip(two, contracts, strict=True):
+            each.contract = contract
+        with RewardClient([each.url for each in two]) as client:
+            for _ in range(2):
+                _, error = seconds(client.score, ["a"])
+                assert all(contract.hash in error for contract in contracts)
+                assert "one client are by one contract: model.data.seq_length: " in error
+            two[mended].contract = contracts[1 - mended]
+            assert client.score(["a"])[0, 0] == 97
+        assert sum(len(each.asked) for each in two) == mended + 1
+    with RewardClient(two[0].url) as client:
         client.score(["a"])
-        lone.contract = replace(CONTRACT, seq_length=9)
+        two[0].contract = OTHER
         for _ in range(2):
             assert f"wanted {CONTRACT.hash}, that of" in seconds(client.score, ["a"])[1]
-
-
-OTHER = replace(CONTRACT, seq_length=9)
 
 
 def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:

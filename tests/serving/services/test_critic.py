@@ -105,7 +105,9 @@ def test_critic_answers_a_request_whole_before_it_learns_and_what_comes_then_wai
     assert asked.ranks.wait_for(2) == [VALUES, VALUES]
     train = asked.ask("critic_train", ROLLOUT)
     save = asked.ask("critic_save", {})
-    later = asked.infer(1)
+    inputs = kserve.encode_tokens([[1, 2]])
+    inputs["tokens"] = np.pad(inputs["tokens"], ((0, 0), (0, 2)))
+    later = asked.ask("critic_infer", inputs)
     asked.ranks.finish(0)
     asked.ranks.finish(1)
     # Its last row is asked for, and only then the training that came after it.
@@ -121,7 +123,9 @@ def test_critic_answers_a_request_whole_before_it_learns_and_what_comes_then_wai
     assert save.result(WAIT_S)["status"].tolist() == [0]
     assert asked.ranks.wait_for(6)[5:] == [VALUES]
     asked.ranks.finish(5)
-    assert values(later) == [[5.0]]
+    # Filled up to the width of its request.
+    assert values(later) == [[5.0, 5.125, 0.0, 0.0]]
+    assert later.result()["values"].dtype == np.float32
 
 
 def test_critic_refuses_what_comes_while_it_trains_where_that_is_set() -> None:
@@ -136,17 +140,6 @@ def test_critic_refuses_what_comes_while_it_trains_where_that_is_set() -> None:
     asked.ranks.wait_for(2)
     asked.ranks.finish(1)
     assert values(answered) == [[1.0]]
-
-
-def test_critic_fills_values_up_to_the_width_of_the_request() -> None:
-    asked = Asked()
-    inputs = kserve.encode_tokens([[1, 2], [3]])
-    inputs["tokens"] = np.pad(inputs["tokens"], ((0, 0), (0, 2)))
-    answer = asked.ask("critic_infer", inputs)
-    asked.ranks.wait_for(1)
-    asked.ranks.finish(0)
-    assert values(answer) == [[0.0, 0.125, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
-    assert answer.result()["values"].dtype == np.float32
 
 
 def test_critic_refuses_a_rollout_that_is_unfit_before_it_reaches_a_rank() -> None:
@@ -207,10 +200,14 @@ def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
     assert not turns.is_reserved
 
 
-def test_critic_says_at_its_end_which_steps_were_never_saved(
+def test_critic_offers_its_contract_first_and_says_at_its_end_what_was_never_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = Asked()
+    first, *others = in_order([asked.service])
+    assert first.name == "contract"
+    assert [each.name for each in others] == ["critic_infer", "critic_train", "critic_save"]
+    assert others[1].max_rows == 0
     run: Any = asked.service._run
     said = []
     for step, saved in [(0, 0), (1, 0), (2, 2), (5, 2)]:
@@ -226,17 +223,9 @@ def test_critic_says_at_its_end_which_steps_were_never_saved(
     ]
 
 
-def test_critic_alone_offers_its_contract_and_makes_it_known_first() -> None:
-    service = Asked().service
-    first, *others = in_order([service])
-    assert first.name == "contract"
-    assert [each.name for each in others] == ["critic_infer", "critic_train", "critic_save"]
-    assert others[1].max_rows == 0
-
-
 def test_critic_is_refused_a_reward_model_that_reads_other_tokens_and_no_checkpoint() -> None:
     _check_reads_alike("rm.nemo", CONTRACT, CONTRACT)
-    with pytest.raises(ConfigError, match=r"rm\.nemo: got seq_length 64, wanted the critic's, 65"):
+    with pytest.raises(ConfigError, match=r"rm\.nemo: got seq_length 64, wanted .*65"):
         _check_reads_alike("rm.nemo", CONTRACT, replace(CONTRACT, seq_length=65))
     with pytest.raises(ConfigError, match="restore_from_path: it is not set"):
         run_critic_server(ServeCriticConfig())

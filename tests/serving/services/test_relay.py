@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -29,8 +29,9 @@ def ask(relay: RelayService, request: ScoreRequest, sets_rows_aside: bool = Fals
     return asyncio.run(relay.answer(request, sets_rows_aside))
 
 
-def test_relay_has_the_backends_rewards_of_texts_and_tokens() -> None:
-    relay = service(FakeClient())
+def test_relay_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_contract() -> None:
+    client = FakeClient()
+    relay = service(client)
     reply, errors = ask(relay, TWO)
     assert reply.rewards.tolist() == [[total("ab"), -total("ab")], [total("c"), -total("c")]]
     assert (reply.contract_hash, errors) == (CONTRACT.hash, {})
@@ -38,6 +39,9 @@ def test_relay_has_the_backends_rewards_of_texts_and_tokens() -> None:
     reply, _ = ask(relay, ScoreRequest(token_lists=[[1, 2], [3]]))
     assert reply.rewards[:, 0].tolist() == [3.0, 3.0]
     assert relay.contract == CONTRACT
+    client.contract = replace(CONTRACT, attributes=("other", "names"))
+    ask(relay, TWO)
+    assert relay.contract == client.contract
 
 
 def test_relay_sets_a_refused_row_aside_or_fails_the_request() -> None:
@@ -85,28 +89,13 @@ def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
 
 def test_relay_asks_a_server_without_a_contract_for_it_once() -> None:
     client = FakeClient(contract=None, columns=1)
-    asked: list[int] = []
-    plain: Callable[[], Any] = client.contract_async
-
-    async def count() -> Any:
-        asked.append(1)
-        return await plain()
-
-    client.contract_async = count  # type: ignore[method-assign]
+    refused = RefusedError("http://one", 404, "no such model")
+    client.contract_async = AsyncMock(side_effect=refused)  # type: ignore[method-assign]
     relay = service(client)
     for _ in range(3):
         reply, _ = ask(relay, TWO)
         assert reply.contract_hash is None
-    assert (relay.contract, asked) == (None, [1])
-
-
-def test_relay_knows_another_contract_with_its_first_reward() -> None:
-    client = FakeClient()
-    relay = service(client)
-    ask(relay, TWO)
-    client.contract = replace(CONTRACT, attributes=("other", "names"))
-    ask(relay, TWO)
-    assert relay.contract == client.contract
+    assert (relay.contract, client.contract_async.await_count) == (None, 1)
 
 
 MEASURED = CONTRACT.with_statistics([1.0, 0.0], [2.0, 0.5], "held-out pairs")

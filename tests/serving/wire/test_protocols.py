@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
             answer = route.refuse(Failure("the reason", kind), None)
             assert answer.status == STATUSES[kind], (route.path, kind)
             assert "the reason" in str(answer.content), (route.path, kind)
+    answer = REWARDS.refuse(Failure("why", FailureKind.unreachable), None)
+    assert answer.content == {"error": {"kind": "unreachable", "message": "why"}}
 
 
 LONG: list[tuple[str, str, list[Any]]] = [
@@ -100,8 +103,8 @@ NO_REWARDS: list[tuple[Any, str]] = [
         {"conversations": [[{"role": "nobody", "content": ""}]]},
         "role: got \"nobody\", wanted 'system'",
     ),
-    ({"text": ["a"]}, r"text: unknown key; did you mean texts\?$"),
-    ({"seed": 1}, "seed: unknown key$"),
+    ({"text": ["a"]}, r"text: unknown key; did you mean texts\?; known are texts, "),
+    ({"seed": 1}, "seed: unknown key; known are texts, "),
     ({"conversations": [[{**TURNS[0], "text": ""}]]}, r"0\.text: unknown key$"),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
     ([], r"body: got \[\], wanted an object"),
@@ -119,8 +122,17 @@ def test_rewards_of_another_body_are_refused_in_a_line() -> None:
 def test_rewards_have_their_rows_or_their_errors() -> None:
     rewards = np.array([[0.1, -2.0], [np.nan, np.nan]], dtype=np.float32)
     reply = ScoreReply(rewards, np.array([True, False]), "cafe")
+    shaped = replace(
+        reply,
+        raw_rewards=np.array([[2.0, 3.0], [np.nan, np.nan]]),
+        deviation=np.array([[0.25], [np.nan]]),
+        passed=np.array([1.0, np.nan]),
+    )
     request = parsed(REWARDS, {"texts": ["a", ""]})
-    answer = REWARDS.answer(request, ScoredRequest(reply, {1: "the text is empty"}), SERVED)
+    answer, of_shaped = (
+        REWARDS.answer(request, ScoredRequest(each, {1: "the text is empty"}), SERVED)
+        for each in (reply, shaped)
+    )
     assert answer == {
         "rewards": [[float(np.float32(0.1)), -2.0], None],
         "attributes": ["helpfulness", "verbosity"],
@@ -129,29 +141,20 @@ def test_rewards_have_their_rows_or_their_errors() -> None:
         "errors": [{"row": 1, "message": "the text is empty"}],
     }
     assert np.float32(json.loads(json.dumps(answer))["rewards"][0][0]) == rewards[0, 0]
-    REWARDS.response.model_validate(answer)
-
-
-def test_rewards_that_a_server_shapes_show_by_row_what_it_adds() -> None:
-    reply = ScoreReply(
-        np.array([[0.5], [np.nan]], dtype=np.float32),
-        np.zeros(2, bool),
-        "cafe",
-        raw_rewards=np.array([[2.0, 3.0], [np.nan, np.nan]]),
-        deviation=np.array([[0.25], [np.nan]]),
-        passed=np.array([1.0, np.nan]),
+    # Of a server that shapes them what it adds.
+    added = {"raw_rewards": [[2.0, 3.0], None], "deviation": [[0.25], None], "passed": [True, None]}
+    assert str(of_shaped) == str({**answer, **added})
+    # Of a model with several outputs for an attribute, what is asked for.
+    read = replace(reply, spread=np.array([[0.5, 1.0], [np.nan] * 2]), outputs=np.ones((2, 6)))
+    asked = parsed(REWARDS, {"texts": ["a", ""], "outputs": True})
+    plain, of_outputs = (
+        REWARDS.answer(each, ScoredRequest(read, {1: "the text is empty"}), SERVED)
+        for each in (request, asked)
     )
-    request = parsed(REWARDS, {"texts": ["a", ""]})
-    answer = REWARDS.answer(request, ScoredRequest(reply, {1: "the text is empty"}), SERVED)
-    assert answer["raw_rewards"] == [[2.0, 3.0], None]
-    assert answer["deviation"] == [[0.25], None]
-    assert str(answer["passed"]) == "[True, None]"
-    REWARDS.response.model_validate(answer)
-
-
-def test_rewards_that_fail_say_of_which_kind_and_why() -> None:
-    answer = REWARDS.refuse(Failure("why", FailureKind.unreachable), None)
-    assert answer.content == {"error": {"kind": "unreachable", "message": "why"}}
+    assert plain == answer
+    assert of_outputs == {**answer, "spread": [[0.5, 1.0], None], "outputs": [[1.0] * 6] * 2}
+    for each in (answer, of_shaped, of_outputs):
+        REWARDS.response.model_validate(each)
 
 
 def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None:

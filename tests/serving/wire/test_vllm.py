@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("pydantic")
-from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.wire.route import Served
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
 from nemo_aligner.serving.wire.vllm import ROUTES
@@ -82,6 +81,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CLASSIFY, {"messages": [{"content": "a"}]}, "messages.0: got .*, wanted role and content"),
     (CLASSIFY, {"messages": TOOLS}, "messages.0: got .*, wanted role and content alone"),
     (CLASSIFY, {"input": "a", "use_activation": True}, "got true, wanted .* no activation$"),
+    *(
+        (route, {"input": "a", name: True}, f"{name}: got true")
+        for route in (CLASSIFY, POOLING)
+        for name in ("use_activation", "activation", "softmax", "normalize")
+    ),
     (CLASSIFY, {"input": "a", "truncate_prompt_tokens": 5}, "tokens: got 5, .* scoring contract$"),
     (CLASSIFY, {"input": "a", "add_special_tokens": False}, "add_special_tokens: got false"),
     (POOLING, {"input": "a", "encoding_format": "base64"}, 'encoding_format: got "base64"'),
@@ -94,7 +98,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 TAKEN: list[dict[str, Any]] = [
     {"use_activation": None},
-    {"activation": False},
+    *({name: False} for name in ("use_activation", "activation", "softmax", "normalize")),
     {"padding": "do_not_pad"},
     {"add_special_tokens": True},
     {"priority": 0},
@@ -137,11 +141,3 @@ def test_vllm_errors_are_its_own() -> None:
     assert refused.content == {
         "error": {"message": "why", "type": "ServiceUnavailableError", "param": None, "code": 503}
     }
-
-
-def test_activation_is_refused_by_each_of_its_names() -> None:
-    for name in ("use_activation", "activation", "softmax", "normalize"):
-        assert read(POOLING, {"input": "a", name: False}).texts == ["a"]
-        for route in (CLASSIFY, POOLING):
-            with pytest.raises(ServingError, match=f"{name}: got true"):
-                read(route, {"input": "a", name: True})

@@ -1,33 +1,24 @@
-"""Learning rates, the optimizer's state and gradients that are no longer finite."""
+"""Learning rates, the optimizer's state, and gradients that are no longer finite."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.training.optimizer.build import build_optimizer
 from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
-
-SHAPE = ModelShape.from_config(
-    {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "ffn_hidden_size": 32,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 64,
-        "make_vocab_size_divisible_by": 16,
-    }
-)
+from tests.parallel.late_copies import play_late_copies
+from tests.training import poisoned
 
 
 def build(
@@ -38,11 +29,11 @@ def build(
     cpu_offload: bool = False,
     **sched: Any,
 ) -> tuple[Any, Optimizer]:
-    model = build_reward_model(SHAPE, layout, num_attributes=1, precision=precision)
+    model = build_reward_model(poisoned.SHAPE, layout, num_attributes=1, precision=precision)
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    freeze_lower_layers(model, freeze, SHAPE.num_layers)
+    freeze_lower_layers(model, freeze, poisoned.SHAPE.num_layers)
     wrapped = wrap_for_training(model)
     config = OptimConfig(lr=0.01, cpu_offload=cpu_offload, sched=SchedulerConfig(**sched))
     return wrapped, build_optimizer(wrapped, config, 1.0, total_steps)
@@ -89,29 +80,19 @@ def test_learning_rates(layout: ParallelLayout) -> None:
     assert rates(layout, 2, warmup_steps=9) == pytest.approx([0.001, 0.002])
 
 
-def view(wrapped: Any, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
-    """What a checkpoint would hold."""
-    metadata = {"non_homogeneous_layers": True}
-    weights = wrapped.module.sharded_state_dict(prefix="model.", metadata=metadata)
-    return optimizer.sharded_state_dict(weights, is_loading=is_loading)
-
-
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize(("freeze", "offload"), [(0, False), (1, False), (0, True)])
 def test_state_comes_back(
-    layout: ParallelLayout, precision: Precision, freeze: int, offload: bool
+    layout: ParallelLayout, precision: Precision, freeze: int, offload: bool, tmp_path: Path
 ) -> None:
-    """From one optimizer to a new one."""
+    """From one optimizer to a new one, by a checkpoint."""
     first = build(layout, precision, freeze, warmup_steps=0)
     second = build(layout, precision, freeze, cpu_offload=offload, warmup_steps=0)
     for _ in range(2):
         step(*first)
-    state = view(*first, is_loading=False)
-    empty = view(*second, is_loading=True)
-    assert _keys(state) == _keys(empty)
-    _fill(empty, state)
-    second[0].module.load_state_dict(first[0].module.state_dict())
-    second[1].load_state_dict(empty, 2)
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.save(RunState(2, 2), first[0].module, first[1])
+    checkpoints.load(checkpoints.list_saved()[-1], second[0].module, second[1])
     assert second[1].lr == first[1].lr
     for _ in range(2):
         assert step(*second) == step(*first)
@@ -120,7 +101,7 @@ def test_state_comes_back(
 
 
 def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
-    layout: ParallelLayout,
+    layout: ParallelLayout, tmp_path: Path
 ) -> None:
     def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         names = ("max_lr", "min_lr", "weight_decay", "betas", "eps")
@@ -136,12 +117,16 @@ def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
     wrapped = build(layout)[0]
     second = build_optimizer(wrapped, config, 1.0, 10)
     before = settings(second)
-    state, empty = view(*first, is_loading=False), view(wrapped, second, is_loading=True)
-    _fill(empty, state)
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.save(RunState(1, 1), first[0].module, first[1])
+    saved = checkpoints.list_saved()[-1]
     # As if another kind of AdamW had written it: TransformerEngine's has keys that torch's lacks.
-    for group in empty["optimizer"]["param_groups"]:
+    (path,) = saved.path.rglob("common.pt")
+    common = torch.load(path)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
         del group["maximize"]
-    second.load_state_dict(empty, 1)
+    torch.save(common, path)
+    checkpoints.load(saved, wrapped.module, second)
     assert settings(second) == before
     assert all("maximize" in group for group in second._optimizer.param_groups)
     assert {group["eps"] for group in before} == {1e-3}
@@ -151,19 +136,6 @@ def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
     anew = build_optimizer(wrapped, config, 1.0, 10)
     step(wrapped, anew)
     assert second.lr == anew.lr
-
-
-def _keys(state: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [(key, *sorted(tensors)) for key, tensors in sorted(state["param_state"].items())]
-
-
-def _fill(target: dict[str, Any], source: dict[str, Any]) -> None:
-    """What loading a checkpoint does: plain tensors for the sharded ones, and the common part."""
-    target.update({key: value for key, value in source.items() if key != "param_state"})
-    target["param_state"] = {
-        key: {name: tensor.data for name, tensor in tensors.items()}
-        for key, tensors in source["param_state"].items()
-    }
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
@@ -207,3 +179,43 @@ def test_validation_gathers_the_weights_on_a_rank_without_records_too(
         assert found["buckets"] > 3
         assert (found["gathered"], found["under_way"]) == (found["buckets"], 0)
         assert found["metrics"] == [two_ranks["validation"][0]["metrics"][1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "offload"),
+    [(Precision.fp32, False), (Precision.bf16, True), (Precision.fp16, False)],
+)
+def test_updates_wait_for_a_save_and_change_nothing_of_it(
+    layout: ParallelLayout,
+    precision: Precision,
+    offload: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = play_late_copies(monkeypatch.setattr)
+    wrapped, optimizer = build(layout, precision, cpu_offload=offload, warmup_steps=0)
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.reserve(wrapped.module, optimizer)
+    for number in (1, 2):  # the second save has the memory of the first
+        step(wrapped, optimizer, 0.01 * number)
+        expected = [each.clone() for each in (*wrapped.parameters(), *optimizer.state_tensors())]
+        checkpoints.save(RunState(number, number), wrapped.module, optimizer)
+        assert stream.num_left == len(expected)
+        step(wrapped, optimizer, -0.5)
+        assert stream.num_left == 0
+    saved = checkpoints.latest()
+    assert saved is not None
+    assert saved.state.step == 2
+    resumed, other = build(layout, precision, cpu_offload=offload, warmup_steps=0)
+    checkpoints.load(saved, resumed.module, other)
+    found = [*resumed.parameters(), *other.state_tensors()]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[str, Any]) -> None:
+    """Not all of it on each; a shard's rows may have numbers of the other rank's, too."""
+    for found in two_ranks["resume"]:
+        assert found["same"]
+        assert found["own"] > 10**7
+        assert found["allocated"] < 1.1 * found["own"], two_ranks["resume"]
+        assert found["read"] < 1.3 * found["own"], two_ranks["resume"]  # every piece has an index

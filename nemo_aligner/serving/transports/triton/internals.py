@@ -51,6 +51,20 @@ def start_in_own_session() -> None:
     sh.Command._call_args["new_session"] = True
 
 
+def hand_output_to(triton: Any, write: Callable[[str], None]) -> None:
+    """Have ``write`` called with what Triton and its Python stubs print, instead of stdout.
+
+    PyTriton makes the object that starts Triton's process just before it starts it.
+    """
+    plain = triton._initialize_server
+
+    def initialize() -> None:
+        plain()
+        triton._triton_server._record_logs = write
+
+    triton._initialize_server = initialize
+
+
 def server_pid(triton: Any) -> int:
     """The process of a running Triton, which is also its session."""
     return triton._triton_server._tritonserver_running_cmd.pid

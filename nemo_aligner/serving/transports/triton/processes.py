@@ -1,15 +1,18 @@
-"""What a server has on its machine: Triton's processes, and its port."""
+"""What a server has on its machine: Triton's processes, its log, and its port."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_aligner.errors import ServingError
+from nemo_aligner.temporary import make_temporary, remove_temporary
 
 # As the kernel names them, in 15 letters.
 _TRITON_PROCESSES = {
@@ -24,6 +27,8 @@ read -r word
 [ -n "$word" ] || { kill -KILL "-$0" 2>/dev/null; sleep 1; }
 rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
 """
+# Of Triton's log, beside an error.
+_SHOWN_LINES, _KEPT_CHARACTERS = 20, 8000
 _ANY_PORT = range(20_000, 32_000)
 
 
@@ -70,6 +75,50 @@ class Guard:
     def dismiss(self) -> None:
         """Triton has ended."""
         self._process.communicate(b"ended\n")
+
+
+class TritonLog:
+    """A file with what Triton prints, and the end of that.
+
+    ``path`` is appended to; None is a file in the system's temporary folder that is gone when this
+    process is.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        """Raises ServingError: it cannot be written."""
+        try:
+            self._folder = None if path is not None else make_temporary("nemo_aligner_triton_")
+            self.path = Path(path) if self._folder is None else self._folder / "triton.log"
+            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise ServingError(
+                f"server.triton_log_file: {path or 'a temporary file'}: it cannot be written: "
+                f"{error.strerror or error}"
+            ) from error
+        self._last: deque[str] = deque(maxlen=_KEPT_CHARACTERS)
+
+    def write(self, text: str | bytes) -> None:
+        """Add what Triton has printed, which comes in pieces; a full disk ends no server."""
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", errors="replace")
+        self._last.extend(text)
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(text)
+
+    def ending(self) -> str:
+        """Its last lines under a heading, for an error."""
+        lines = [line for line in "".join(self._last).splitlines() if line.strip()]
+        if not lines:
+            return "Triton's log is empty"
+        kept = f" ({self.path})" if self._folder is None else ""
+        return "\n  ".join([f"the end of Triton's log{kept}:", *lines[-_SHOWN_LINES:]])
+
+    def close(self) -> None:
+        """Nothing more is written; a temporary one is removed."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        if self._folder is not None:
+            remove_temporary(self._folder)
 
 
 def is_running(pid: int) -> bool:

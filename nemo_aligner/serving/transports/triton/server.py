@@ -19,10 +19,16 @@ from nemo_aligner.serving.ranks import ModelRanks
 from nemo_aligner.serving.service import Servable, Service, in_order
 from nemo_aligner.serving.tokens import find_token, say_who_may_ask
 from nemo_aligner.serving.transports.ready import ready_file
-from nemo_aligner.serving.transports.triton.internals import call_at_exit, server_pid, workspace_of
+from nemo_aligner.serving.transports.triton.internals import (
+    call_at_exit,
+    hand_output_to,
+    server_pid,
+    workspace_of,
+)
 from nemo_aligner.serving.transports.triton.model import build_triton
 from nemo_aligner.serving.transports.triton.processes import (
     Guard,
+    TritonLog,
     free_port,
     is_running,
     triton_processes,
@@ -37,13 +43,14 @@ def check_front(config: ServerConfig) -> None:
 
     Raises:
         ServingError: the port is taken, the host is no address of rank 0's machine, or the token
-            cannot be read there.
+            cannot be read there, or Triton's log not be written.
     """
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             free_port(config.host, config.port)
             _read_token(config)
+            TritonLog(config.triton_log_file).close()
         except (ConfigError, ServingError) as error:
             said = [str(error)]
     dist.broadcast_object_list(said, src=0)
@@ -113,11 +120,13 @@ def _answer(
     endpoints = in_order(services)
     token = _read_token(config)
     triton = build_triton(endpoints, config, port, token)
-    guard = _start(triton)
+    log = TritonLog(config.triton_log_file)
+    print(f"Starting Triton, whose log is {log.path}", flush=True)
+    guard = _start(triton, log)
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
     report = _Report(services, config.report_every_secs)
-    watch = _Watch(triton, processes, ranks, report)
+    watch = _Watch(triton, processes, ranks, report, log)
     with ready_file(config.ready_file, url):
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
@@ -134,19 +143,31 @@ def _answer(
     report.say()
     for each in services:
         each.close()
+    log.close()
 
 
-def _start(triton: Any) -> Guard:
-    """Run Triton until its model is ready; PyTriton would wait two minutes for one that is dead."""
+def _start(triton: Any, log: TritonLog) -> Guard:
+    """Run Triton until its model is ready; PyTriton would wait two minutes for one that is dead.
+
+    Raises:
+        ServingError: it runs, and does not become ready.
+    """
+    from pytriton.client.exceptions import PyTritonClientError
+    from pytriton.exceptions import PyTritonError
+
+    hand_output_to(triton, log.write)
     started = threading.Event()
 
     def ended() -> None:
         if not started.is_set():
             shutil.rmtree(workspace_of(triton), ignore_errors=True)
-            _die("Triton did not start, its own words are above")
+            _die(f"Triton did not start; {log.ending()}")
 
     call_at_exit(triton, ended)
-    triton.run()
+    try:
+        triton.run()
+    except (PyTritonError, PyTritonClientError, TimeoutError) as error:
+        raise ServingError(f"Triton did not start: {error}; {log.ending()}") from error
     started.set()
     return Guard(server_pid(triton), workspace_of(triton))
 
@@ -174,9 +195,14 @@ class _Watch:
     """Looks whether everything lives that the server needs, and ends it where one does not."""
 
     def __init__(
-        self, triton: Any, processes: Mapping[int, str], ranks: ModelRanks, report: _Report
+        self,
+        triton: Any,
+        processes: Mapping[int, str],
+        ranks: ModelRanks,
+        report: _Report,
+        log: TritonLog,
     ) -> None:
-        self._triton = triton
+        self._triton, self._log = triton, log
         self._processes = processes
         self._ranks = ranks
         self._report = report
@@ -195,8 +221,10 @@ class _Watch:
     def _dead_triton(self) -> str | None:
         for pid, name in self._processes.items():
             if not is_running(pid):
-                return f"{name} (pid {pid}) died"
-        return None if self._triton.is_alive() else "Triton is not alive"
+                return f"{name} (pid {pid}) died; {self._log.ending()}"
+        if self._triton.is_alive():
+            return None
+        return f"Triton is not alive; {self._log.ending()}"
 
 
 def _die(failure: str) -> NoReturn:

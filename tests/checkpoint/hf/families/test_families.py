@@ -1,27 +1,66 @@
-"""The registry, and the configs of every family: there and back, and what is refused."""
+"""Model families: their configs, rules and models, there and back, and what is refused."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
+from nemo_aligner.checkpoint.hf.families.gemma2 import GEMMA2
+from nemo_aligner.checkpoint.hf.families.query_groups import (
+    add_zero_groups,
+    pack_qkv,
+    remove_zero_groups,
+    unpack_qkv,
+)
+from nemo_aligner.checkpoint.hf.families.qwen2 import QWEN2
+from nemo_aligner.checkpoint.hf.families.rules import Rule
 from nemo_aligner.errors import CheckpointError
-from tests.checkpoint.hf.families.models import SIZES, every_case, model, nemo_config
-from tests.families import CASES
+from nemo_aligner.models.shape import ModelShape
+from tests import families, tiny
+from tests.checkpoint.hf.exporting import convert, export
+from tests.checkpoint.refusals import refusals
+from tests.families import CASES, WINDOW
 
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron")
+# What every config.json says.
+SIZES = {
+    key: value
+    for key, value in tiny.SHAPE.items()
+    if key not in ("rms_norm_eps", "tie_word_embeddings")
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@cache
+def model(case: str) -> Any:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(families.hf_config(case), attn_implementation="eager")
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made.eval()
+
+
+def nemo_config(case: str) -> dict[str, Any]:
+    return find_family(CASES[case]["model_type"]).to_nemo(model(case).config.to_dict())
+
+
+def find(megatron: str, rules: tuple[Rule, ...]) -> Rule:
+    (rule,) = [rule for rule in rules if rule.megatron == megatron]
+    return rule
 
 
 @every_case
-def test_transformers_reads_a_config_that_came_back_as_the_same_model(case: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
     config = nemo_config(case)
     family = find_family(CASES[case]["model_type"])
     assert family.to_nemo(family.to_hf(config)) == config
@@ -41,70 +80,59 @@ def test_transformers_reads_a_config_that_came_back_as_the_same_model(case: str)
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_config_leaves_out_is_as_transformers_has_it(name: str) -> None:
-    from transformers import AutoConfig
-
-    family = find_family(name)
-    full = AutoConfig.for_model(name, **SIZES).to_dict()
-    assert family.to_nemo(SIZES) == family.to_nemo(full)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("mixtral", {}, "got 'mixtral', a mixture of experts, wanted one of: llama, mistral"),
-        ("qwen3_moe", {}, "got 'qwen3_moe', a mixture of experts"),
-        ("smollm3", {}, "got 'smollm3', wanted one of: llama, mistral"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "layer_types: got"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
-        ("qwen3", {"attention_bias": True}, "attention_bias: got True"),
-        ("qwen3", {"layer_types": ["full_attention"] * 3}, "a window of None and 4 layers"),
-        ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types: got"),
-        ("mistral", {"sliding_window": 0}, "sliding_window: got 0"),
-        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers: got 10{12}, wanted .*"),
-        ("llama", {"vocab_size": 320.5}, "vocab_size: got 320.5, wanted a whole number from 1 on"),
-        ("llama", {"rope_theta": "x"}, "rope_theta: got 'x'"),
-        ("llama", {"rope_scaling": [1]}, r"rope_parameters: got \[1\]"),
-        ("llama", {"num_key_value_heads": 3}, "num_query_groups: got 3, wanted a divisor of the 4"),
-        ("gemma", {"hidden_activation": "relu"}, "hidden_activation: got 'relu'"),
-        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
-        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
-        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: got 0.0"),
-        ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
-        ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
-        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got"),
-    ],
-)
-def test_what_cannot_be_carried_is_refused(
-    name: str, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        find_family(name).to_nemo({**SIZES, **changes})
+def test_family_config_leaves_out_what_transformers_adds() -> None:
+    found, wanted = {}, {}
+    for name in NAMES:
+        full = AutoConfig.for_model(name, **SIZES).to_dict()
+        found[name], wanted[name] = (find_family(name).to_nemo(each) for each in (SIZES, full))
+    assert found == wanted
 
 
-@pytest.mark.parametrize(
-    ("case", "changes", "message"),
-    [
-        ("llama", {"rotary_percentage": 0.5}, "a decoder with rotary_percentage=0.5"),
-        ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
-        ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
-        ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
-        ("mistral_untied_window", {"window_pattern": "alternate"}, "window_pattern=alternate"),
-    ],
-)
-def test_a_decoder_of_no_family_is_refused(
-    case: str, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        family_of({**nemo_config(case), **changes})
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ("mixtral", {}, "got 'mixtral', a mixture of experts, wanted one of: llama, mistral"),
+    ("qwen3_moe", {}, "got 'qwen3_moe', a mixture of experts"),
+    ("smollm3", {}, "got 'smollm3', wanted one of: llama, mistral"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "layer_types: got"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
+    ("qwen3", {"attention_bias": True}, "attention_bias: got True"),
+    ("qwen3", {"layer_types": ["full_attention"] * 3}, "a window of None and 4 layers"),
+    ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types: got"),
+    ("mistral", {"sliding_window": 0}, "sliding_window: got 0"),
+    ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers: got 10{12}, wanted .*"),
+    ("llama", {"vocab_size": 320.5}, "vocab_size: got 320.5, wanted a whole number from 1 on"),
+    ("llama", {"rope_theta": "x"}, "rope_theta: got 'x'"),
+    ("llama", {"rope_scaling": [1]}, r"rope_parameters: got \[1\]"),
+    ("llama", {"num_key_value_heads": 3}, "num_query_groups: got 3, wanted a divisor of the 4"),
+    ("gemma", {"hidden_activation": "relu"}, "hidden_activation: got 'relu'"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
+    ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: got 0.0"),
+    ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
+    ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
+    ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got"),
+    *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, "mamba", ["llama"], 7)),
+]
+DECODERS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rotary_percentage": 0.5}, "a decoder with rotary_percentage=0.5"),
+    ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
+    ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
+    ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
+    ("mistral_untied_window", {"window_pattern": "alternate"}, "window_pattern=alternate"),
+    ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
+]
 
 
-@pytest.mark.parametrize("model_type", [None, "mamba", ["llama"], 7])
-def test_unknown_model_types_are_named(model_type: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"model_type: got .*, wanted one of: llama, mistral"):
-        find_family(model_type)
+def test_family_config_that_cannot_be_carried_is_refused() -> None:
+    """Of Hugging Face, and of a decoder that no family has."""
+    with refusals() as refused:
+        for name, changes, pattern in REFUSED:
+            with refused((name, changes), pattern):
+                find_family(name).to_nemo({**SIZES, **changes})
+        for case, changes, pattern in DECODERS:
+            config = {**nemo_config(case), **changes}
+            with refused((case, changes), pattern):
+                family_of(config).to_hf(config)
 
 
 @pytest.mark.skipif(
@@ -114,15 +142,132 @@ def test_unknown_model_types_are_named(model_type: Any) -> None:
     not version("megatron-core").startswith("0.16."),
     reason="since megatron-core 0.17 its router needs no TransformerEngine",
 )
-def test_megatron_core_carries_no_experts_yet() -> None:
+def test_family_of_experts_is_not_carried_by_megatron_core_yet() -> None:
     """Why Mixtral and Qwen's mixtures are refused while 0.16 is allowed."""
     router = import_module("megatron.core.transformer.moe.moe_utils").router_gating_linear
     with pytest.raises(NameError, match="te_general_gemm"):
         router(torch.ones(1, 4), torch.ones(2, 4), None, torch.float32)
 
 
-def test_smollm_is_a_llama() -> None:
-    config = {**SIZES, "model_type": "llama", "tie_word_embeddings": True, "rope_theta": 100000}
-    nemo = find_family(config["model_type"]).to_nemo(config)
+def test_family_config_of_old_keys_reads_the_same() -> None:
+    llama3 = dict(families.LLAMA3_ROPE)
+    base = llama3.pop("rope_theta")
+    gelu = {"hidden_act": "gelu", "hidden_activation": None}
+    half = {"rope_theta": base, "rope_parameters": {**llama3, "rope_theta": None}}
+    new = {"rope_parameters": families.LLAMA3_ROPE}
+    no_layer = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4}
+    for name, older, newer in (
+        ("llama", {"rope_theta": base, "rope_scaling": llama3}, new),
+        ("llama", half, new),
+        ("gemma", gelu, {}),
+        ("qwen2", no_layer, {}),
+    ):
+        found, wanted = (find_family(name).to_nemo({**SIZES, **each}) for each in (older, newer))
+        assert found == wanted, (name, older)
+    uncapped = {**SIZES, "attn_logit_softcapping": None, "sliding_window": 5}
+    assert find_family("gemma2").to_nemo(uncapped)["attn_logit_softcapping"] is None
+    smollm = {**SIZES, "tie_word_embeddings": True, "rope_theta": 100000}
+    nemo = find_family("llama").to_nemo(smollm)
     assert nemo["share_embeddings_and_output_weights"]
     assert family_of(nemo).to_hf(nemo)["rope_theta"] == 100000
+
+
+def test_family_layers_may_alternate_where_they_are_named() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = {**SIZES, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
+    shape = ModelShape.from_config(find_family("qwen3").to_nemo(config))
+    assert [shape.window_of(layer) for layer in (1, 2, 3, 4)] == [WINDOW, None, WINDOW, None]
+
+
+def test_family_rules_come_apart_as_they_were_put_together() -> None:
+    """With norms as Gemma's checkpoints have them, too; the exports below have them as they are."""
+    for case in CASES:
+        state = model(case).state_dict()
+        for zero_centered in (False, True):
+            config = {**nemo_config(case), "layernorm_zero_centered_gamma": zero_centered}
+            names: list[str] = []
+            for rule, _ in find_family(CASES[case]["model_type"]).rules(config):
+                names += rule.hf
+                parts = [state[name] for name in rule.hf]
+                again = rule.split(rule.join(parts, config), config)
+                for found, wanted in zip(again, parts, strict=True):
+                    # What had 1 added to it has lost its last bits.
+                    torch.testing.assert_close(found, wanted, atol=2e-7, rtol=0)
+                    assert "norm" in rule.megatron or torch.equal(found, wanted)
+            untied = {"lm_head.weight"} if model(case).config.tie_word_embeddings else set()
+            assert set(names) == state.keys() - untied, case
+            assert len(names) == len(set(names)), case
+
+
+def test_family_gammas_are_stored_plain_unless_the_config_says_otherwise() -> None:
+    stored = torch.tensor([-0.5, 0.0, 0.25])
+    rules = {rule.megatron: rule for rule in (*GEMMA2.layer, *GEMMA2.model, *QWEN2.layer)}
+    assert len([name for name in rules if "norm" in name]) == 5
+    plain = find("mlp.linear_fc2.post_layernorm.weight", GEMMA2.layer)
+    assert plain.join([stored], {}).tolist() == [0.5, 1.0, 1.25]
+    zero_centered = {"layernorm_zero_centered_gamma": True}
+    assert plain.join([stored], zero_centered).tolist() == stored.tolist()
+    ours = find("mlp.linear_fc1.layer_norm_weight", QWEN2.layer)
+    (out,) = ours.split(stored, zero_centered)
+    assert out.tolist() == [0.5, 1.0, 1.25]
+
+
+def test_family_biases_of_query_groups_have_zeros_added() -> None:
+    config = nemo_config("qwen2")
+    rule = find("self_attention.linear_qkv.bias", QWEN2.layer)
+    bias = rule.join([torch.ones(rows) for rows in (64, 32, 32)], config)
+    padded = add_zero_groups(rule.megatron, bias, 2, 3)
+    assert padded.shape == (3 * (2 + 2) * 16,)
+    assert padded[: bias.numel()].equal(bias)
+    assert not padded[bias.numel() :].any()
+    assert remove_zero_groups(rule.megatron, padded, 3, 2).equal(bias)
+    with pytest.raises(CheckpointError, match=r"got \[64, 16, 16\] rows, wanted \[64, 32, 32\]"):
+        rule.join([torch.zeros(rows) for rows in (64, 16, 16)], config)
+
+
+def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
+    heads, groups, size = 4, 2, 3
+    query = torch.arange(heads * size * 5).reshape(heads * size, 5)
+    key, value = (
+        offset + torch.arange(groups * size * 5).reshape(-1, 5) for offset in (1000, 2000)
+    )
+    packed = pack_qkv(query, key, value, heads, groups)
+    assert packed.shape == ((heads + 2 * groups) * size, 5)
+    torch.testing.assert_close(packed[: 2 * size], query[: 2 * size])
+    torch.testing.assert_close(packed[2 * size : 3 * size], key[:size])
+    torch.testing.assert_close(packed[3 * size : 4 * size], value[:size])
+    for got, wanted in zip(unpack_qkv(packed, heads, groups), (query, key, value), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def write_reward_model(folder: Path, case: str, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    config = families.hf_config(case)
+    config.num_labels, config.pad_token_id = 2, 0
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.to(dtype).save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@every_case
+def test_family_export_is_what_was_converted(
+    case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
+) -> None:
+    write_reward_model(tmp_path / "there", case, dtype)
+    # Of two query groups, for which a third of zeros is added and removed again.
+    convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=3)
+    summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
+    # The export scored texts longer than any window through both.
+    assert summary.largest_difference < 2e-5
+    there, back = (load_file(tmp_path / name / "model.safetensors") for name in ("there", "back"))
+    assert there.keys() == back.keys()
+    for name, tensor in there.items():
+        wanted = tensor.float() if name == "score.weight" else tensor
+        assert torch.equal(back[name], wanted), name

@@ -13,9 +13,15 @@ from nemo_aligner.checkpoint.hf import families
 from nemo_aligner.checkpoint.hf.families import NAME_KEY, family_of, find_family, register_family
 from nemo_aligner.errors import CheckpointError, ConfigError
 from tests import tiny
-from tests.checkpoint.hf.conversion import convert
-from tests.checkpoint.hf.exporting import assert_same, config_of, export, save_again, tensors_of
-from tests.checkpoint.hf.families.models import SIZES
+from tests.checkpoint.hf.exporting import (
+    assert_same,
+    config_of,
+    convert,
+    export,
+    save_again,
+    tensors_of,
+)
+from tests.checkpoint.hf.families.test_families import SIZES
 from tests.checkpoint.hf.families.toy_llama import TOY_LLAMA
 
 TOY_SIZES = {**SIZES, "ffn_dim": SIZES["intermediate_size"], "intermediate_size": None}

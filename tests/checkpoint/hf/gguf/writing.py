@@ -200,3 +200,24 @@ def sentencepiece(special: list[str]) -> tuple[dict[str, int], list[tuple[str, s
     tokenizer.train_from_iterator([tiny.TEXT] * 4, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+def write_sentencepiece(special: list[str]) -> tuple[Any, Callable[[Any, Path, int], None]]:
+    """Such a vocabulary with merges, and what writes it; ``special`` ends with EOS, BOS, UNK."""
+    vocabulary, merges = sentencepiece(special)
+    kinds = {**dict.fromkeys(special, 3), "<unk>": 2}
+
+    def write(writer: Any, source: Path, vocab_size: int) -> None:
+        tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+        assert len(tokens) <= vocab_size
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(index) for index in range(len(tokens))])
+        writer.add_token_types([kinds.get(token, 6 if "<0x" in token else 1) for token in tokens])
+        eos, bos, unk = special[-3:]
+        writer.add_bos_token_id(vocabulary[bos])
+        writer.add_eos_token_id(vocabulary[eos])
+        writer.add_unk_token_id(vocabulary[unk])
+
+    return (vocabulary, merges), write

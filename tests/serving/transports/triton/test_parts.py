@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,13 @@ import pytest
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.transports.ready import ready_file
-from nemo_aligner.serving.transports.triton.internals import bind_unbatched, call_at_exit
+from nemo_aligner.serving.transports.triton.internals import (
+    bind_unbatched,
+    call_at_exit,
+    hand_output_to,
+)
 from nemo_aligner.serving.transports.triton.processes import (
+    TritonLog,
     free_port,
     is_running,
     triton_processes,
@@ -49,9 +53,7 @@ class FakeTriton:
 
 
 def test_port_is_the_one_asked_for_or_a_free_one() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = holder.getsockname()[1]
         with pytest.raises(ServingError, match=rf"server.port: 127.0.0.1:{taken} is not free: "):
             free_port("127.0.0.1", taken)
@@ -61,15 +63,9 @@ def test_port_is_the_one_asked_for_or_a_free_one() -> None:
         free_port("192.0.2.1", 0)
 
 
-def test_process_runs_until_it_ends() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert is_running(child.pid)
-    assert triton_processes(child.pid) == {}
-    child.communicate(b"\n")
-    assert not is_running(child.pid)
-
-
-def test_processes_of_triton_are_found_by_name_among_descendants(tmp_path: Path) -> None:
+def test_processes_of_triton_are_found_by_name_among_descendants_until_they_end(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "tritonserver"
     program.symlink_to("/bin/sleep")
     shell = subprocess.Popen(["/bin/sh", "-c", f"{program} 60 & echo $!; wait"], stdout=-1)
@@ -81,9 +77,54 @@ def test_processes_of_triton_are_found_by_name_among_descendants(tmp_path: Path)
         assert triton_processes(shell.pid) == {pid: "Triton's server"}
         assert pid in triton_processes(os.getpid())
         assert triton_processes(pid + 1) == {}
+        assert is_running(shell.pid)
     finally:
         os.kill(pid, 9)
         shell.communicate()
+    assert not is_running(shell.pid)
+
+
+def test_log_of_triton_is_a_file_whose_end_stands_beside_errors(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.log"
+    kept.write_text("of an earlier server\n")
+    for path in (str(kept), None):
+        log = TritonLog(path)
+        assert log.ending() == "Triton's log is empty"
+        for piece in (
+            "fir",
+            "st\n\n",
+            b"second: \xff\n",
+            *(f"line {n}\n" for n in range(18)),
+            "cut",
+        ):
+            log.write(piece)
+        heading, *lines = log.ending().splitlines()
+        assert heading == f"the end of Triton's log{f' ({kept})' if path else ''}:"
+        assert (len(lines), lines[0], lines[-1]) == (
+            20,
+            "  second: \N{REPLACEMENT CHARACTER}",
+            "  cut",
+        )
+        log.close()
+        assert log.path.exists() == (path is not None)
+        log.write("after its end\n")
+    assert kept.read_text().startswith("of an earlier server\nfirst\n\nsecond")
+    with pytest.raises(ServingError, match=r"server\.triton_log_file: .*: it cannot be written: "):
+        TritonLog(str(tmp_path))
+
+
+def test_output_of_triton_is_handed_on_from_before_its_start() -> None:
+    said: list[str] = []
+    triton = SimpleNamespace()
+
+    def initialize() -> None:
+        triton._triton_server = SimpleNamespace(_record_logs=print)
+
+    triton._initialize_server = initialize
+    hand_output_to(triton, said.append)
+    triton._initialize_server()
+    triton._triton_server._record_logs("a line")
+    assert said == ["a line"]
 
 
 def test_ready_file_is_there_while_the_server_answers_and_never_half_written(

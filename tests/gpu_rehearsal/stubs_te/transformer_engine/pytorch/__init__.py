@@ -39,26 +39,50 @@ class _Product(torch.autograd.Function):
         return grad @ weight, to_weight, rows.sum(0) if ctx.has_bias else None, None
 
 
+# What both kinds of layers take, and nothing here comes of.
+_TAKEN = {
+    "get_rng_state_tracker", "init_method", "return_bias", "parameters_split", "ub_overlap_ag",
+    "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name",
+    "delay_wgrad_compute", "symmetric_ar_type", "name",
+}  # fmt: skip
+
+
 class _Linear(TransformerEngineBaseModule):
     """What both kinds have in common; megatron-core's own functions move what ranks share."""
 
-    def _build(
-        self, sizes: tuple[int, int], tp: tuple[Any, int], settings: Any, **kind: Any
+    taken = _TAKEN
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cuda",
+        **more: Any,
     ) -> None:
-        """``sizes`` are of inputs and outputs, ``settings`` parallel mode, bias, fusion, SP."""
-        self.in_features, self.out_features = sizes
-        self.tp_group, self.tp_size = tp
-        self.parallel_mode, self.use_bias, self.fuse, sequence_parallel = settings
-        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-        is_column, is_row = (self.parallel_mode == mode for mode in ("column", "row"))
-        self.out_features //= self.tp_size if is_column else 1
-        self.in_features //= self.tp_size if is_row else 1
-        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **kind))
-        self.bias = torch.empty(0, **kind)
-        if self.use_bias:
-            self.bias = torch.nn.Parameter(torch.empty(self.out_features, **kind))
+        super().__init__()
+        if more.keys() - self.taken:
+            raise TypeError(f"{type(self).__name__} does not take {more.keys() - self.taken}")
+        self.tp_group, self.tp_size = tp_group, tp_size
+        self.parallel_mode, self.use_bias, self.fuse = parallel_mode, bias, fuse_wgrad_accumulation
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        is_column, is_row = (parallel_mode == mode for mode in ("column", "row"))
+        self.out_features = out_features // (tp_size if is_column else 1)
+        self.in_features = in_features // (tp_size if is_row else 1)
+        self.kind = {"device": device, "dtype": params_dtype}
+        sizes = (self.out_features, self.in_features)
+        self.weight = torch.nn.Parameter(torch.empty(sizes, **self.kind))
+        self.bias = torch.empty(0, **self.kind)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.empty(self.out_features, **self.kind))
         split = [(self.weight, 0 if is_column else 1)] if is_column or is_row else []
-        split += [(self.bias, 0)] if is_column and self.use_bias else []
+        split += [(self.bias, 0)] if is_column and bias else []
         for tensor, dim in split:
             tensor.tensor_model_parallel, tensor.partition_dim = True, dim
             tensor.partition_stride = 1
@@ -80,38 +104,7 @@ class _Linear(TransformerEngineBaseModule):
 
 
 class Linear(_Linear):
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        rng_tracker_name: str | None = None,
-        init_method: Any = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: Any = None,
-        device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__()
-        settings = (parallel_mode, bias, fuse_wgrad_accumulation, sequence_parallel)
-        sizes, tp = (in_features, out_features), (tp_group, tp_size)
-        self._build(sizes, tp, settings, device=device, dtype=params_dtype)
+    taken = _TAKEN | {"rng_tracker_name", "save_original_input"}
 
     def forward(
         self,
@@ -124,49 +117,26 @@ class Linear(_Linear):
 
 
 class LayerNormLinear(_Linear):
+    taken = _TAKEN | {"return_layernorm_output", "return_layernorm_output_gathered"}
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        init_method: Any = None,
-        bias: bool = True,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        parameters_split: Any = None,
         zero_centered_gamma: bool = False,
-        device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
+        **given: Any,
     ) -> None:
-        super().__init__()
-        settings = (parallel_mode, bias, fuse_wgrad_accumulation, sequence_parallel)
-        sizes, tp = (in_features, out_features), (tp_group, tp_size)
-        self._build(sizes, tp, settings, device=device, dtype=params_dtype)
-        self.eps, self.normalization, self.zero = eps, normalization, zero_centered_gamma
-        kind = {"device": device, "dtype": params_dtype}
-        self.layer_norm_weight = torch.nn.Parameter(torch.empty(in_features, **kind))
-        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
-        self.layer_norm_bias = None
+        super().__init__(in_features, out_features, **given)
+        self.eps, self.zero = eps, zero_centered_gamma
+        weight = torch.nn.Parameter(torch.empty(in_features, **self.kind))
+        self.layer_norm_weight, self.layer_norm_bias = weight, None
         if normalization != "RMSNorm":
-            self.layer_norm_bias = torch.nn.Parameter(torch.empty(in_features, **kind))
-            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+            self.layer_norm_bias = torch.nn.Parameter(torch.empty_like(weight))
+        for parameter in (weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""What objectives on pairs and on ratings read, and which metrics they give when."""
+"""What objectives on pairs and on ratings read, and which metrics and losses they log when."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from nemo_aligner.metrics.table import PAIRS
 from nemo_aligner.objectives.base import Objective, label_limits
 from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.objectives.measure import mean_loss, measure_set, measure_step
 from nemo_aligner.objectives.quantiles import Quantiles
+from tests.objectives.hand_made import rated
 
+MISSING = math.nan
 LENGTHS = torch.tensor([10, 20, 30, 40])
-
-
-def test_columns_pairs_read_no_label_and_ratings_one_for_each_attribute() -> None:
-    assert BradleyTerry().columns == ()
-    assert MaskedMse(("help", "brief")).columns == ("help", "brief")
 
 
 def test_label_limits_are_those_that_the_loss_sets() -> None:
@@ -36,6 +34,7 @@ def test_step_on_pairs_has_the_metrics_of_a_batch_and_a_report_has_all() -> None
     records = Records.of([0, 1], [2, 2])
     # The first attribute is the one that counts.
     rewards = torch.tensor([[2.0, 0.0], [1.0, 9.0], [0.0, 9.0], [3.0, 0.0]])
+    assert BradleyTerry().columns == ()
     step = BradleyTerry().step_metrics(rewards, records)
     assert list(step) == [metric.name for metric in PAIRS if metric.in_step]
     assert (step["accuracy"], step["reward_margin"]) == (0.5, -1.0)
@@ -46,12 +45,12 @@ def test_step_on_pairs_has_the_metrics_of_a_batch_and_a_report_has_all() -> None
 
 
 def test_report_on_ratings_follows_labels_and_lengths() -> None:
-    missing = math.nan
-    values = torch.tensor([[1.0, 5.0], [2.0, missing], [3.0, 4.0], [4.0, 3.0]])
+    values = torch.tensor([[1.0, 5.0], [2.0, MISSING], [3.0, 4.0], [4.0, 3.0]])
     labels = LabelColumns.of(["help", "brief"], values).centred_on({"help": 2.5})
     records = Records.of(range(4), [1] * 4, labels)
     rewards = torch.tensor([[1.0, 1.0], [2.0, 0.0], [3.0, 2.0], [4.0, 3.0]])
     objective = MaskedMse(("help", "brief"))
+    assert objective.columns == ("help", "brief")
     assert objective.step_metrics(rewards, records) == {}
     report = objective.report(rewards, records, LENGTHS)
     assert report["pearson/help"] == pytest.approx(1)
@@ -59,3 +58,25 @@ def test_report_on_ratings_follows_labels_and_lengths() -> None:
     assert report["length_correlation/help"] == pytest.approx(1)
     # A label that is missing counts for nothing, its reply's length does for the others.
     assert report["length_only_pearson_mean"] == pytest.approx((1 + 0.9819805) / 2)
+
+
+def test_loss_that_is_logged_is_the_one_that_is_trained() -> None:
+    rewards = torch.tensor([[2.0], [1.0], [1.0], [1.0], [0.0], [3.0], [5.0], [1.0]])
+    records = Records.of(range(4), [2] * 4)
+    losses = [math.log1p(math.exp(-margin)) for margin in (1, 0, -3, 4)]
+    wanted = pytest.approx(sum(losses) / 4)
+    assert mean_loss(BradleyTerry(), rewards, records) == wanted
+    step = measure_step(BradleyTerry(), rewards, records)
+    assert (step["loss"], step["accuracy"]) == (wanted, pytest.approx(2.5 / 4))
+    lengths = torch.ones(8, dtype=torch.int64)
+    whole = measure_set(BradleyTerry(), rewards, records, lengths, ["x", "x", "y", "y"])
+    assert whole["loss"] == step["loss"]
+    assert whole["by_source/y/loss"] == pytest.approx(sum(losses[2:]) / 2)
+
+
+def test_loss_that_is_logged_is_a_mean_over_the_labels_that_are_there() -> None:
+    rewards, objective = torch.tensor([[1.0], [2.0]]), MaskedMse(("help",))
+    for labels, loss in (((MISSING, MISSING), 0.0), ((3.0, MISSING), 4.0), ((3.0, 4.0), 4.0)):
+        records = rated(torch.tensor(labels)[:, None])
+        assert mean_loss(objective, rewards, records) == loss, labels
+        assert measure_step(objective, rewards, records) == {"loss": loss}, labels
