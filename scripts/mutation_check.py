@@ -156,9 +156,9 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(constant)
 
 
-def exchange(mutant: Mutant, functions: Iterable[FunctionType]) -> bool:
+def exchange(mutant: Mutant, source: bytes, functions: Iterable[FunctionType]) -> bool:
     """Give a file's functions the code with the fault; False where none that lives has it."""
-    tree = ast.parse(Path(mutant.path).read_bytes())
+    tree = ast.parse(source)
     node = [found for found, _, _ in nodes_in_functions(tree, "", 0)][mutant.number]
     new: Any = change(node)
     ast.copy_location(new, node)
@@ -223,6 +223,8 @@ def run_in_fork(job: Job, folder: Path) -> None:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["TMPDIR"] = str(folder)
         tempfile.tempdir = None
         job.body(write)
+    except Exception as error:
+        write({"outcome": "not judged", "by": repr(error)})
     finally:
         os._exit(0)
 
@@ -291,6 +293,7 @@ class Check:
     def __init__(self, mutants: list[Mutant], workers: int, budget: float) -> None:
         self.mutants, self.workers, self.budget = mutants, workers, budget
         self.paths = sorted({mutant.path for mutant in mutants})
+        self.sources = {path: Path(path).read_bytes() for path in self.paths}
         self.results: dict[str, Report] = {}
         self.seconds: dict[str, float] = {}
         self.covering: dict[tuple[str, int], set[str]] = defaultdict(set)
@@ -317,7 +320,9 @@ class Check:
         late = [Job(j.name, j.body, 4 * j.limit) for j in jobs if j.name not in self.results]
         self.judge(late)
         for job in late:
-            self.results.setdefault(job.name, {"outcome": "killed", "by": "two time limits"})
+            self.results.setdefault(
+                job.name, {"outcome": "killed", "by": "its end, or time limit, twice"}
+            )
         return True
 
     def measure(self, items: list[pytest.Item]) -> None:
@@ -334,7 +339,8 @@ class Check:
             return Job(file, body, MEASURE_SECS)
 
         for file, report in run_forks(map(job, by_file), self.workers):
-            report = report or {"seconds": {}, "not passed": ["ran too long"], "lines": {}}
+            if report is None or "seconds" not in report:
+                report = {"seconds": {}, "not passed": [report or "ran too long"], "lines": {}}
             print("measured", file, *report["not passed"], flush=True)
             self.seconds |= report["seconds"]
             for path, lines in report["lines"].items():
@@ -358,7 +364,8 @@ class Check:
 
     def job(self, mutant: Mutant, items: list[pytest.Item], covering: int) -> Job:
         def body(write: Callable[[Report], None]) -> None:
-            if not exchange(mutant, self.functions[full(mutant.path)]):
+            functions = self.functions[full(mutant.path)]
+            if not exchange(mutant, self.sources[mutant.path], functions):
                 write({"outcome": "not judged"})
                 return
             first = FirstFailure(write)
