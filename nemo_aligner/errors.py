@@ -40,6 +40,10 @@ class TrainingError(AlignerError, RuntimeError):
     """A step whose numbers are no longer finite; the message names step, rank and records."""
 
 
+class StoppedError(AlignerError, RuntimeError):
+    """A run that was asked to stop, and has saved: the same call goes on from there."""
+
+
 class PeerError(AlignerError, RuntimeError):
     """Another process failed, and says why: this one ends without a word."""
 

@@ -66,6 +66,10 @@ def asked(names):
             yield requirement
 
 
+try:
+    metadata.version(project["name"])
+except metadata.PackageNotFoundError:
+    sys.exit(f"missing: {project['name']}")
 wanted = list(asked(project["dependencies"]))
 for extra in extras:
     wanted += asked(project["optional-dependencies"][extra])
@@ -120,7 +124,7 @@ use_environment() {
             _pip_install "$CPU_TORCH" || return 1
         fi
     fi
-    echo "installing nemo_aligner[$extras] and what it needs (a few minutes)"
+    echo "installing nemo_aligner with $extras and what it needs (a few minutes)"
     _pip_install packaging -e "${REPO}[$extras]" || return 1
     _is_complete "$extras" || return 1
 }

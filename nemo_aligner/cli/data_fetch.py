@@ -3,7 +3,7 @@
   nemo-aligner data fetch nvidia/HelpSteer2 --output helpsteer2.jsonl
   nemo-aligner data fetch Anthropic/hh-rlhf --split test --output heldout.jsonl
 
-It needs pip install "nemo_aligner[hub]", and a network; training then needs neither.
+It needs the extra hub, and a network; training then needs neither.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.report import check_report
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.evaluation.html import check_report
 
 
 def new_parser() -> Parser:

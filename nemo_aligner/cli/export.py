@@ -9,6 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
+from nemo_aligner.api.reward_model import export_archive
 from nemo_aligner.cli.parser import Parser
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -46,29 +47,17 @@ def new_parser() -> Parser:
 
 def run(options: argparse.Namespace) -> int:
     """Write the folder, and say how it was checked."""
-    from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
-    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
-    from nemo_aligner.config.common import Precision
-    from nemo_aligner.errors import ConfigError
-    from nemo_aligner.parallel.launch import single_process
-    from nemo_aligner.parallel.layout import initialize_layout
-    from nemo_aligner.precision import torch_dtype
-
-    if options.adapter_of is not None:
-        if options.dtype is not None:
-            raise ConfigError("--dtype: an adapter is written as it is stored, wanted none")
-        wanted = AdapterOptions(options.adapter_of, options.merge, options.base_license)
-        with single_process():
-            print(export_adapter(options.input, options.output, initialize_layout(), wanted))
-        return 0
-    how = ExportOptions(
-        dtype=None if options.dtype is None else torch_dtype(Precision(options.dtype)),
-        merge=options.merge,
-        max_shard_bytes=options.max_shard_size,
-        base_license=options.base_license,
+    print(
+        export_archive(
+            options.input,
+            options.output,
+            dtype=options.dtype,
+            merge=options.merge,
+            adapter_of=options.adapter_of,
+            max_shard_bytes=options.max_shard_size,
+            base_license=options.base_license,
+        )
     )
-    with single_process():
-        print(export_to_hf(options.input, options.output, initialize_layout(), how))
     return 0
 
 

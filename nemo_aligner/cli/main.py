@@ -11,6 +11,7 @@ from typing import Any
 import nemo_aligner
 from nemo_aligner.cli.parser import PROGRAM, did_you_mean
 from nemo_aligner.cli.running import missing_module, run_verb
+from nemo_aligner.config.packaged import find_conflict
 
 # What a verb does, in one line; its module has ``new_parser`` and ``run``.
 VERBS = {
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = _split(arguments)
     if verb is None:
         return _usage(arguments)
+    conflict = None if verb == "doctor" else find_conflict()  # which has it among other findings
+    if conflict is not None:
+        print(conflict, file=sys.stderr)
+        return 1
     try:
         module = load(verb)
     except ModuleNotFoundError as error:

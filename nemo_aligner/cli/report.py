@@ -12,11 +12,10 @@ are overlaid. The page needs no network, and has no script.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.evaluation.html import check_report
 
 
 def new_parser() -> Parser:
@@ -39,25 +38,3 @@ def run(options: argparse.Namespace) -> int:
 
     print(f"report: {write_page(options.runs, options.output)}")
     return 0
-
-
-def check_report(setting: str) -> None:
-    """Refuse, before anything is computed, a report that cannot be drawn.
-
-    Raises:
-        ConfigError: the package that draws its figures is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{setting}: it is set, but the package matplotlib is not installed "
-            "(pip install 'nemo_aligner[report]')"
-        )
-
-
-def write_run_report(folder: Path) -> None:
-    """Write a run's own report into its folder, unless it was stopped before its first step."""
-    from nemo_aligner.checkpoint.run_folder import METRICS_NAME, REPORT_NAME
-    from nemo_aligner.evaluation.html.page import write_page
-
-    if (folder / METRICS_NAME).is_file():
-        print(f"report: {write_page([folder], folder / REPORT_NAME)}", flush=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nemo_aligner.cli.parser import PROGRAM
+from nemo_aligner.config.packaged import install_command
 from nemo_aligner.errors import AlignerError, CheckpointError, ConfigError
 from nemo_aligner.processes import describe_error, is_first_rank, report
 
@@ -69,10 +70,10 @@ def missing_module(error: ModuleNotFoundError) -> str:
     """Which command brings the module that is missing."""
     name = str(error.name).partition(".")[0]
     extra = _EXTRAS.get(name)
-    brings = f"pip install 'nemo_aligner[{extra}]' brings it"
+    brings = f"{install_command(extra or '')} brings it"
     if extra is None:
         brings = "activate the environment that nemo_aligner is installed in"
-        brings += " (source .venv/bin/activate), or install it: pip install nemo_aligner"
+        brings += f" (source .venv/bin/activate), or install it: {install_command()}"
     return f"the module {name} is not installed in {sys.executable}; {brings}"
 
 

@@ -6,14 +6,13 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.config.describe import list_keys, render_keys
-from nemo_aligner.config.load import load_with_notes
-from nemo_aligner.errors import ConfigError, SettingsError
+from nemo_aligner.config.load import check_needed, load_with_notes
+from nemo_aligner.errors import ConfigError
 from nemo_aligner.processes import is_first_rank, is_launched
 from nemo_aligner.subcommand import environment
 
@@ -33,7 +32,10 @@ def settings_parser(
             "--processes", type=positive, metavar="N",
             help="ranks to start on this machine, one for each GPU (several nodes: torchrun, srun)",
         )  # fmt: skip
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in a YAML file")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="settings in a YAML file, or by the name of one that the package has",
+    )  # fmt: skip
     settings: Any = parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings, which win over the file's"
     )
@@ -50,10 +52,7 @@ def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence
         SettingsError: one of ``needed`` is not set.
     """
     config, notes = load_with_notes(schema, options.settings, options.config)
-    missing = [key for key in needed if not attrgetter(key)(config)]
-    if missing:
-        about = {key.name: key.about for key in list_keys(schema)}
-        raise SettingsError([f"{key}: it is not set, wanted {about[key]}" for key in missing])
+    check_needed(config, schema, needed)
     is_speaker = options.processes in (None, 1) and is_first_rank()
     if is_speaker and notes:
         print(_render_notes(notes), flush=True)

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
+from nemo_aligner.api.training import NEEDED, run_training
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.report import check_report, write_run_report
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.processes import find_process, is_first_rank, leave_together
-
-_NEEDED = ("pretrained_checkpoint.restore_from_path", "model.data.data_prefix.train")
+from nemo_aligner.evaluation.html import check_report
+from nemo_aligner.processes import find_process, leave_together
 
 
 def new_parser() -> Parser:
@@ -35,7 +33,7 @@ def new_parser() -> Parser:
 
 def run(options: argparse.Namespace) -> int:
     """Train, on as many ranks as were started."""
-    config = read_settings(TrainConfig, options, _NEEDED)
+    config = read_settings(TrainConfig, options, NEEDED)
     if options.dry_run:
         from nemo_aligner.console import say
         from nemo_aligner.training.dry_run import check_run
@@ -46,9 +44,5 @@ def run(options: argparse.Namespace) -> int:
         check_report("exp_manager.report")
     if starts_ranks(options):
         return start_ranks("train", options)
-    from nemo_aligner.training.run import train
-
-    stopped_by = train(config).stopped_by
-    if config.exp_manager.report and is_first_rank():
-        write_run_report(Path(config.exp_manager.explicit_log_dir))
+    stopped_by = run_training(config).stopped_by
     return leave_together(stopped_by.exit_code) if stopped_by is not None else 0

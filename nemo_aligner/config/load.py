@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -12,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.describe import kinds_of, list_keys
 from nemo_aligner.config.nemo_aligner_keys import RULES
-from nemo_aligner.config.suggest import suggest_setting
+from nemo_aligner.config.packaged import find_settings, settings_names
+from nemo_aligner.config.suggest import suggest_setting, suggestion
 from nemo_aligner.config.translate import Translation
 from nemo_aligner.config.written import KindOf, read_file, read_setting
 from nemo_aligner.errors import ConfigError, SettingsError, first_line, shown
@@ -42,10 +47,40 @@ def load_with_notes(
     """
     merging = _Merging(schema)
     if file is not None:
-        merging.add(_read(Path(file), merging.kind_of), str(file))
+        merging.add(_read(find_settings(file), merging.kind_of), str(file))
     for text in settings:
         merging.add_setting(text)
     return merging.finish(), merging.notes()
+
+
+def load_given(
+    schema: type[T], given: Mapping[str, Any], file: str | PathLike[str] | None = None
+) -> T:
+    """``load_config`` for a program: Python values by their whole keys, or nested, over a file's.
+
+    Paths, members of enums and numbers of numpy are taken as what they stand for.
+
+    Raises:
+        ConfigError, SettingsError: see ``load_config``.
+    """
+    merging = _Merging(schema)
+    if file is not None:
+        merging.add(_read(find_settings(file), merging.kind_of), str(file))
+    for key, value in given.items():
+        merging.add_value(key, value)
+    return merging.finish()
+
+
+def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
+    """Refuse settings that leave out what a run cannot do without.
+
+    Raises:
+        SettingsError: one of the keys ``needed`` is not set.
+    """
+    missing = [key for key in needed if not attrgetter(key)(config)]
+    if missing:
+        about = {key.name: key.about for key in list_keys(schema)}
+        raise SettingsError([f"{key}: it is not set, wanted {about[key]}" for key in missing])
 
 
 def load_values(schema: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -73,11 +108,21 @@ def config_to_dict(config: object) -> dict[str, Any]:
 def _read(path: Path, kind_of: KindOf) -> DictConfig:
     try:
         loaded = read_file(path, kind_of)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: there is no such file{_or_packaged(path)}") from error
     except Exception as error:  # yaml and the file system have many
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: got a list, wanted sections with keys")
     return loaded
+
+
+def _or_packaged(path: Path) -> str:
+    names = settings_names()
+    near = suggestion(path.stem, names)
+    if near is not None:
+        return f"; did you mean {near}, which the package has?"
+    return f", and the package has {', '.join(names)}"
 
 
 class _Merging:
@@ -115,6 +160,16 @@ class _Merging:
             update = read_setting(key, value, self.kind_of)
         except Exception as error:  # as of a YAML file
             self._complain("", f"{text}: {first_line(error)}")
+            return
+        self.add(update, "", key)
+
+    def add_value(self, key: str, value: Any) -> None:
+        """One setting as Python has it."""
+        update = OmegaConf.create({})
+        try:
+            OmegaConf.update(update, key, _plain(value))
+        except (OmegaConfBaseException, TypeError, ValueError) as error:
+            self._complain("", f"{key}: got {shown(value)}: {first_line(error)}")
             return
         self.add(update, "", key)
 
@@ -245,6 +300,19 @@ class _Merging:
             for where, problems in ordered
             for problem in problems
         ]
+
+
+def _plain(value: Any) -> Any:
+    """What a setting of a program is in YAML."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _has_collections(value: Any) -> bool:

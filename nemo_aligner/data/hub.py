@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from nemo_aligner.config.packaged import install_command
 from nemo_aligner.errors import ConfigError, DataError, short
 
 
@@ -33,7 +34,7 @@ def fetch(
         import datasets
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f'data fetch needs Hugging Face datasets: pip install "nemo_aligner[hub]" ({error})'
+            f"data fetch needs Hugging Face datasets: {install_command('hub')} ({error})"
         ) from error
     datasets.disable_progress_bars()
     asked = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nemo_aligner.config.packaged import install_command
+
 _WANTED = "wanted JSON lines, one JSON list, or a table"
 # The first bytes of a file -> what it is, and how pandas reads it, if it does.
 _BINARY = {
@@ -35,7 +37,7 @@ def _install_or_convert(reader: str, path: str) -> str:
     if target == path:
         target = str(Path(path).with_suffix(".converted.jsonl"))
     return (
-        "install nemo_aligner[tables], or convert it by this line of Python, with pandas: "
-        f"import pandas; pandas.{reader.format(path=path)}"
+        f"{install_command('tables')} brings it, or convert it by this line of Python, with "
+        f"pandas: import pandas; pandas.{reader.format(path=path)}"
         f'.to_json({target!r}, orient="records", lines=True)'
     )

@@ -11,10 +11,9 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.data.other_files import describe_binary
 from nemo_aligner.data.tables import Row, holds_rows, read_binary_table, read_text_table
+from nemo_aligner.data.write import as_json
 from nemo_aligner.errors import DataError
 
 
@@ -110,20 +110,7 @@ def _line_of(row: Row) -> AnyLine:
     number, value = row
     if isinstance(value, str):
         return BadLine(number, "", value)
-    try:
-        raw = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
-    except ValueError:
-        raw = json.dumps(_without_nan(value), ensure_ascii=False, default=str)
-    return Line(number, raw, value)
-
-
-def _without_nan(value: Any) -> Any:
-    """With null where JSON has no number."""
-    if isinstance(value, Mapping):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return Line(number, as_json(value), value)
 
 
 def _read_content(path: Path) -> bytes:

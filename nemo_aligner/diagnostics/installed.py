@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner import __version__
+from nemo_aligner.config.packaged import DISTRIBUTION, find_conflict, install_command
 from nemo_aligner.diagnostics.finding import Finding, Verdict
 from nemo_aligner.errors import short
 
-_OURS = "nemo_aligner"
+_IMPORTED = "nemo_aligner"
 _ALWAYS_SHOWN = ("torch", "megatron-core", "transformers", "omegaconf", "numpy")
 # The extras for people who use the package, and what each is good for.
 _EXTRAS = {
@@ -90,7 +91,7 @@ def _requirements() -> dict[str, list[Any]]:
     try:
         from packaging.requirements import Requirement
 
-        lines = importlib.metadata.requires(_OURS) or []
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
     except (ImportError, PackageNotFoundError):
         return {}
     found: dict[str, list[Any]] = {}
@@ -108,7 +109,7 @@ def _python() -> Finding:
     try:
         from packaging.specifiers import SpecifierSet
 
-        wanted = importlib.metadata.metadata(_OURS)["Requires-Python"]
+        wanted = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]
     except (ImportError, PackageNotFoundError):
         return Finding("python", version)
     if SpecifierSet(wanted).contains(version, prereleases=True):
@@ -117,10 +118,13 @@ def _python() -> Finding:
 
 
 def _this_package() -> Finding:
-    if version_of(_OURS) is None:
-        advice = "it runs from its folder, so what it requires is not checked: pip install -e ."
-        return Finding(_OURS, __version__, Verdict.note, advice)
-    return Finding(_OURS, __version__)
+    conflict = find_conflict()
+    if conflict is not None:
+        return Finding(_IMPORTED, __version__, Verdict.missing, conflict)
+    if version_of(DISTRIBUTION) is None:
+        advice = f"it is not installed, so what it requires is not checked: {install_command()}"
+        return Finding(_IMPORTED, __version__, Verdict.note, advice)
+    return Finding(_IMPORTED, f"{__version__}, of {DISTRIBUTION}")
 
 
 def _by_name_alone() -> Iterator[Finding]:
@@ -128,7 +132,7 @@ def _by_name_alone() -> Iterator[Finding]:
     for name in _ALWAYS_SHOWN:
         version = version_of(name)
         if version is None:
-            advice = f"pip install {_OURS} brings it; or activate the environment that has it"
+            advice = f"{install_command()} brings it; or activate the environment that has it"
             yield Finding(name, "not installed", Verdict.missing, advice)
         else:
             yield Finding(
@@ -154,7 +158,7 @@ def _optional(extra: str, purpose: str, requirements: list[Any]) -> Finding:
     if all(each.verdict is Verdict.ok for each in findings) and findings:
         return Finding(f"[{extra}]", value)
     unfit = any(each.verdict is Verdict.missing and version_of(each.name) for each in findings)
-    advice = f"for {purpose}: pip install '{_OURS}[{extra}]'"
+    advice = f"for {purpose}: {install_command(extra)}"
     return Finding(f"[{extra}]", value, Verdict.missing if unfit else Verdict.note, advice)
 
 

@@ -24,6 +24,7 @@ from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Ratin
 from nemo_aligner.data.store.tokenize import are_same_tokens
 from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.sources.base import Measure, RewardSource, Score
+from nemo_aligner.metrics.paired import wilson_interval
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import measure_spreads
 from nemo_aligner.objectives import default_objective
@@ -64,6 +65,12 @@ class EvaluationReport:
     texts: list[tuple[Text, ...]] = field(default_factory=list)
     malformed: list[MalformedRecord] = field(default_factory=list)
     spreads: np.ndarray | None = None
+
+    @property
+    def accuracy_interval(self) -> tuple[float, float] | None:
+        """Low and high end of the accuracy's 95% interval; None where nothing is ranked."""
+        accuracy, count = self.metrics.get("accuracy"), len(self.origins)
+        return None if accuracy is None else wilson_interval(accuracy * count, count)
 
 
 def evaluate_comparisons(

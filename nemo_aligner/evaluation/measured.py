@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.evaluation.html.evaluated import of_report, of_task
 from nemo_aligner.evaluation.html.reported import Reported
-from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
-from nemo_aligner.evaluation.robustness import ScoredPairs
-from nemo_aligner.evaluation.run_task import TaskReport, render_task, write_task, write_verdicts
+from nemo_aligner.evaluation.report import (
+    render_report,
+    reward_rows,
+    write_report,
+    write_rewards,
+)
+from nemo_aligner.evaluation.robustness import Robustness, ScoredPairs
+from nemo_aligner.evaluation.run_task import (
+    TaskReport,
+    render_task,
+    verdict_rows,
+    write_task,
+    write_verdicts,
+)
+from nemo_aligner.evaluation.tasks.base import Level
 from nemo_aligner.text.contract import ScoringContract
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation has found, for programs; as text it is the table for people.
+
+    Attributes:
+        accuracy: of pairs, or a benchmark's overall figure; None of ratings.
+        interval: its 95% interval, low and high; None where there is none.
+        metrics: every figure by its name (docs/metrics.md), those of a benchmark by its rows.
+        counts: ``read``, ``kept`` and every reason for which a record was left out.
+        rows: one for each record or item, with its rewards and texts.
+        robustness: how far the verdicts follow the style of replies; None if nobody asked.
+    """
+
+    accuracy: float | None
+    interval: tuple[float, float] | None
+    metrics: Mapping[str, float]
+    counts: Mapping[str, int]
+    rows: Sequence[Mapping[str, Any]] = field(repr=False)
+    table: str = field(repr=False)
+    robustness: Robustness | None = None
+
+    def __str__(self) -> str:
+        return self.table
 
 
 class Measured(Protocol):
@@ -37,6 +74,10 @@ class Measured(Protocol):
 
     def pairs(self) -> ScoredPairs:
         """Its pairs, where it is of pairs."""
+        ...
+
+    def evaluation(self) -> Evaluation:
+        """For a program."""
         ...
 
 
@@ -63,6 +104,17 @@ class MeasuredRecords:
     def pairs(self) -> ScoredPairs:
         return ScoredPairs.of_report(self.report)
 
+    def evaluation(self) -> Evaluation:
+        report = self.report
+        return Evaluation(
+            accuracy=report.metrics.get("accuracy"),
+            interval=report.accuracy_interval,
+            metrics=report.metrics,
+            counts=report.counts,
+            rows=list(reward_rows(report)),
+            table=self.render(),
+        )
+
 
 @dataclass(frozen=True)
 class MeasuredTask:
@@ -86,3 +138,18 @@ class MeasuredTask:
 
     def pairs(self) -> ScoredPairs:
         return ScoredPairs.of_task(self.report)
+
+    def evaluation(self) -> Evaluation:
+        report = self.report
+        overall = next(row for row in report.rows if row.level is Level.overall)
+        interval = None
+        if overall.low is not None and overall.high is not None:
+            interval = overall.low, overall.high
+        return Evaluation(
+            accuracy=overall.value,
+            interval=interval,
+            metrics={row.name: row.value for row in report.rows},
+            counts={"kept": len(report.judged), **report.left_out},
+            rows=list(verdict_rows(report)),
+            table=self.render(),
+        )

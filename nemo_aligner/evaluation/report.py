@@ -16,7 +16,6 @@ from nemo_aligner.data.reward_rows import reward_row, write_rows
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.metrics.by_source import BY_SOURCE
-from nemo_aligner.metrics.paired import wilson_interval
 from nemo_aligner.metrics.table import Shown, all_metrics, find_metric
 
 _MALFORMED_SHOWN = 3
@@ -34,8 +33,8 @@ def render_report(report: EvaluationReport, about: Mapping[str, str]) -> str:
     for name, value in overall.items():
         row = find_metric(name)
         number, meaning = f"{name:<{width}}{value:>10.4f}   ", row.meaning if row else ""
-        if name == "accuracy":
-            low, high = wilson_interval(value * len(report.origins), len(report.origins))
+        if name == "accuracy" and report.accuracy_interval is not None:
+            low, high = report.accuracy_interval
             meaning = f"{low:.4f} to {high:.4f} with 95%; {meaning}"
         lines.append(fit_row(number, meaning, len(number)).rstrip())
     return "\n".join([*lines, *_source_lines(report)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.reading import Reading
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.evaluate import evaluate_file
-from nemo_aligner.evaluation.measured import Measured, MeasuredRecords, MeasuredTask
+from nemo_aligner.evaluation.measured import Evaluation, Measured, MeasuredRecords, MeasuredTask
 from nemo_aligner.evaluation.robustness import Robustness, check_pairwise, check_robustness
 from nemo_aligner.evaluation.robustness_report import render_robustness, robustness_json
 from nemo_aligner.evaluation.run_task import run_task
@@ -33,23 +33,46 @@ def evaluate(config: EvaluateConfig) -> None:
     Raises:
         AlignerError: settings, data or model are unfit.
     """
-    data_file, most = config.data.path, config.robustness_pairs
-    if data_file is None:
-        raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
-    # What is wrong with them is said before the model is loaded.
-    task = None if config.task is None else find_task(config.task)
-    if task is not None:
-        _check_unread(config)
-    if task is not None and most is not None:
-        check_pairwise(task)
-    how = _reading(config)
+    asked = _Asked.of(config)  # what is wrong with it is said before the model is loaded
     with open_source(config) as source:
-        say(f"reading and scoring {data_file} ...")
-        measured = _measure(task, source, data_file, how)
-        robustness = None
-        if most is not None:
-            robustness = check_robustness(measured.pairs(), source.score_as_one, source.fits, most)
-        _tell(config, measured, robustness)
+        say(f"reading and scoring {asked.data_file} ...")
+        measured, robustness = _measure(asked, source)
+        say(_render(measured, robustness))
+        _write(config, measured, robustness)
+
+
+def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
+    """As ``evaluate``, by what is loaded already; what was found is returned, and not printed.
+
+    Raises:
+        AlignerError: as ``evaluate``.
+    """
+    measured, robustness = _measure(_Asked.of(config), source)
+    _write(config, measured, robustness)
+    table = _render(measured, robustness)
+    return replace(measured.evaluation(), robustness=robustness, table=table)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is measured, and how the file is read."""
+
+    data_file: str
+    task: Task | None
+    how: Reading
+    robustness_pairs: int | None
+
+    @classmethod
+    def of(cls, config: EvaluateConfig) -> _Asked:
+        data_file, most = config.data.path, config.robustness_pairs
+        if data_file is None:
+            raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
+        task = None if config.task is None else find_task(config.task)
+        if task is not None:
+            _check_unread(config)
+        if task is not None and most is not None:
+            check_pairwise(task)
+        return cls(data_file, task, _reading(config), most)
 
 
 def _check_unread(config: EvaluateConfig) -> None:
@@ -68,21 +91,29 @@ def _check_unread(config: EvaluateConfig) -> None:
             )
 
 
-def _measure(task: Task | None, source: RewardSource, data_file: str, how: Reading) -> Measured:
-    about = {"checkpoint": source.name, "contract": source.about_contract, "data": data_file}
+def _measure(asked: _Asked, source: RewardSource) -> tuple[Measured, Robustness | None]:
+    task, path = asked.task, asked.data_file
+    about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
+    measured: Measured
     if task is None:
-        return MeasuredRecords(evaluate_file(source, data_file, how), about, source.contract)
-    found = run_task(task, data_file, source.score, source.attribute_weights, source.encode)
-    return MeasuredTask(found, about, source.contract)
+        measured = MeasuredRecords(evaluate_file(source, path, asked.how), about, source.contract)
+    else:
+        found = run_task(task, path, source.score, source.attribute_weights, source.encode)
+        measured = MeasuredTask(found, about, source.contract)
+    if asked.robustness_pairs is None:
+        return measured, None
+    pairs, most = measured.pairs(), asked.robustness_pairs
+    return measured, check_robustness(pairs, source.score_as_one, source.fits, most)
 
 
-def _tell(config: EvaluateConfig, measured: Measured, robustness: Robustness | None) -> None:
-    """Say what was found, and write it where the settings ask for it."""
-    say(measured.render())
-    more = {}
-    if robustness is not None:
-        say(f"\n{render_robustness(robustness)}")
-        more["robustness"] = robustness_json(robustness)
+def _render(measured: Measured, robustness: Robustness | None) -> str:
+    found = measured.render()
+    return found if robustness is None else f"{found}\n\n{render_robustness(robustness)}"
+
+
+def _write(config: EvaluateConfig, measured: Measured, robustness: Robustness | None) -> None:
+    """Write what was found where the settings ask for it."""
+    more = {} if robustness is None else {"robustness": robustness_json(robustness)}
     if config.output is not None:
         on_main(partial(measured.write, Path(config.output), more))
     if config.output_rewards is not None:

@@ -57,6 +57,15 @@ def wrap_for_training(
     return wrapped
 
 
+def unwrap_after_training(wrapped: DistributedDataParallel) -> None:
+    """Let go of model, gradients and process groups, in a process that goes on without them.
+
+    Megatron hangs its hooks on nodes of autograd, and these hold the wrapper: a cycle that Python's
+    collector cannot see. What the wrapper holds is therefore taken from it.
+    """
+    vars(wrapped).clear()
+
+
 def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
     """Megatron goes through its buffers backwards, and has the fp32 head's at the beginning."""
     index = {parameter: i for i, parameter in enumerate(wrapped.module.parameters())}

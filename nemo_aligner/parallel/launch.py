@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,9 +51,15 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     Of several ranks that fail in the block one raises its error, see ``failure.fail_once``.
 
     Raises:
-        ConfigError: the launcher's environment is incomplete, or a local rank has no GPU.
+        ConfigError: the launcher's environment is incomplete, a local rank has no GPU, or there is
+            a process group already.
         PeerError, LostRankError: another rank failed first, or is gone.
     """
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed: got a process group in this process that something else has made, "
+            "wanted none; torch.distributed.destroy_process_group() ends it"
+        )
     process = find_process(os.environ)
     _keep_fp32(process)
     use_cuda = torch.cuda.is_available()
@@ -61,17 +69,19 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
         keep_freed_memory()
     backend = "nccl" if use_cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    store = _meet(process, timeout)
+    store, hook = _meet(process, timeout), sys.excepthook
     _init_process_group(process, device, backend, store, timeout)
+    if process.world_size == 1:
+        sys.excepthook = hook  # torch puts the rank before every line of an error
     try:
         yield Launch(process.rank, process.world_size, process.local_rank, device, backend)
     except BaseException as error:
         if process.world_size > 1:
             # The group stays as it is: NCCL would wait in it for what others never join.
             fail_once(error, store, process)
-        _leave()
+        _leave(hook)
         raise
-    _leave()
+    _leave(hook)
 
 
 @contextmanager
@@ -91,11 +101,12 @@ def single_process() -> Iterator[None]:
         yield
         return
     return_freed_memory()
+    hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        _leave(hook)
 
 
 def _select_device(process: Process, use_cuda: bool) -> torch.device:
@@ -133,10 +144,12 @@ def _split_cores(local_world_size: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
 
 
-def _leave() -> None:
+def _leave(hook: Callable[..., Any]) -> None:
+    """Tear down what there is; ``hook`` is what showed errors before torch put the rank there."""
     destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.excepthook = hook
 
 
 def _meet(process: Process, timeout: timedelta) -> dist.Store:

@@ -21,6 +21,7 @@ from nemo_aligner.models.step import (
     gather_rewards,
     infer_in_parts,
 )
+from nemo_aligner.models.trainable import unwrap_after_training
 from nemo_aligner.objectives.base import (
     Objective,
     count_outputs,
@@ -73,6 +74,10 @@ class RewardLearner:
         self.model = model.module
         self.optimizer = optimizer
         self.data = data
+
+    def release(self) -> None:
+        """Let go of the model and its gradients; nothing can be trained or measured afterwards."""
+        unwrap_after_training(self._ddp)
 
     def imbalance(self, steps: range) -> Imbalance:
         """How evenly the work of ``steps`` falls on ranks and micro-batches."""

@@ -6,9 +6,10 @@ import csv
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from nemo_aligner.checkpoint.run_folder import METRICS_NAME
 from nemo_aligner.config.training import RunFolderConfig
@@ -37,15 +38,40 @@ def check_loggers(config: RunFolderConfig) -> None:
             )
 
 
+@dataclass(frozen=True)
+class TrainingProgress:
+    """What a callback of a run is told: the metrics that were logged after ``step``.
+
+    Attributes:
+        step: counted from 1; 0 is before the first.
+        total_steps: the last one, if nothing ends the run before.
+        metrics: by the names of ``metrics.jsonl``, as ``train/loss``.
+    """
+
+    step: int
+    total_steps: int
+    metrics: dict[str, float]
+
+
+Callback: TypeAlias = Callable[[TrainingProgress], object]
+
+
 class MetricLoggers:
     """The run's own file and loggers as Lightning has them on rank 0; nothing on the others.
 
     A logger that fails, be it that its service or a disk is gone, hears no more of the run; that
-    is said, and does not end it.
+    is said, and does not end it. What a callback raises does end the run: it is its caller's.
     """
 
     def __init__(self, file: MetricsFile | None = None, loggers: Sequence[Any] = ()) -> None:
         self._file, self._loggers = file, list(loggers)
+        self._callback: Callback | None = None
+        self._total_steps = 0
+
+    def call(self, callback: Callback, total_steps: int) -> None:
+        """Tell ``callback``, too, on rank 0; before the first ``log``."""
+        if self._file is not None:
+            self._callback, self._total_steps = callback, total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of a step, counted from 1.
@@ -56,6 +82,8 @@ class MetricLoggers:
         if self._file is not None:
             self._file.log(metrics, step)
         self._tell(lambda logger: logger.log_metrics(dict(metrics), step))
+        if self._callback is not None:
+            self._callback(TrainingProgress(step, self._total_steps, dict(metrics)))
 
     def close(self) -> None:
         if self._file is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
@@ -30,21 +31,28 @@ from nemo_aligner.training.export import finish
 from nemo_aligner.training.facts import RunFacts
 from nemo_aligner.training.heldout import HeldoutRewards
 from nemo_aligner.training.learner import RewardLearner, validation_metric_names
-from nemo_aligner.training.loggers import build_loggers, check_loggers
+from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
 from nemo_aligner.training.patience import Patience
 from nemo_aligner.training.resume import check_goes_on, resume
 from nemo_aligner.training.stop import StopRequest
 from nemo_aligner.training.trainer import Outcome, SupervisedTrainer
 
 
-def train(config: TrainConfig) -> Outcome:
+def train(
+    config: TrainConfig, callback: Callback | None = None, in_program: bool = False
+) -> Outcome:
     """Build the parts in the order in which data flows through them, and let the trainer run.
+
+    Args:
+        callback: told on rank 0 of all metrics that are logged; what it raises ends the run.
+        in_program: the process goes on after the run, see ``StopRequest``.
 
     Raises:
         AlignerError: settings, data or checkpoint are unfit, or a number is not finite.
     """
     check_settings(config)
-    with StopRequest(config.trainer.max_time) as stop, launch() as world:
+    stop = StopRequest(config.trainer.max_time, in_program=in_program)
+    with stop, launch() as world, ExitStack() as held:
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -58,6 +66,7 @@ def train(config: TrainConfig) -> Outcome:
         check_goes_on(config, data, checkpoints)
         with waiting_for("loading the model"):
             learner, pretrained, total_steps = build_learner(config, data, layout)
+        held.callback(learner.release)
         patience = open_patience(config.exp_manager, data)
         described: list[str] = []
         if is_main():
@@ -74,6 +83,8 @@ def train(config: TrainConfig) -> Outcome:
         if start.step >= total_steps or patience.is_over:
             say(f"step {start.step} is the last; the model is written again")
         loggers = build_loggers(config.exp_manager, start.config, start.step)
+        if callback is not None:
+            loggers.call(callback, total_steps)
         trainer = SupervisedTrainer(
             learner, config, total_steps, start, checkpoints, loggers, stop, world.device, patience
         )

@@ -8,6 +8,10 @@ torchrun, its workers in sessions of their own, passes Ctrl-C on as SIGINT, and 
 SIGTERM; srun and a terminal without a launcher reach every process themselves. The same Ctrl-C may
 so come twice within milliseconds, and only what comes a second later is a second one.
 
+A program that trains by ``nemo_aligner.train``, such as a notebook, goes on afterwards: there
+Ctrl-C raises KeyboardInterrupt where it would end the process. Python delivers signals to the main
+thread alone, so a run in another thread leaves them to the program.
+
 Who sends SIGUSR1 means to start the same command again, and is told by the exit code whether there
 is anything left to do. It is the signal that jobs under Slurm ask for before their time is up.
 """
@@ -52,6 +56,14 @@ class StopReason:
     text: str
     exit_code: int = 0
 
+    @property
+    def is_ctrl_c(self) -> bool:
+        return self.text == _NAMES[signal.SIGINT]
+
+    @property
+    def is_signal(self) -> bool:
+        return self.text in _NAMES.values()
+
     def __str__(self) -> str:
         return self.text
 
@@ -60,13 +72,20 @@ class StopRequest:
     """Why this process should stop after its step; None to go on.
 
     As a context manager it takes the signals over. While the run starts a signal raises SystemExit
-    with the exit code that shells give it (130, 143, 138).
+    with the exit code that shells give it (130, 143, 138). With ``in_program`` Ctrl-C raises
+    KeyboardInterrupt then, and so does a second one later on.
     """
 
     def __init__(
-        self, max_time: str | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        max_time: str | None = None,
+        now: Callable[[], float] = time.monotonic,
+        in_program: bool = False,
     ) -> None:
         self._now = now
+        self._in_program = in_program
+        self._when = 0.0
+        self._takes_signals = False
         self._deadline = None if max_time is None else now() + parse_max_time(max_time)
         self._max_time = max_time
         self._phase = Phase.starting
@@ -93,6 +112,9 @@ class StopRequest:
         self._phase = Phase.finishing
 
     def __enter__(self) -> StopRequest:
+        self._takes_signals = threading.current_thread() is threading.main_thread()
+        if not self._takes_signals:
+            return self
         # Python's handlers run between two of its instructions, and a backward pass is one: the
         # interpreter also writes the signal to a socket, which a thread can read meanwhile.
         self._reader, self._writer = socket.socketpair()
@@ -105,21 +127,31 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        if not self._takes_signals:
+            return
         for each, handler in self._previous.items():
             signal.signal(each, handler)
         signal.set_wakeup_fd(self._previous_descriptor)
         self._writer.close()
         self._watcher.join()
         self._reader.close()
-        if self._signal is not None and self._phase is Phase.starting and kind is not SystemExit:
+        ended = kind in (SystemExit, KeyboardInterrupt)
+        if self._signal is not None and self._phase is Phase.starting and not ended:
             # Others left first, and what this rank raised is that they are gone.
-            raise _exit_of(self._signal) from None
+            raise self._end_of(self._signal) from None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:
-            self._signal = number
+            self._signal, self._when = number, self._now()
             if self._phase is Phase.starting:
-                raise _exit_of(number)
+                raise self._end_of(number)
+        elif self._in_program and self._is_second(number, self._signal, self._when):
+            raise KeyboardInterrupt("interrupted again: what was not saved is lost")
+
+    def _end_of(self, number: int) -> BaseException:
+        if self._in_program and number == signal.SIGINT:
+            return KeyboardInterrupt(Phase.starting.value)
+        return SystemExit(128 + number)
 
     def _watch(self) -> None:
         """Tell of every signal as it comes; in a thread of its own."""
@@ -132,7 +164,8 @@ class StopRequest:
                 self._tell(f"{_NAMES[signal.Signals(number)]}: {self._phase.value}")
             elif self._is_second(number, *self._told):
                 self._tell("interrupted again, and left at once: what was not saved is lost")
-                os._exit(128 + signal.SIGINT)
+                if not self._in_program:
+                    os._exit(128 + signal.SIGINT)
 
     def _is_second(self, number: int, first: int, when: float) -> bool:
         # Some schedulers repeat SIGTERM.
@@ -143,7 +176,3 @@ class StopRequest:
         if self._is_main:
             start = "\n" if os.isatty(_STDERR) else ""  # a bar, or ^C, may stand there
             os.write(_STDERR, f"{start}{fit(text)}\n".encode())
-
-
-def _exit_of(number: int) -> SystemExit:
-    return SystemExit(128 + number)

@@ -14,6 +14,7 @@ from nemo_aligner.cli.parser import Parser, fraction, names, positive
 from nemo_aligner.cli.running import run_verb
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.subcommand import show_command
+from tests.launching import ROOT
 
 Captured = pytest.CaptureFixture[str]
 
@@ -97,7 +98,7 @@ def test_interruption_has_its_exit_code(capsys: Captured) -> None:
 
 def test_error_of_a_missing_module_comes_with_its_command(capsys: Captured) -> None:
     for name, brings in (
-        ("pytriton.client", "pip install 'nemo_aligner[serving]' brings it"),
+        ("pytriton.client", f"pip install -e '{ROOT}[serving]' brings it"),
         ("omegaconf", "activate the environment"),
     ):
         assert run_verb(failing(ModuleNotFoundError("no", name=name)), options_of()) == 1

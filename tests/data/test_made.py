@@ -101,7 +101,7 @@ def test_fetch_without_datasets_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'pip install "nemo_aligner\[hub\]"'):
+    with pytest.raises(ConfigError, match=r"pip install -e '.*\[hub\]'"):
         fetch("owner/name", tmp_path / "fetched.jsonl")
 
 

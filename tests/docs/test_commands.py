@@ -61,7 +61,8 @@ SHORT = ["model.optim.sched.constant_steps=0", "model.encoder_seq_length=512"]
 SERVERS = {"serve": "5555", "gateway": "8000", "serve-critic": "5556"}
 PORTS = {**{port: port for port in SERVERS.values()}, "5000": "8000"}  # OpenRLHF's is the gateway
 # The others' are run by tests of their own.
-WITH_PYTHON = ("README.md", "docs/getting_started.md", "docs/tasks.md")
+WITH_PYTHON = ("README.md", "docs/getting_started.md", "docs/python.md", "docs/tasks.md")
+IN_PROCESS = "import nemo_aligner as na"  # what follows it on a page is of the same program
 SEVERAL = re.compile(r"--processes (\d+)")
 MOST_PROCESSES = 2
 COLUMNS = 100  # that a training's log has
@@ -69,6 +70,7 @@ COLUMNS = 100  # that a training's log has
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
 MODULE = re.compile(r"# (\w+\.py)\n")
+LAUNCHED = re.compile(r"torchrun --standalone --nproc-per-node (\d) (\w+\.py)")
 EXPORT = re.compile(r"export (\w+)=(.*)")
 
 
@@ -94,9 +96,20 @@ def steps(page: Path) -> list[str]:
     for language, text in every_block(page):
         if language in ("", "bash"):
             found += [command for command in shell_commands(text) if is_run_here(command)]
-        elif language == "python" and name_of(page) in WITH_PYTHON:
+        elif language == "python" and name_of(page) in WITH_PYTHON and not MODULE.match(text):
             found.append(f"PYTHON\n{text}")
-    return found
+    return _joined(found)
+
+
+def _joined(found: list[str]) -> list[str]:
+    """A program that trains goes on in the page's next block, unless a command stands between."""
+    joined: list[str] = []
+    for step in found:
+        if joined and IN_PROCESS in joined[-1] and step.startswith("PYTHON"):
+            joined[-1] += step.removeprefix("PYTHON")
+        else:
+            joined.append(step)
+    return joined
 
 
 def steps_of_all() -> dict[Path, list[str]]:
@@ -130,8 +143,13 @@ class Page:
     def follow(self, step: str) -> None:
         for port, stands_for in PORTS.items():
             step = step.replace(f"127.0.0.1:{port}", f"127.0.0.1:{self._ports[stands_for]}")
-        if step.startswith("PYTHON\n"):
+        if step.startswith("PYTHON\n") and IN_PROCESS in step:
+            self._run_program(step.removeprefix("PYTHON\n"))
+        elif step.startswith("PYTHON\n"):
             exec(compile(step.removeprefix("PYTHON"), "a page", "exec"), {})
+        elif launched := LAUNCHED.fullmatch(step):
+            script, ranks = str(self._folder / launched[2]), int(launched[1])
+            tiny.run_script(script, processes=ranks, fresh=True, folder=self._folder)
         elif exported := EXPORT.fullmatch(step):
             self._env[exported[1]] = self._run_in_bash(f"printf %s {exported[2]}")
         elif is_server(step):
@@ -141,6 +159,11 @@ class Page:
             self._run(*split_verb(words[words.index("nemo-aligner") + 1 :]))
         else:
             self._run_in_bash(step)
+
+    def _run_program(self, text: str) -> None:
+        program = self._folder / "program.py"
+        program.write_text(text)
+        tiny.run_script(str(program), folder=self._folder)
 
     def _run_in_bash(self, step: str) -> str:
         """What it prints."""
@@ -243,6 +266,7 @@ def test_every_command_is_run_or_has_its_reason() -> None:
         "nemo-aligner ",
         "python examples/data/",
         "for part in ",
+        "torchrun --standalone ",
         "OMP_NUM_THREADS=2 nemo-aligner ",
     )
     left = [command for command in every if is_run_here(command)]

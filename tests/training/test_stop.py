@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -144,3 +145,35 @@ def test_timers_add_up_and_start_anew() -> None:
     assert list(taken) == ["timing/step"]
     assert 0 <= taken["timing/step"] < 1
     assert timers.take() == {}
+
+
+def test_ctrl_c_in_a_program_raises_and_leaves_the_process(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, codes = 5.0, []
+    monkeypatch.setattr(stop_module.os, "_exit", codes.append)
+    with (
+        pytest.raises(KeyboardInterrupt, match="before the first step"),
+        StopRequest(in_program=True),
+    ):
+        os.kill(os.getpid(), signal.SIGINT)
+    with StopRequest(now=lambda: now, in_program=True) as stop, stop.while_training():
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: stop.reason)
+        now += 1.5
+        with pytest.raises(KeyboardInterrupt, match="what was not saved is lost"):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert codes == []
+
+
+def test_run_in_another_thread_leaves_signals_to_the_program() -> None:
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def run() -> None:
+        with StopRequest(in_program=True) as stop, stop.while_training():
+            found.append((signal.getsignal(signal.SIGINT), stop.reason))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [(before, None)]

@@ -96,9 +96,9 @@ class HfRewardModel:
         """``[N, A]`` float32; the mean labels that an export of ours names are added.
 
         Raises:
-            DataError: as ``encode``.
+            DataError: as ``encode``; the message has the text's number.
         """
-        token_lists = [self.encode(text).token_ids for text in texts]
+        token_lists = [self._encode_numbered(*each) for each in enumerate(texts)]
         rewards = np.zeros((len(texts), len(self.attributes)), dtype=np.float32)
         done = 0
         self.watch(0, len(texts))
@@ -108,6 +108,12 @@ class HfRewardModel:
             self.watch(done, len(texts))
         means = getattr(self.model.config, "label_means", None) or {}
         return rewards + np.array([means.get(name, 0) for name in self.attributes], np.float32)
+
+    def _encode_numbered(self, number: int, text: Text) -> list[int]:
+        try:
+            return self.encode(text).token_ids
+        except DataError as error:
+            raise DataError(f"text {number}: {error}") from error
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
         """Rows of about one length, the longest first, so that little is padded."""

@@ -15,7 +15,7 @@ from nemo_aligner.errors import ConfigError
 from nemo_aligner.evaluation.sources.base import RewardSource, of_scorer
 from nemo_aligner.evaluation.sources.servers import open_server
 from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import initialize_layout
+from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
 from nemo_aligner.processes import find_process
 from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.text.contract_changes import check_expected
@@ -47,9 +47,34 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
             yield _expected(source, config.expect_contract)
         return
     with launch():
-        say(f"loading {name} ...")
-        source = _archive(config, name) if key == "rm_model_file" else _hugging_face(config, name)
-        yield _expected(source, config.expect_contract)
+        yield load_source(config, initialize_layout(*layout_sizes(config)))
+
+
+def layout_sizes(config: EvaluateConfig) -> tuple[int, int, bool]:
+    """Tensor and pipeline parallel sizes, and sequence parallelism, of what is loaded here."""
+    model = config.model
+    if config.rm_model_file is None:
+        return 1, 1, False
+    return (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.sequence_parallel,
+    )
+
+
+def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
+    """What ``rm_model_file`` or ``hf_model`` names, on the ranks of ``layout``; all call it.
+
+    Raises:
+        AlignerError: as ``open_source``.
+    """
+    key, name = config.source_key()
+    _check_used(config.source, key, name)
+    if key == "hf_model":
+        _refuse_ranks(key)
+    say(f"loading {name} ...")
+    load = _archive if key == "rm_model_file" else _hugging_face
+    return _expected(load(config, name, layout), config.expect_contract)
 
 
 def _check_used(config: SourceConfig, key: str, name: str) -> None:
@@ -70,12 +95,7 @@ def _refuse_ranks(key: str) -> None:
         raise ConfigError(f"{key}: got {ranks} ranks, wanted one: only rm_model_file takes several")
 
 
-def _archive(config: EvaluateConfig, name: str) -> RewardSource:
-    layout = initialize_layout(
-        config.model.tensor_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-        config.model.sequence_parallel,
-    )
+def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
     scorer = load_scorer(
         name,
         layout,
@@ -87,7 +107,7 @@ def _archive(config: EvaluateConfig, name: str) -> RewardSource:
     return of_scorer(scorer, name)
 
 
-def _hugging_face(config: EvaluateConfig, name: str) -> RewardSource:
+def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
     watch = Counter("scoring", "texts").show
     model = load_hf_reward_model(name, config.precision, config.model.micro_batch_tokens, watch)
     weights = config.source.attribute_weights or dict.fromkeys(model.attributes, 1.0)

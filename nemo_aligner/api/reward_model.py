@@ -1,0 +1,341 @@
+"""``nemo_aligner.RewardModel``: a reward model in this process, to score, evaluate and export.
+
+The module imports no torch before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.load import load_given
+from nemo_aligner.data.write import write_records
+from nemo_aligner.errors import ConfigError, DataError, ServingError
+from nemo_aligner.evaluation.html import check_report
+from nemo_aligner.processes import find_process
+from nemo_aligner.temporary import make_temporary, remove_temporary
+
+if TYPE_CHECKING:
+    from nemo_aligner.checkpoint.hf.export import ExportSummary
+    from nemo_aligner.evaluation.measured import Evaluation
+    from nemo_aligner.evaluation.sources.base import RewardSource
+    from nemo_aligner.parallel.layout import ParallelLayout
+    from nemo_aligner.text.contract import ScoringContract
+    from nemo_aligner.text.messages import Text
+
+# What an evaluation may set; the rest is of the model, which is loaded already.
+_OF_EVALUATION = ("data", "task", "robustness_pairs", "output", "output_rewards", "report")
+_SHARD_BYTES = 5 * 10**9
+
+
+class RewardModel:
+    """A reward model in this process; ``train`` and ``from_pretrained`` make it.
+
+    Rewards are those that the server gives, to the bit. Its weights are there from the first use
+    to ``close``, or to a training or an export in this process, after which they are loaded again
+    when they are needed. Several models may be loaded; they share the process group, and those of
+    another parallel layout take turns. Under torchrun every rank makes the same calls, and gets
+    the same results.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """``settings`` are keys of ``nemo-aligner evaluate``; nothing is loaded yet.
+
+        Raises:
+            SettingsError: they cannot be used, or name no model of this process.
+        """
+        self._settings = dict(settings)
+        self._config = load_given(EvaluateConfig, self._settings)
+        key, self.name = self._config.source_key()
+        if key == "server":
+            raise ConfigError("server: it is not of this process: see nemo_aligner.serving.client")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | PathLike[str] | None = None,
+        *,
+        hf_model: str | PathLike[str] | None = None,
+        **settings: Any,
+    ) -> RewardModel:
+        """Load a reward model.
+
+        Args:
+            path: a ``.nemo`` archive, or the folder that it unpacks to
+            hf_model: instead, a folder or name that transformers loads as a sequence classifier
+            settings: those of ``nemo-aligner evaluate`` that are about the model, by their keys, as
+                ``**{"precision": "bf16", "model.tensor_model_parallel_size": 2}``
+
+        Raises:
+            ConfigError: the settings cannot be used, or there is no GPU for a rank.
+            CheckpointError: the model cannot be read.
+        """
+        named = {"rm_model_file": path, "hf_model": hf_model}
+        given = {key: value for key, value in named.items() if value is not None}
+        model = cls({**settings, **given})
+        model._source()
+        return model
+
+    def __repr__(self) -> str:
+        return f"RewardModel({self.name!r})"
+
+    def __enter__(self) -> RewardModel:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """What the columns of its rewards are called."""
+        return self._source().attributes
+
+    def contract(self) -> ScoringContract:
+        """By what it scores.
+
+        Raises:
+            ConfigError: it is a model of transformers, which has none.
+        """
+        contract = self._source().contract
+        if contract is None:
+            raise ConfigError(f"{self.name}: got a model of transformers, which has no contract")
+        return contract
+
+    def score(
+        self, texts: Sequence[Text], *, on_error: Literal["raise", "nan"] = "raise"
+    ) -> np.ndarray:
+        """Rewards ``[N, A]`` float32 of N texts, a column for each of ``attributes``.
+
+        A list of messages (``role`` and ``content``, the reply last) gets the model's chat
+        template; a string is scored as it stands. With ``on_error="nan"`` a text that the contract
+        refuses has NaN, as with the client of a server.
+
+        Raises:
+            DataError: the contract refuses a text; the message has its number, from 0.
+            ServingError: the model's reward of a text is not a finite number.
+            TypeError: ``texts`` is one text, and no list of them.
+        """
+        if on_error not in ("raise", "nan"):
+            raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
+        if isinstance(texts, str) or (texts and isinstance(texts[0], dict)):
+            raise TypeError("texts: got one text, wanted a list of them")
+        source = self._source()
+        kept = [row for row, text in enumerate(texts) if on_error == "raise" or _fits(source, text)]
+        found = np.asarray(source.score([texts[row] for row in kept]), dtype=np.float32)
+        bad = np.flatnonzero(~np.isfinite(found).all(axis=1))
+        if bad.size:
+            raise ServingError(f"text {kept[bad[0]]}: the model's reward is not a finite number")
+        rewards = np.full((len(texts), len(source.attributes)), np.nan, dtype=np.float32)
+        rewards[kept] = found
+        return rewards
+
+    def evaluate(
+        self, records: str | PathLike[str] | Iterable[Mapping[str, Any]], **settings: Any
+    ) -> Evaluation:
+        """Measure it on held-out records, or a file of them, as ``nemo-aligner evaluate`` does.
+
+        What is returned prints as the verb's table. Errors name records by ``records.jsonl:N``,
+        counted from 1.
+
+        Args:
+            settings: those of the verb that are not about the model: ``task``,
+                ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and ``data.*``
+
+        Raises:
+            AlignerError: what ends the verb, with the same message.
+        """
+        for key in settings:
+            if key.partition(".")[0] not in _OF_EVALUATION:
+                raise ConfigError(
+                    f"{key}: it is none of {', '.join(_OF_EVALUATION)}, which an evaluation has; "
+                    "what is about the model goes to from_pretrained"
+                )
+        if isinstance(records, str | PathLike):
+            return self._evaluate(records, settings)
+        folder = make_temporary("nemo_aligner_records_")
+        try:
+            path = folder / "records.jsonl"
+            write_records(path, records)
+            return self._evaluate(path, settings)
+        finally:
+            remove_temporary(folder)
+
+    def export(
+        self,
+        output: str | PathLike[str],
+        *,
+        dtype: str | None = None,
+        merge: bool = False,
+        adapter_of: str | None = None,
+        max_shard_bytes: int = _SHARD_BYTES,
+        base_license: str = "unknown",
+    ) -> ExportSummary | str:
+        """Write a Hugging Face folder that scores the same, as ``nemo-aligner export`` does.
+
+        Args:
+            output: the folder to make
+            dtype: ``fp32`` or ``bf16``, of the body; None: as stored
+            merge: one output, the attributes by the weights of the contract
+            adapter_of: write LoRA by itself, for peft, onto this base model
+            max_shard_bytes: of a safetensors file
+            base_license: the base model's licence, for the model card
+
+        Raises:
+            CheckpointError: ``output`` is there, or what was written does not score the same.
+            ConfigError: there are several processes, or it is a model of transformers already.
+        """
+        if self._config.rm_model_file is None:
+            raise ConfigError(f"{self.name}: got a model of transformers, wanted a .nemo file")
+        release_models()
+        return export_archive(
+            Path(self.name),
+            Path(output),
+            dtype=dtype,
+            merge=merge,
+            adapter_of=adapter_of,
+            max_shard_bytes=max_shard_bytes,
+            base_license=base_license,
+        )
+
+    def close(self) -> None:
+        """Let go of the weights; the next use loads them again."""
+        _SESSION.leave(self)
+
+    def _evaluate(self, path: str | PathLike[str], settings: Mapping[str, Any]) -> Evaluation:
+        config = load_given(EvaluateConfig, {**self._settings, **settings, "data.path": path})
+        if config.report is not None:
+            check_report("report")
+        from nemo_aligner.evaluation.run import evaluate_source
+
+        return evaluate_source(config, self._source())
+
+    def _source(self) -> RewardSource:
+        """What scores, loaded if need be."""
+        return _SESSION.load(self, self._config)
+
+
+def release_models() -> None:
+    """Let go of all models of this process and their process group, as a run needs its own."""
+    _SESSION.close()
+
+
+def export_archive(
+    archive: Path,
+    output: Path,
+    *,
+    dtype: str | None,
+    merge: bool,
+    adapter_of: str | None,
+    max_shard_bytes: int,
+    base_license: str,
+) -> ExportSummary | str:
+    """Export a reward model's ``.nemo``, for the verb and for ``RewardModel.export``.
+
+    Raises:
+        ConfigError, CheckpointError: see ``RewardModel.export``.
+    """
+    from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
+    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
+    from nemo_aligner.parallel.launch import single_process
+    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.precision import torch_dtype
+
+    if adapter_of is not None:
+        if dtype is not None:
+            raise ConfigError("dtype: an adapter is written as it is stored, wanted none")
+        wanted = AdapterOptions(adapter_of, merge, base_license)
+        with single_process():
+            return export_adapter(archive, output, initialize_layout(), wanted)
+    how = ExportOptions(
+        dtype=None if dtype is None else torch_dtype(Precision(dtype)),
+        merge=merge,
+        max_shard_bytes=max_shard_bytes,
+        base_license=base_license,
+    )
+    with single_process():
+        return export_to_hf(archive, output, initialize_layout(), how)
+
+
+class _Session:
+    """The process group that loaded models share, with one parallel layout at a time."""
+
+    def __init__(self) -> None:
+        self._held: ExitStack | None = None
+        self._sizes: tuple[int, int, bool] | None = None
+        self._layout: ParallelLayout | None = None
+        self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
+
+    def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
+        """What scores for ``model``, loaded beside those of the same layout if it is not there.
+
+        Raises:
+            AlignerError: it cannot be loaded.
+        """
+        found = self._loaded.get(model)
+        if found is not None:
+            return found
+        from nemo_aligner.evaluation.sources.opening import layout_sizes, load_source
+
+        layout = self._open(layout_sizes(config))
+        try:
+            return self._loaded.setdefault(model, load_source(config, layout))
+        finally:
+            if not self._loaded and find_process(os.environ).world_size == 1:
+                self.close()
+
+    def _open(self, sizes: tuple[int, int, bool]) -> ParallelLayout:
+        if self._layout is not None and self._sizes == sizes:
+            return self._layout
+        self.close()
+        from nemo_aligner.parallel.launch import launch
+        from nemo_aligner.parallel.layout import initialize_layout
+
+        with ExitStack() as held:
+            held.enter_context(launch())
+            self._layout, self._sizes = initialize_layout(*sizes), sizes
+            self._held = held.pop_all()
+        return self._layout
+
+    def leave(self, model: RewardModel) -> None:
+        """Let go of one model, and with the last of them of the process group."""
+        self._loaded.pop(model, None)
+        if not self._loaded:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._loaded.clear()
+        held, self._held, self._sizes, self._layout = self._held, None, None, None
+        if held is not None:
+            held.close()
+
+
+_SESSION = _Session()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Not after an error among several ranks: a group that is half gone is not waited for."""
+    if find_process(os.environ).world_size == 1 or getattr(sys, "last_value", None) is None:
+        release_models()
+
+
+def _fits(source: RewardSource, text: Text) -> bool:
+    """Whether it is not refused."""
+    assert source.encode is not None
+    try:
+        source.encode(text)
+    except DataError:
+        return False
+    return True
