@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from nemo_aligner.config.common import Checks, Malformed, Overlong, setting
 
@@ -48,8 +49,8 @@ def _is_number(text: str) -> bool:
 class DataConfig:
     """What is read, and how a text becomes token ids: the rules of the scoring contract.
 
-    Where ``template``, ``add_bos`` or ``add_eos`` is null, the reward model that training starts
-    from decides, and for a base model its tokenizer.
+    Where ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` is null, the reward
+    model that training starts from decides, and for a base model its tokenizer.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
@@ -68,6 +69,9 @@ class DataConfig:
     overlong: Overlong = setting(Overlong.drop, "what to do with a longer text")
     template: str | None = setting(
         None, "tokenizer (its own), chatml, llama3, plain, zephyr, or a file"
+    )
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None, "more variables for the template, as {enable_thinking: false} (null: none)"
     )
     add_bos: bool | None = setting(None, "put BOS before every text")
     add_eos: bool | None = setting(None, "put EOS after every text")

@@ -24,7 +24,7 @@ from nemo_aligner.data.store.index import IndexRules, make_index
 from nemo_aligner.data.summary import FileSummary, LabelSummary, LengthSummary
 from nemo_aligner.errors import DataError
 from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Text, prompt_of, reply_of
+from nemo_aligner.text.messages import Text, messages_of, prompt_of, reply_of, said
 from nemo_aligner.text.tokenizer import Tokenizer
 
 # A tokenizer, and the contract that it is used by.
@@ -128,7 +128,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
     """What can be told without a tokenizer."""
     texts = [text for record in file.records for text in record.texts]
     replies = [len(reply_of(text)) for text in texts]
-    prompts = [sum(len(turn["content"]) for turn in prompt_of(text)) for text in texts]
+    prompts = [sum(len(said(turn)) for turn in prompt_of(text)) for text in texts]
     lengths = [*map(sum, zip(replies, prompts, strict=True))]
     labels = label_columns(file.records, file.columns)
     summary = FileSummary(
@@ -167,8 +167,8 @@ def _names_of_texts(record: Record) -> list[str]:
 
 def _text_lines(name: str, text: Text, how: Inspection) -> list[str]:
     if how.rules is None:
-        turns = [text] if isinstance(text, str) else [f"{t['role']}: {t['content']}" for t in text]
-        return [f"-- {name}", *turns]
+        turns = [f"{turn['role']}: {said(turn)}" for turn in messages_of(text)]
+        return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
     tokenizer, contract = how.rules
     try:
         encoded = contract.encode(tokenizer, text)

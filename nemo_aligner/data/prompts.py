@@ -13,7 +13,14 @@ from typing import Protocol
 
 from nemo_aligner.data.records import Rating, Record
 from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.messages import Conversation, Text
+from nemo_aligner.text.messages import (
+    Conversation,
+    Messages,
+    Text,
+    messages_of,
+    said,
+    with_messages,
+)
 
 PLACE = "{}"
 
@@ -75,13 +82,16 @@ class PromptWrapping:
     def _write(self, text: Text) -> Text:
         if isinstance(text, str):
             return text
+        messages = messages_of(text)
         if self.words is not None:
-            text = _around_last_question(text, self.words)
+            messages = _around_last_question(messages, self.words)
         if self.raw is not None:
-            return _as_raw(text, self.raw)
-        if self.system is not None and text[0]["role"] != "system":
-            text = [{"role": "system", "content": self.system}, *text]
-        return text
+            if isinstance(text, Conversation):
+                raise DataError("got tools or documents, wanted none, as input_template has none")
+            return _as_raw(messages, self.raw)
+        if self.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return with_messages(text, messages)
 
 
 def _read(path: str | None, key: str) -> str | None:
@@ -101,23 +111,23 @@ def _check_place(template: str | None, key: str) -> None:
         )
 
 
-def _around_last_question(conversation: Conversation, words: str) -> Conversation:
+def _around_last_question(conversation: Messages, words: str) -> Messages:
     roles = [turn["role"] for turn in conversation]
     if "user" not in roles:
         raise DataError(f"got turns of {', '.join(roles)}, wanted a user's for the prompt file")
     last = len(roles) - 1 - roles[::-1].index("user")
-    asked = {**conversation[last], "content": _put(words, conversation[last]["content"])}
+    asked = {**conversation[last], "content": _put(words, said(conversation[last]))}
     return [*conversation[:last], asked, *conversation[last + 1 :]]
 
 
-def _as_raw(conversation: Conversation, template: str) -> str:
+def _as_raw(conversation: Messages, template: str) -> str:
     roles = [turn["role"] for turn in conversation]
     if roles != ["user", "assistant"]:
         raise DataError(
             f"got turns of {', '.join(roles)}, wanted one user turn and the reply, which is what "
             "input_template takes"
         )
-    return _put(template, conversation[0]["content"]) + conversation[1]["content"]
+    return _put(template, said(conversation[0])) + said(conversation[1])
 
 
 def _put(template: str, prompt: str) -> str:

@@ -41,7 +41,7 @@ from nemo_aligner.data.prompts import PromptWrapping
 from nemo_aligner.data.records import Comparison, MalformedRecord, Record
 from nemo_aligner.data.sources import Line, count_swallowed, read_lines
 from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import prompt_of, reply_of
+from nemo_aligner.text.messages import question_of, reply_of
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _with_prompts(
 
 
 def _have_different_prompts(record: Comparison) -> bool:
-    first, *others = map(prompt_of, record.texts)
+    first, *others = map(question_of, record.texts)
     return any(other != first for other in others)
 
 

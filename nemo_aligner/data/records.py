@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nemo_aligner.errors import short
-from nemo_aligner.text.messages import Text, prompt_of
+from nemo_aligner.text.messages import Text, question_of, said
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def prompt_key(record: Record) -> str:
     first = record.texts[0]
     if isinstance(first, str):
         return _normal(_common_start(record))
-    return "\n".join(f"{turn['role']}: {_normal(turn['content'])}" for turn in prompt_of(first))
+    return "\n".join(f"{turn['role']}: {_normal(said(turn))}" for turn in question_of(first))
 
 
 def _common_start(record: Record) -> str:

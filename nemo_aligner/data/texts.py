@@ -13,7 +13,15 @@ from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.data.sources import AnyLine, BadLine, read_lines
 from nemo_aligner.errors import ConfigError, DataError, shown
-from nemo_aligner.text.messages import check_text, prompt_of, reply_of
+from nemo_aligner.text.messages import (
+    as_json,
+    messages_of,
+    prompt_of,
+    read_text,
+    reply_of,
+    said,
+    with_tools,
+)
 
 _MOST_SHOWN = 80
 
@@ -31,17 +39,18 @@ def labelled_conversation(given: str) -> tuple[str, Any]:
     if isinstance(messages, str):
         raise ConfigError(f"--conversation: got {shown(messages)}, wanted a list of messages")
     try:
-        check_text(messages)
+        conversation = read_text(messages)
     except DataError as error:
         raise ConfigError(f"--conversation: {error}") from error
-    return label_of(messages), messages
+    return label_of(conversation), conversation
 
 
 def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
     """What a file asks about: each ``text``, ``messages``, or reply of a pair, with its label.
 
     A line is ``{"text": ...}``, ``{"messages": [...]}`` or a pair (``prompt``, ``chosen``,
-    ``rejected``), whose replies give a conversation each.
+    ``rejected``), whose replies give a conversation each; conversations get the line's ``tools``
+    and ``documents``.
 
     Raises:
         DataError: the file cannot be read, or has lines without anything to score; it lists them.
@@ -63,7 +72,7 @@ def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
 def label_of(text: Any) -> str:
     """A text or a conversation on one line, its middle left out where it is long."""
     if not isinstance(text, str):
-        text = " | ".join(turn["content"] for turn in text)
+        text = " | ".join(map(said, messages_of(text)))
     line = " ".join(text.split())
     return line if len(line) <= _MOST_SHOWN else f"{line[:38]} ... {line[-37:]}"
 
@@ -74,16 +83,23 @@ def _texts_of(line: AnyLine) -> list[tuple[str, Any]]:
     record = line.value
     plain = [checked(record[key], key) for key in ("text", "messages") if key in record]
     replies = {
-        key: checked(_reply_to(record.get("prompt", ""), record[key]), key)
+        key: _beside(checked(_reply_to(record.get("prompt", ""), record[key]), key), record)
         for key in ("chosen", "rejected")
         if key in record
     }
+    plain = [_beside(text, record) for text in plain]
     if not plain and not replies:
         keys = ", ".join(map(repr, record)) or "none"
         raise DataError(f"got keys {keys}; wanted 'text', 'messages', or 'chosen' and 'rejected'")
     return [(label_of(text), text) for text in plain] + [
         (f"{key:8}  {label_of(text)}", text) for key, text in replies.items()
     ]
+
+
+def _beside(text: Any, record: dict[str, Any]) -> Any:
+    if isinstance(text, str):
+        return text
+    return with_tools(text, record.get("tools"), record.get("documents"))
 
 
 def _reply_to(prompt: Any, reply: Any) -> Any:
@@ -108,9 +124,13 @@ def write_first_replies(source: Path, target: Path) -> str:
     """
     records = read_records(source, Reading()).records
     texts = [text for record in records[:2] for text in record.texts][:2]
-    rows = [{"text" if isinstance(text, str) else "messages": text} for text in texts]
+    rows = [{"text": text} if isinstance(text, str) else _row(as_json(text)) for text in texts]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return "\n".join(
-        [f"{turn['role']}: {turn['content']}" for turn in prompt_of(texts[0])]
+        [f"{turn['role']}: {said(turn)}" for turn in prompt_of(texts[0])]
         + [f"reply: {reply_of(text)}" for text in texts]
     )
+
+
+def _row(conversation: Any) -> Any:
+    return {"messages": conversation} if isinstance(conversation, list) else conversation

@@ -20,7 +20,7 @@ from nemo_aligner.data.sources import BadLine, read_lines
 from nemo_aligner.data.write import write_lines
 from nemo_aligner.errors import DataError
 from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
-from nemo_aligner.text.messages import Text
+from nemo_aligner.text.messages import Text, reply_of
 
 ALL = "all"
 _BENCHMARK_SIDES = ("right", "wrong")
@@ -267,7 +267,7 @@ def _table_line(row: ComparedRow, width: int) -> str:
 def _ending(text: Any, most: int = 200) -> str:
     several = _is_list_of_texts(text)
     first = text[0] if several else text
-    reply = first if isinstance(first, str) else first[-1]["content"]
+    reply = reply_of(first)
     line = f"(one of {len(text)}) " * several + " ".join(reply.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 

@@ -22,7 +22,7 @@ from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.evaluation.transformations import TRANSFORMATIONS, Transformation
 from nemo_aligner.metrics.paired import wilson_interval
-from nemo_aligner.text.messages import Text, reply_of
+from nemo_aligner.text.messages import Text, messages_of, reply_of, with_messages
 
 BOTH = "both replies"
 REJECTED = "the rejected reply"
@@ -208,10 +208,16 @@ def _score_changed(
 
 
 def change_reply(text: Text, change: Callable[[str], str]) -> Text:
-    """A conversation whose last turn is changed; raw text, which may be all prompt, as it is."""
+    """A conversation whose last turn is changed; raw text, which may be all prompt, as it is.
+
+    So is a reply without a text of its own, as one that only calls tools.
+    """
     if isinstance(text, str):
         return text
-    return [*text[:-1], {**text[-1], "content": change(reply_of(text))}]
+    *before, last = messages_of(text)
+    if not isinstance(last["content"], str):
+        return text
+    return with_messages(text, [*before, {**last, "content": change(last["content"])}])
 
 
 # Which replies were changed, as columns of the rewards.

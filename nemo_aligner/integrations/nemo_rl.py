@@ -20,7 +20,7 @@ from nemo_aligner.serving.client import RewardClient, ScoredRows
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_changes import check_expected
-from nemo_aligner.text.messages import Text
+from nemo_aligner.text.messages import REASONING, Conversation, Text, with_tools
 from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ ENVIRONMENT_NAME = "nemo_aligner_reward_model"
 PROCESSOR_NAME = "nemo_aligner_messages"
 # Of a sample's extra_env_info: its conversation before the reply, without any template.
 MESSAGES_KEY = "messages"
+# Beside them: the tools that the conversation has.
+TOOLS_KEY = "tools"
+# Of a turn of a log; what else it has is for NeMo RL.
+_TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 
 _ACTOR = f"{__name__}.RewardModelActor"
 _METRICS = "reward_model_env"
@@ -74,7 +78,8 @@ class RewardModelEnvironment:
 
     A conversation is the message log as it stands. NeMo RL's own processors write the policy's chat
     template into the log's prompt; where ``extra_env_info`` has ``messages``, the bare conversation
-    before the reply, that is taken for the prompt instead (see ``messages_processor``).
+    before the reply, that is taken for the prompt instead (see ``messages_processor``). Its
+    ``tools`` are those of the conversation.
 
     ``config`` has the keys of ``RewardEnvironmentConfig``.
     """
@@ -100,8 +105,8 @@ class RewardModelEnvironment:
         """Rewards of N samples.
 
         Args:
-            message_logs: of each sample its messages, ``role`` and ``content``, the reply last;
-                what else a message has is left alone.
+            message_logs: of each sample its messages, the reply last; what a message has beside
+                the keys of chat messages is left alone.
             env_infos: of each sample None, or its ``extra_env_info``, see above.
 
         A reply that the model refuses gets ``refused_reward``. A prompt that it refuses with any
@@ -134,7 +139,7 @@ class RewardModelEnvironment:
             next_stop_strings=[None] * count,
             rewards=torch.from_numpy(rewards),
             terminateds=torch.ones(count, dtype=torch.bool),
-            answers=[log[-1]["content"] for log in message_logs],
+            answers=[log[-1].get("content") for log in message_logs],
         )
 
     def global_post_process_and_metrics(
@@ -202,11 +207,12 @@ def messages_processor(
 ) -> dict[str, Any]:
     """NeMo RL's data processor that keeps the bare conversation for the reward model.
 
-    ``messages`` of the datum are the conversation; a reply at its end is left out. The policy gets
-    it by its own chat template, the environment as it is, in ``extra_env_info``. A prompt of more
-    than ``max_seq_length`` tokens is cut to a few, and has no part in the loss.
+    ``messages`` of the datum are the conversation; a reply at its end is left out. ``tools`` of it
+    are a list, or its JSON text. The policy gets it by its own chat template, the environment as it
+    is, in ``extra_env_info``. A prompt of more than ``max_seq_length`` tokens is cut to a few, and
+    has no part in the loss.
     """
-    messages = [{key: turn[key] for key in ("role", "content")} for turn in datum_dict["messages"]]
+    messages = [_turn(turn) for turn in datum_dict["messages"]]
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
@@ -215,14 +221,18 @@ def messages_processor(
         messages.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
     if task_data_spec.prompt:
         messages[-1]["content"] = task_data_spec.prompt.format(messages[-1]["content"])
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole = with_tools(messages, datum_dict.get(TOOLS_KEY))
+    beside = {TOOLS_KEY: whole.tools} if isinstance(whole, Conversation) else {}
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **beside
+    )
     token_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     length, is_long = len(token_ids), len(token_ids) > max_seq_length
     kept = token_ids[: min(_FEWEST_TOKENS, max_seq_length)] if is_long else token_ids
     datum = {
         "message_log": [{"role": "user", "content": text, "token_ids": kept}],
         "length": length,
-        "extra_env_info": {MESSAGES_KEY: messages},
+        "extra_env_info": {MESSAGES_KEY: messages, **beside},
         "loss_multiplier": 0.0 if is_long else 1.0,
         "idx": idx,
     }
@@ -275,12 +285,17 @@ def _new_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
 
 def _conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
     """The bare prompt, if there is one, and the reply; else the log."""
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in log]
+    turns = [_turn(turn) for turn in log]
     if not turns:
         raise DataError("message_logs: got a log without messages, wanted a prompt and its reply")
-    bare = info.get(MESSAGES_KEY) if isinstance(info, Mapping) else None
-    if bare is None:
-        return turns
-    if not isinstance(bare, list):
+    known: Mapping[str, Any] = info if isinstance(info, Mapping) else {}
+    bare = known.get(MESSAGES_KEY)
+    if bare is not None and not isinstance(bare, list):
         raise DataError(f"extra_env_info.{MESSAGES_KEY}: got {short(bare)}, wanted messages")
-    return [*bare, turns[-1]]
+    messages = turns if bare is None else [*bare, turns[-1]]
+    tools = known.get(TOOLS_KEY)
+    return Conversation(messages, tools) if tools else messages
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: turn[key] for key in _TURN_KEYS if key in turn}

@@ -5,11 +5,11 @@ TRL itself is not needed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.text.messages import Text
+from nemo_aligner.text.messages import Conversation, Text
 from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 _PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
@@ -22,8 +22,15 @@ class RewardFunction:
     the server refuses.
     """
 
-    def __init__(self, client: RewardClient, attribute: str | None, name: str) -> None:
+    def __init__(
+        self,
+        client: RewardClient,
+        attribute: str | None,
+        name: str,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
         """Of ``attribute`` of the client's model, None as in ``reward_weights``."""
+        self._tools = tools
         self.__name__ = name
         self._client = client
         self._attribute = attribute
@@ -40,7 +47,8 @@ class RewardFunction:
             prompts: texts, scored as they stand, or lists of messages, which get the template of
                 the reward model.
             completions: what the policy said, of the same kind.
-            columns: what else TRL gives; only its ``log_metric`` is used.
+            columns: what else TRL gives; ``tools`` of each row, a list or its JSON text, and its
+                ``log_metric`` are used.
 
         Raises:
             ServingError: no server answers, or it scores by another contract.
@@ -48,7 +56,11 @@ class RewardFunction:
         """
         if self._weights is None:
             self._weights = reward_weights(self._client.contract(), self._attribute)
-        texts = [_joined(*each) for each in zip(prompts, completions, strict=True)]
+        tools = columns.get("tools") or [None] * len(prompts)
+        texts = [
+            _joined(prompt, completion, own or self._tools)
+            for prompt, completion, own in zip(prompts, completions, tools, strict=True)
+        ]
         scored = self._client.score_rows(texts)
         if texts and "log_metric" in columns:
             refused = len(scored.errors) / len(texts)
@@ -62,6 +74,7 @@ def reward_function(
     attribute: str | None = None,
     name: str = "reward_model",
     retry_s: float = _PATIENCE_S,
+    tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
     **options: Any,
 ) -> RewardFunction:
     """A reward function for TRL that asks the servers at ``url``.
@@ -70,19 +83,34 @@ def reward_function(
         url: ``http://host:port``, or those of several servers of the same model.
         attribute: which of several attributes; None weighs them as the contract does.
         name: what TRL's logs call it.
+        tools: what conversations without tools of their own have: those that GRPOTrainer is given,
+            as functions (their JSON is what transformers makes of them) or as JSON.
         retry_s: for how long training waits for a server that is gone.
         options: others of ``RewardClient``, as ``expect`` and ``wait_s``.
 
     Raises:
         ConfigError: an option is unfit.
     """
-    return RewardFunction(RewardClient(url, retry_s=retry_s, **options), attribute, name)
+    described = [_described(tool) for tool in tools or ()]
+    client = RewardClient(url, retry_s=retry_s, **options)
+    return RewardFunction(client, attribute, name, described or None)
 
 
-def _joined(prompt: Text, completion: Text) -> Text:
+def _described(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:
+    if isinstance(tool, dict):
+        return tool
+    from transformers.utils import get_json_schema
+
+    schema: dict[str, Any] = get_json_schema(tool)
+    return schema
+
+
+def _joined(prompt: Text, completion: Text, tools: Any) -> Text:
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
-        return prompt + completion
+        messages = prompt + completion
+        # What is wrong with them, the server says of the row.
+        return Conversation(messages, tools) if tools else messages
     kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
     raise TypeError(f"prompts and completions: got {kinds}, wanted texts, or lists of messages")

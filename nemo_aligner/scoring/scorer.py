@@ -106,7 +106,7 @@ class RewardScorer:
 
     def turn_end(self) -> TurnEnd | None:
         """What the contract's chat template writes behind a reply."""
-        return TurnEnd.of(self.contract.template, self._tokenizer)
+        return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
     def forget(self) -> None:
         """Forget what is cached, as keys and values of a call that failed may not be there."""

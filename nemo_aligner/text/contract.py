@@ -4,6 +4,8 @@ It is written when a reward model is trained, saved in every checkpoint, and rea
 by the server; nobody types it again.
 
 Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
+It gets the messages in their normal form (``messages.py``), tools and documents, and the contract's
+``chat_template_kwargs``; what it does not write is refused (``template_reading.py``).
 (A newline that a template writes after its last end-of-turn token is part of the text: the last
 token scored is whatever the template ends with.) A message that holds what the template writes
 around messages is refused (``turn_marks.py``): it would read as several.
@@ -33,7 +35,7 @@ from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardMo
 from nemo_aligner.errors import CheckpointError, DataError, short, shown
 from nemo_aligner.readout import Readout
 from nemo_aligner.text.contract_fields import check_fields
-from nemo_aligner.text.messages import Text, check_text, reply_of
+from nemo_aligner.text.messages import Text, read_text, reply_of
 from nemo_aligner.text.shared_text import TextIds, WrittenText, encode_records
 from nemo_aligner.text.template_trial import check_it_ends
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -43,7 +45,7 @@ VERSION = 1
 # For people, and for trainers that normalise rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
 # Where they are None, a contract has no such field: those of before there was any had none.
-_LATER = ("shaping", "readout", "reply_marker")
+_LATER = ("shaping", "readout", "reply_marker", "chat_template_kwargs")
 
 
 class OverlongError(DataError):
@@ -70,7 +72,8 @@ class ScoringContract:
     the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
     ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
     ``readout`` says as JSON how a head with several outputs for each attribute is read;
-    ``reply_marker`` are the ids that come before a reply, where its mean is scored.
+    ``reply_marker`` are the ids that come before a reply, where its mean is scored;
+    ``chat_template_kwargs`` says as JSON what else the template is given.
     """
 
     template: str
@@ -93,6 +96,7 @@ class ScoringContract:
     shaping: str | None = None
     readout: str | None = None
     reply_marker: tuple[int, ...] | None = None
+    chat_template_kwargs: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -132,6 +136,11 @@ class ScoringContract:
         """How many outputs the head has for each attribute."""
         readout = self.output_readout
         return 1 if readout is None else readout.width
+
+    @property
+    def template_kwargs(self) -> str:
+        """``chat_template_kwargs``, empty where there are none."""
+        return self.chat_template_kwargs or ""
 
     @property
     def record_kind(self) -> RecordKind:
@@ -212,7 +221,8 @@ class ScoringContract:
             DataError: it cannot write a question and its answer, or takes much too long for it.
         """
         if self.template:
-            check_it_ends(self.template, tokenizer.bos_token, tokenizer.eos_token)
+            bos, eos = tokenizer.bos_token, tokenizer.eos_token
+            check_it_ends(self.template, bos, eos, self.template_kwargs)
 
     def with_dtype(self, precision: Precision | None) -> ScoringContract:
         """The contract of the same model run in another precision; None changes nothing."""
@@ -246,6 +256,7 @@ class ScoringContract:
             TurnMarkError: a message of it holds what the template writes around messages.
             DataError: it is empty, malformed, or a conversation and there is no chat template.
         """
+        text = read_text(text)
         written = self._write(tokenizer, text)
         end = self._encode_end(tokenizer, text, written)
         if end is not None:
@@ -282,6 +293,7 @@ class ScoringContract:
 
     def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
         """Token ids of many texts at their full lengths; ``fit`` is the rule for long ones."""
+        texts = [*map(read_text, texts)]
         written = [self._write(tokenizer, text) for text in texts]
         ids = tokenizer.encode_batch(written)
         return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
@@ -290,6 +302,7 @@ class ScoringContract:
         self, tokenizer: Tokenizer, records: Sequence[Sequence[Text]]
     ) -> list[list[TextIds]]:
         """``tokenize`` and ``count_reply_tokens`` of the texts of many records at once."""
+        records = [[*map(read_text, texts)] for texts in records]
         written = [[self._write_apart(tokenizer, text) for text in texts] for texts in records]
         encoded = encode_records(tokenizer, written)
         return [
@@ -302,7 +315,8 @@ class ScoringContract:
 
     def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone (see ``reply_of``), at its full length."""
-        return [len(ids) for ids in tokenizer.encode_batch([reply_of(text) for text in texts])]
+        replies = [reply_of(read_text(text)) for text in texts]
+        return [len(ids) for ids in tokenizer.encode_batch(replies)]
 
     def fit(self, token_ids: list[int]) -> EncodedText:
         """Apply the rule for sequences of more than ``seq_length`` tokens.
@@ -319,7 +333,7 @@ class ScoringContract:
         return EncodedText(head + token_ids[len(token_ids) - self.seq_length + len(head) :], True)
 
     def _write(self, tokenizer: Tokenizer, text: Text) -> str:
-        check_text(text)
+        """``text`` is in the normal form."""
         if isinstance(text, str):
             return text
         if not self.template:
@@ -327,7 +341,7 @@ class ScoringContract:
                 "this text is a conversation, and there is no chat template to write it with; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
-        return write_conversation(self.template, text, tokenizer)
+        return write_conversation(self.template, text, tokenizer, self.template_kwargs)
 
     def _write_apart(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
         written = self._write(tokenizer, text)

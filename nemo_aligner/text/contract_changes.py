@@ -11,6 +11,7 @@ from nemo_aligner.text.contract import ScoringContract
 
 _SETTINGS = {
     "template": "model.data.template",
+    "chat_template_kwargs": "model.data.chat_template_kwargs",
     "add_bos": "model.data.add_bos",
     "add_eos": "model.data.add_eos",
     "overlong": "model.data.overlong",

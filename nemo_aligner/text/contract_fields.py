@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -60,6 +61,17 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(_is_whole(each, 0) for each in value)
 
 
+def _is_json_object(value: Any) -> bool:
+    if not is_text(value) or len(value) > MAX_TEMPLATE:
+        return False
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    # Names that are none would be code where a template is written with them inside.
+    return isinstance(found, dict) and bool(found) and all(map(str.isidentifier, found))
+
+
 def are_numbers(value: Any) -> bool:
     """Whether ``value`` is a list of finite numbers."""
     return isinstance(value, list | tuple) and all(
@@ -107,6 +119,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "measured_on": _TEXT_OR_NONE,
     "shaping": _TEXT_OR_NONE,
     "readout": _TEXT_OR_NONE,
+    "chat_template_kwargs": (
+        lambda value: value is None or _is_json_object(value),
+        "a JSON object that is not empty, or null",
+    ),
     "reply_marker": (
         lambda value: value is None or (_are_ids(value) and len(value) > 0),
         "ids of tokens, or null",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.data import DataConfig
 from nemo_aligner.config.model import ModelConfig, ScoredPosition
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.reply_marker import make_reply_marker
-from nemo_aligner.text.templates import check_template, resolve_template
+from nemo_aligner.text.templates import canonical_kwargs, check_template, resolve_template
 from nemo_aligner.text.tokenizer import Tokenizer
 
 
@@ -16,11 +19,13 @@ def build_contract(
     tokenizer: Tokenizer,
     precision: Precision,
     start: ScoringContract | None = None,
+    before: ScoringContract | None = None,
 ) -> ScoringContract:
     """The contract of a model about to be trained; ``label_means`` are still zero.
 
     ``start`` is the contract of the reward model that training starts from, if it starts from one:
-    it decides what the settings leave open.
+    it decides what the settings leave open. ``before`` is that of the run that goes on. Where one
+    of the two has an earlier text of the built-in template that is asked for, it stays.
 
     Raises:
         ConfigError: the template is not found, or fails its checks (see ``check_template``), or a
@@ -33,7 +38,9 @@ def build_contract(
     bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
-    template, reads = _template(data.template, tokenizer, start), config.head.reads
+    known = [each.template for each in (start, before) if each is not None]
+    template = _template(data.template, tokenizer, start, known)
+    kwargs, reads = _kwargs(data, template, start), config.head.reads
     is_mean = reads is ScoredPosition.reply_mean
     contract = ScoringContract(
         template=template,
@@ -50,17 +57,31 @@ def build_contract(
         tokenizer_fingerprint=tokenizer.fingerprint,
         reward_model_type=config.reward_model_type.value,
         scored_position=reads.value,
-        reply_marker=make_reply_marker(template, tokenizer) if is_mean else None,
+        reply_marker=make_reply_marker(template, tokenizer, kwargs) if is_mean else None,
+        chat_template_kwargs=kwargs or None,
     )
     if contract.template:
-        check_template(contract.template, data.template or "tokenizer", tokenizer)
+        check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
+    elif kwargs:
+        raise ConfigError(
+            "model.data.chat_template_kwargs: got some, wanted none: there is no chat template"
+        )
     return contract
 
 
-def _template(setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None) -> str:
+def _template(
+    setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None, known: Sequence[str]
+) -> str:
     if setting is None and start is not None:
         return start.template
-    return resolve_template(setting or "tokenizer", tokenizer)
+    return resolve_template(setting or "tokenizer", tokenizer, known)
+
+
+def _kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:
+    """Those of the settings; where they say nothing, of the start, if its template stays."""
+    if data.chat_template_kwargs is not None:
+        return canonical_kwargs(data.chat_template_kwargs)
+    return start.template_kwargs if start is not None and start.template == template else ""
 
 
 def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str) -> bool:

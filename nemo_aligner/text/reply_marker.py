@@ -37,7 +37,7 @@ def reply_start(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) ->
     return 0 if found < 0 else min(found + len(marker), len(token_ids) - 1)
 
 
-def make_reply_marker(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def make_reply_marker(template: str, tokenizer: Tokenizer, kwargs: str = "") -> tuple[int, ...]:
     """The ids that ``template`` writes before a reply.
 
     Raises:
@@ -45,11 +45,11 @@ def make_reply_marker(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """
     if not template:
         raise ConfigError(f"{_KEY}: got reply_mean, wanted a chat template, to know the reply by")
-    text = _written(template, tokenizer, _QUESTION, _REPLY)
+    text = _written(template, tokenizer, kwargs, _QUESTION, _REPLY)
     between = text[text.index(_QUESTION) + len(_QUESTION) : text.rindex(_REPLY)]
     marker = tuple(tokenizer.encode(between.strip()))
     for question, reply in _TRIALS:
-        ids = tokenizer.encode(_written(template, tokenizer, question, reply))
+        ids = tokenizer.encode(_written(template, tokenizer, kwargs, question, reply))
         start = find_marker(ids, marker) + len(marker) if marker else 0
         found = tokenizer.decode(ids[start:])
         if start < len(marker) or reply.strip() not in found or question.strip() in found:
@@ -61,12 +61,12 @@ def make_reply_marker(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return marker
 
 
-def _written(template: str, tokenizer: Tokenizer, question: str, reply: str) -> str:
+def _written(template: str, tokenizer: Tokenizer, kwargs: str, question: str, reply: str) -> str:
     conversation = [
         {"role": "user", "content": question},
         {"role": "assistant", "content": reply},
     ]
     try:
-        return render(template, conversation, tokenizer.bos_token, tokenizer.eos_token)
+        return render(template, conversation, tokenizer.bos_token, tokenizer.eos_token, kwargs)
     except DataError as error:
         raise ConfigError(f"{_KEY}: {error}") from error

@@ -20,8 +20,8 @@ _TIMEOUT_SECONDS = 120  # of a machine that is busy; CPU time is what ends the t
 
 
 @lru_cache(maxsize=8)
-def check_it_ends(template: str, bos_token: str, eos_token: str) -> None:
-    """Render a short conversation by ``template`` elsewhere.
+def check_it_ends(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> None:
+    """Render short conversations by ``template`` elsewhere, with calls of tools, too.
 
     Raises:
         DataError: it cannot be, or not within 5 s and 1 GiB.
@@ -30,7 +30,7 @@ def check_it_ends(template: str, bos_token: str, eos_token: str) -> None:
     try:
         trial = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps([template, bos_token, eos_token]).encode(),
+            input=json.dumps([template, bos_token, eos_token, kwargs]).encode(),
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,
             env={**os.environ, "PYTHONPATH": where},
@@ -50,7 +50,8 @@ def check_it_ends(template: str, bos_token: str, eos_token: str) -> None:
 
 
 def _main() -> None:
-    from nemo_aligner.text.templates import find_frames, is_dated, render
+    from nemo_aligner.text.template_reading import TemplateReading
+    from nemo_aligner.text.templates import find_frames, is_dated, names_in, render
 
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -62,8 +63,12 @@ def _main() -> None:
     given = json.load(sys.stdin)
     try:
         if not is_dated(*given):  # or it is refused for that
-            template, bos, eos = given
-            find_frames(lambda turns: render(template, turns, bos, eos))
+            template, *rest = given
+            find_frames(lambda turns: render(template, turns, *rest))
+            reading = TemplateReading(
+                lambda text: render(template, text, *rest), names_in(template)
+            )
+            reading.try_all()
     except DataError as error:
         sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
 

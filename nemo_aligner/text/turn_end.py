@@ -28,11 +28,11 @@ class TurnEnd:
     rest_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, template: str, tokenizer: Tokenizer) -> TurnEnd | None:
+    def of(cls, template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnEnd | None:
         """None where a template writes nothing behind the end of a turn, or there is none."""
         if not template:
             return None
-        whole = after_reply(template, tokenizer.bos_token, tokenizer.eos_token)
+        whole = after_reply(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
         end = whole.strip()
         rest = whole.rpartition(end)[2]
         if not end or not rest:

@@ -14,6 +14,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     read_text_rules,
 )
+from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
+from nemo_aligner.checkpoint.runs import RunCheckpoints
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.console import say, show_bytes
 from nemo_aligner.data.loader import TrainLoader
@@ -30,8 +32,10 @@ from nemo_aligner.objectives.base import start_of_learned
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
+from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_changes import continue_contract
 from nemo_aligner.text.contract_settings import build_contract
+from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.training.gauges import known_peak
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
@@ -48,7 +52,8 @@ def build_data(config: TrainConfig) -> TrainingData:
     prefix = config.model.data.data_prefix
     say(f"reading and tokenizing {', '.join(prefix.all_files)} ...")
     tokenizer, start = read_text_rules(str(start_from.restore_from_path))
-    contract = build_contract(config.model, tokenizer, config.trainer.precision, start)
+    before = _contract_before(config)
+    contract = build_contract(config.model, tokenizer, config.trainer.precision, start, before)
     if start is not None:
         contract = continue_contract(
             contract,
@@ -63,6 +68,15 @@ def build_data(config: TrainConfig) -> TrainingData:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names
         check_first_head(source, data.contract, names)
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
+
+
+def _contract_before(config: TrainConfig) -> ScoringContract | None:
+    """The contract of the run that goes on, if it may have an earlier text of its template."""
+    if config.model.data.template not in BUILT_IN_TEMPLATES:
+        return None
+    folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
+    latest = RunCheckpoints(folder, save_top_k=0).latest()
+    return None if latest is None else ScoringContract.from_dict(latest.state.contract)
 
 
 def build_learner(

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.text.contract import ScoringContract
+from tests import tiny
 from tests.training import jobs
 
 FILES = Path(__file__).parent / "files"
@@ -129,3 +132,29 @@ def test_earlier_reward_model_scores_and_is_evaluated_the_same(
     np.testing.assert_allclose(
         reward_rows(rows), reward_rows(expected["evaluated_rewards"]), rtol=0, atol=TOLERANCE
     )
+
+
+def test_earlier_run_by_a_built_in_template_goes_on_by_the_text_that_it_had(tmp_path: Path) -> None:
+    """The template of that name has learned to write tools since."""
+    run = tmp_path / "run"
+    shutil.copytree(FILES / "run", run)
+    path = run / "checkpoints" / "step_00000004" / "run_state.json"
+    state = json.loads(path.read_text())
+    template = (
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+        "{% endfor %}"
+    )
+    before = replace(ScoringContract.from_dict(state["contract"]), template=template)
+    state["contract"] = before.to_dict()
+    state["fingerprint"]["scoring contract"] = before.hash
+    path.write_text(json.dumps(state))
+    said = []
+    for more in ((), ("model.data.template=plain",)):
+        settings = [*arguments(run), "model.data.template=chatml", *more]
+        done = tiny.run_verb("train --dry-run", *settings, folder=tmp_path, check=False)
+        said.append(f"{done.returncode}: {done.stdout}{done.stderr}")
+    assert said[0].startswith("0: ")
+    assert f"scoring contract: {before.hash}" in said[0]
+    assert said[1].startswith("1: ")
+    assert "scoring contract" in said[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nemo_aligner.data.labels import far_labels, label_range
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
 from nemo_aligner.errors import DataError
+from nemo_aligner.text.messages import Conversation
 from nemo_aligner.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.contracts import Contracts
@@ -194,6 +196,9 @@ USER = {"role": "user", "content": "why?"}
 REPLY = {"role": "assistant", "content": "so"}
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
     path = write(
         tmp_path / "asked.jsonl",
@@ -201,6 +206,8 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
         {"messages": [USER, REPLY]},
         {"prompt": "why?", "chosen": "so", "rejected": "no"},
         {"chosen": [USER, {"role": "assistant", "content": "so"}]},
+        {"messages": [USER, REPLY], "tools": [TOOL]},
+        {"prompt": "why?", "chosen": "so", "tools": json.dumps([TOOL])},
     )
     assert list(labelled_texts(path)) == [
         ("a raw text", "a  raw\ntext"),
@@ -208,6 +215,8 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
         ("chosen    why? | so", [USER, REPLY]),
         ("rejected  why? | no", [USER, {"role": "assistant", "content": "no"}]),
         ("chosen    why? | so", [USER, REPLY]),
+        ("why? | so", Conversation([USER, REPLY], [TOOL])),
+        ("chosen    why? | so", Conversation([USER, REPLY], [TOOL])),
     ]
     # A long text has a label of its ends.
     label = label_of("begin " + "x" * 100 + " end")
@@ -237,6 +246,10 @@ def test_texts_to_ask_a_server_for_are_the_first_replies(tmp_path: Path) -> None
     shown = write_first_replies(write(tmp_path / "pairs.jsonl", *pairs), target)
     assert shown.splitlines() == ["user: p0", "reply: c0", "reply: r0"]
     assert [label for label, _ in labelled_texts(target)] == ["p0 | c0", "p0 | r0"]
+    row = {"messages": [USER, REPLY], "tools": [TOOL]}
+    with_tools = {"prompt": [USER], "chosen": [REPLY], "rejected": "no", "tools": [TOOL]}
+    write_first_replies(write(tmp_path / "tools.jsonl", with_tools), target)
+    assert json.loads(target.read_text().splitlines()[0]) == row
     ratings = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(3)]
     shown = write_first_replies(write(tmp_path / "rated.jsonl", *ratings), target)
     assert shown.splitlines() == ["user: p0", "reply: r0", "reply: r1"]

@@ -18,7 +18,7 @@ from nemo_aligner.data.malformed import MalformedRule
 from nemo_aligner.data.reading import Reading, read_records
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import reply_of
+from nemo_aligner.text.messages import Conversation, reply_of
 from tests.data.files import published, read
 from tests.text.refusals import assert_refused
 
@@ -224,6 +224,48 @@ def test_helpsteer_prompts_of_several_turns_are_messages(tmp_path: Path) -> None
             parse("helpsteer2_preference", {**HELPSTEER2, "prompt": several_turns(*roles)})
 
 
+def test_records_have_the_tools_that_their_replies_call(tmp_path: Path) -> None:
+    """Of OpenAI's format in its input, of all others beside the messages."""
+    tool = {"type": "function", "function": {"name": "weather"}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+    result = {"role": "tool", "content": "dry", "tool_call_id": "1"}
+    asked = {"messages": [USER], "tools": [tool], "parallel_tool_calls": True}
+    replies = [[calling, result, GOOD], [BAD]]
+    openai = {"input": asked, "preferred_output": replies[0], "non_preferred_output": replies[1]}
+    pair = dict(zip(("chosen", "rejected"), replies, strict=True))
+    records: list[dict[str, Any]] = [
+        openai,
+        {"prompt": [USER], **pair, "tools": [tool]},
+        {"prompt": [USER], **pair, "tools": json.dumps([tool])},
+        {**{key: [USER, *reply] for key, reply in pair.items()}, "tools": [tool]},
+        {
+            "context": [USER],
+            "completions": [{"rank": n, "completion": each} for n, each in enumerate(replies)],
+            "tools": [tool],
+        },
+    ]
+    done = {**call, "function": {"name": "weather", "arguments": {}}}
+    better = [USER, {"role": "assistant", "content": None, "tool_calls": [done]}, result, GOOD]
+    wanted = (Conversation(better, [tool]), Conversation([USER, BAD], [tool]))
+    for number, record in enumerate(records):
+        [found] = read(tmp_path, record).records
+        assert found.texts == wanted, number
+        assert read(tmp_path, record).counts == {"read": 1, "kept": 1}, number
+    # A prompt may end with a result; a rating has tools, too.
+    rated = {"prompt": better[:3], "response": "so", "tools": [tool], "helpfulness": 1}
+    [rating] = read(tmp_path, rated, kind=RecordKind.rating).records
+    assert rating.response == Conversation([*better[:3], {**GOOD, "content": "so"}], [tool])
+    # Whatever else such a field is, and tools beside raw texts, is left alone.
+    for more in ({"documents": "a.txt"}, {"documents": [1]}, {"tools": None}, {"tools": "[]"}):
+        [plain] = read(tmp_path, {**PAIR, **more}).records
+        assert plain.texts == ([USER, GOOD], [USER, BAD])
+    with pytest.raises(DataError, match=r":1: chat_template_kwargs: got some of this record"):
+        read(tmp_path, {**records[1], "chat_template_kwargs": {"a": 1}})
+    with pytest.raises(DataError, match=r":1: tools: got 'x', wanted a JSON list"):
+        read(tmp_path, {**records[1], "tools": "x"})
+
+
 def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({**NEMO_RL, "completions": [{"rank": 0}]}, r"completions: got \[.*list of two or more"),
@@ -243,7 +285,7 @@ def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Pat
         (changed(FINE_MISSING, 1, overall_score=None), r"completions: wanted a number in all of"),
         (changed(ULTRA, 0, **{"fine-grained_score": "?"}), r"completion 1, fine-grained_score: go"),
         ({**ULTRA, "completions": []}, r"completions: got \[\], wanted a list of two or more"),
-        ({**ULTRA, "instruction": ["why"]}, r"completion 1: message 1: got 'why', wanted exactly"),
+        ({**ULTRA, "instruction": ["why"]}, r"completion 1: message 1: got 'why', wanted an obj"),
         ({**QA, "preference": [1] * 5}, r"preference: got .*wanted 6 labels, each 0, 1 or 2"),
         ({**QA, "preference": [1, 2, 0, 3, 1, 1]}, r"preference: got .*wanted 6 labels"),
         ({**QA, "prediction 3": None}, r"prediction 3: got None, wanted a string"),

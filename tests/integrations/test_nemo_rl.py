@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvi
 from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.messages import Conversation, messages_of
+from nemo_aligner.text.messages import said as said_by
 from tests.serving.fake_server import CONTRACT, total
 
 PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
@@ -42,7 +45,7 @@ class Sums:
 
     def score_rows(self, texts: Any) -> ScoredRows:
         self.asked = texts
-        wholes = ["".join(turn["content"] for turn in text) for text in texts]
+        wholes = ["".join(map(said_by, messages_of(text))) for text in texts]
         errors = {row: "the text is empty" for row, text in enumerate(wholes) if not text}
         errors |= {row: "a mark" for row, text in enumerate(wholes) if "<|im_end|>" in text}
         sums = np.outer([total(text) for text in wholes], [1, -1]).astype(np.float32)
@@ -91,6 +94,21 @@ def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
     log = said("<|im_start|>user\na<|im_end|>", "b")
     RewardModelEnvironment({}, sums).step([log], [{"messages": bare}])
     assert sums.asked == [[*bare, {"role": "assistant", "content": "b"}]]
+
+
+def test_tools_and_calls_of_a_log_are_scored_with_it() -> None:
+    sums = Sums()
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    log = [
+        {"role": "user", "content": "a", "token_ids": [1]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "token_ids": [2]},
+    ]
+    bare = [{"role": "user", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    step = RewardModelEnvironment({}, sums).step([log], [{"messages": bare, "tools": tools}])
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert sums.asked == [Conversation([*bare, calling], tools)]
+    assert step.answers == [None]
 
 
 def test_a_reply_that_is_refused_is_an_error_that_names_the_setting() -> None:
@@ -269,6 +287,9 @@ def test_the_processor_gives_the_policy_its_template_and_the_environment_the_mes
     assert made["length"] == len(message["token_ids"])
     assert (made["loss_multiplier"], made["idx"], made["task_name"]) == (1.0, 3, "chat")
     assert datum["messages"][0]["content"] == "why"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    made = nemo_rl.messages_processor({**datum, "tools": json.dumps(tools)}, spec, tokenizer, 64, 3)
+    assert made["extra_env_info"] == {"messages": bare, "tools": tools}
 
 
 def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Path) -> None:

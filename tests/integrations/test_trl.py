@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.messages import Conversation
 from tests.serving.fake_server import CONTRACT, total
 
 
@@ -46,6 +48,37 @@ def test_texts_are_joined_and_messages_are_one_conversation() -> None:
     assert reward(prompts=[[asked]], completions=[[said]]) == [1.0]
     assert client.asked == ["ac", "bd", [asked, said]]
     assert client.contracts == 1
+
+
+def weather(city: str) -> str:
+    """The weather of a city.
+
+    Args:
+        city: Its name.
+    """
+    return city
+
+
+def test_tools_are_those_of_the_row_or_of_the_trainer() -> None:
+    asked = [{"role": "user", "content": "a"}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "weather", "content": "dry"},
+        {"role": "assistant", "content": "It is dry."},
+    ]
+    tool = {"type": "function", "function": {"name": "f"}}
+    client = Client()
+    reward = RewardFunction(client, "sum", "good", [tool])  # type: ignore[arg-type]
+    rows = [None, [{**tool, "row": 1}], json.dumps([tool])]
+    assert reward(prompts=[asked] * 3, completions=[said] * 3, tools=rows) == [1.0] * 3
+    whole = [*asked, *said]
+    assert client.asked == [Conversation(whole, tools) for tools in ([tool], *rows[1:])]  # type: ignore[arg-type]
+    reward_of(client)(prompts=[asked], completions=[said])
+    assert client.asked[-1] == whole
+    described = reward_function("http://127.0.0.1:1", tools=[weather, tool])
+    (schema, same) = described._tools or ()
+    assert (schema["function"]["name"], same) == ("weather", tool)
 
 
 def test_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:

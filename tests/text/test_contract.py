@@ -55,7 +55,7 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         "overlong": "error", "seq_length": 2, "attributes": ("depth", "help"),
         "attribute_weights": (1.0, 1.0), "label_means": (0.1, 3.3333333333333), "dtype": "bf16",
         "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking", "shaping": "{}",
-        "readout": READ,
+        "readout": READ, "chat_template_kwargs": "{\"a\": 1}",
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
     together = {"scored_position": "reply_mean", "reply_marker": (0, 2)}
@@ -83,7 +83,8 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     assert measured.differences(FIXED) == {}
     shaped = changed(shaping='{"clip": [-1.0, 1.0]}')
     # Contracts of before there were any have no such fields.
-    assert not {"shaping", "readout", "reply_marker"} & set(FIXED.to_dict())
+    later = {"shaping", "readout", "reply_marker", "chat_template_kwargs"}
+    assert not later & set(FIXED.to_dict())
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
     for contract in (FIXED, measured, shaped, changed(readout=READ)):
@@ -168,6 +169,10 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "measured_on": ("a text or null", (1, HALF_A_PAIR, ["x"])),
     "shaping": ("a text or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
     "readout": ("a text or null", (1, HALF_A_PAIR, {"kind": "bins"})),
+    "chat_template_kwargs": (
+        "a JSON object that is not empty, or null",
+        (1, "", "{}", "[1]", "{", '{"a b": 1}', {"a": 1}, HALF_A_PAIR),
+    ),
     "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 

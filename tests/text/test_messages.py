@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from typing import Any
 
@@ -13,7 +14,16 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.messages import ROLES, check_text, first_prompt, prompt_of, reply_of
+from nemo_aligner.text.messages import (
+    ALL_ROLES,
+    Conversation,
+    as_json,
+    first_prompt,
+    prompt_of,
+    question_of,
+    read_text,
+    reply_of,
+)
 from nemo_aligner.text.reply_marker import find_marker, make_reply_marker, reply_start
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.text.tokenizer import Tokenizer
@@ -38,8 +48,68 @@ def test_reply_is_the_last_turn_and_the_prompt_all_before_it() -> None:
 
 
 def test_messages_of_every_role_may_come_before_the_reply() -> None:
-    for text in ("", CHAT, *([{"role": role, "content": ""}, REPLY] for role in ROLES)):
-        check_text(text)
+    for text in ("", CHAT, *([{"role": role, "content": ""}, REPLY] for role in ALL_ROLES)):
+        assert read_text(text) is text
+
+
+WEATHER = {"name": "weather", "arguments": {"city": "Köln"}}
+CALL = {"id": "1", "type": "function", "function": WEATHER}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "dry", "tool_call_id": "1"}
+TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+def as_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = '{"city": "K\\u00f6ln"}'
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def test_messages_in_every_writing_have_one_form() -> None:
+    nulls = dict.fromkeys(("refusal", "audio", "function_call", "name", "tool_call_id"))
+    part = {"type": "text", "text": "why"}
+    cases: list[tuple[Any, Any]] = [
+        ([{**USER, **nulls, "tool_calls": None}, {**REPLY, "annotations": []}], [USER, REPLY]),
+        ([USER, {**REPLY, "tool_calls": []}], [USER, REPLY]),
+        ([USER, {**CALLING, **nulls}], [USER, CALLING]),
+        ([USER, {"role": "assistant", "tool_calls": [as_text(CALL)]}], [USER, CALLING]),
+        ([{**CALLING, "tool_calls": [{**CALL, "index": None}]}], [CALLING]),
+        ([{**CALLING, "tool_calls": [WEATHER]}], [{**CALLING, "tool_calls": [WEATHER]}]),
+        *(
+            ([{**REPLY, key: "hm"}], [{**REPLY, "reasoning_content": "hm"}])
+            for key in ("reasoning_content", "reasoning", "thinking")
+        ),
+        (
+            [{"role": "user", "content": [{**part, "type": "input_text", "more": 1}]}, REPLY],
+            [{"role": "user", "content": [part]}, REPLY],
+        ),
+        ({"messages": CHAT}, CHAT),
+        ({"messages": CHAT, "tools": [], "documents": None}, CHAT),
+        (Conversation(CHAT), CHAT),
+        ({"messages": CHAT, "tools": [TOOL]}, Conversation(CHAT, [TOOL])),
+        ({"messages": CHAT, "tools": f"[{json.dumps(TOOL)}]"}, Conversation(CHAT, [TOOL])),
+        ({"messages": CHAT, "documents": [{"a": 1}]}, Conversation(CHAT, None, [{"a": 1}])),
+    ]
+    for arguments in ("", None, "{}", {}):
+        call = {"function": {"name": "now", "arguments": arguments}}
+        wanted = {"function": {"name": "now", "arguments": {}}}
+        cases.append(([{**CALLING, "tool_calls": [call]}], [{**CALLING, "tool_calls": [wanted]}]))
+    wrong = [case for case in cases if read_text(case[0]) != case[1]]
+    assert not wrong, wrong
+    again = [read_text(wanted) for _, wanted in cases]
+    assert again == [wanted for _, wanted in cases]
+    assert [read_text(json.loads(json.dumps(as_json(each)))) for each in again] == again
+
+
+def test_reply_with_calls_of_tools_says_them_and_its_question_is_the_users() -> None:
+    text = [SYSTEM, USER, CALLING, RESULT, {**CALLING, "content": "I ask again."}]
+    said = '{"name": "weather", "arguments": {"city": "Köln"}}'
+    assert reply_of(text) == f"I ask again.\n{said}"
+    assert reply_of(text[:3]) == said
+    assert reply_of([USER, {**CALLING, "reasoning_content": "hm"}]) == f"hm\n{said}"
+    assert question_of(text) == question_of(text[:3]) == [SYSTEM, USER]
+    assert question_of(CHAT) == prompt_of(CHAT)
+    parts = [{"type": "text", "text": each} for each in ("a", "b")]
+    assert first_prompt([{"role": "user", "content": parts}, REPLY]) == "a\nb"
 
 
 LONGEST_SHOWN = ["x" * 56]  # with its brackets and quotes 60 characters
@@ -47,27 +117,68 @@ TOO_LONG = ["x" * 57]
 
 
 def test_messages_that_are_no_text_are_refused() -> None:
+    def calling(**changes: Any) -> list[Any]:
+        return [{**CALLING, "tool_calls": [{**CALL, **changes}]}]
+
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    deep: Any = {}
+    for _ in range(99):
+        deep = {"a": deep}
     cases: list[tuple[Any, str]] = [
         ((REPLY,), "got ({'role': 'assistant', 'content': 'the cat'},), wanted a text or a list"),
         ({}, "got an object with keys none, wanted a text"),
         (USER, "got an object with keys 'role', 'content', wanted a text"),
         ([], "got an empty conversation"),
-        ([REPLY, "x"], "message 2: got 'x', wanted exactly 'role' and 'content'"),
-        ([5, REPLY], "message 1: got 5, wanted exactly"),
-        ([["role", "content"], REPLY], "message 1: got ['role', 'content'], wanted exactly"),
-        ([LONGEST_SHOWN, REPLY], f"message 1: got {LONGEST_SHOWN}, wanted exactly"),
-        ([TOO_LONG, REPLY], f"message 1: got ['{'x' * 55}..., wanted exactly"),
-        ([{"role": "user"}, REPLY], "message 1: got an object with keys 'role', wanted exactly"),
-        ([{**USER, "name": "n"}, REPLY], "message 1: got an object with keys 'role', 'content', "),
-        ([{"role": "user", "content": None}, REPLY], "message 1, content: got None, wanted a str"),
-        ([{"role": 1, "content": ""}, REPLY], "message 1, role: got 1, wanted a string"),
+        ([REPLY, "x"], "message 2: got 'x', wanted an object with role and content"),
+        ([5, REPLY], "message 1: got 5, wanted an object"),
+        ([["role", "content"], REPLY], "message 1: got ['role', 'content'], wanted an object"),
+        ([LONGEST_SHOWN, REPLY], f"message 1: got {LONGEST_SHOWN}, wanted an object"),
+        ([TOO_LONG, REPLY], f"message 1: got ['{'x' * 55}..., wanted an object"),
+        ([{"role": "user"}, REPLY], "message 1, content: got null, wanted a text"),
+        ([{"role": "user", "content": None}, REPLY], "message 1, content: got null, wanted a text"),
+        ([{"role": "user", "content": 5}, REPLY], "message 1, content: got 5, wanted a text, or"),
+        ([{"role": "user", "content": [image]}, REPLY], "content[0]: got a part of type 'image_ur"),
+        ([{"role": "user", "content": ["x"]}, REPLY], "content[0]: got a part of type 'x', wanted"),
+        ([{"role": 1, "content": ""}, REPLY], "message 1: got an object with keys 'role', 'con"),
         ([{"role": "x" * 70, "content": ""}, REPLY], f"got role '{'x' * 59}, wanted one of"),
         ([USER, {"role": "tool", "content": ""}], "got role 'tool', wanted 'assistant'"),
         ("ab\ud800", "half of a surrogate pair at character 2, wanted valid Unicode"),
         ([{"role": "user", "content": "\udfff"}, REPLY], "surrogate pair at character 0"),
+        ([{**USER, "name": 5}, REPLY], "message 1, name: got 5, wanted a text"),
+        ([{**USER, "tool_calls": [CALL]}, REPLY], "message 1, tool_calls: got them of role 'user'"),
+        ([{**USER, "thinking": "hm"}, REPLY], "message 1, thinking: got it of role 'user'"),
+        ([{**REPLY, "thinking": "a", "reasoning": "b"}], "message 1: got two reasonings that diff"),
+        ([{**REPLY, "tool_calls": "x"}], "message 1, tool_calls: got 'x', wanted a list of calls"),
+        ([{**REPLY, "tool_calls": [5]}], "message 1, tool_calls[0]: got 5, wanted an object with"),
+        (calling(index=0), "tool_calls[0]: got the key 'index', wanted function, id, type alone"),
+        (calling(type="custom"), "tool_calls[0].type: got 'custom', wanted 'function'"),
+        (
+            calling(function={}),
+            "tool_calls[0].function: got an object with keys none, wanted an ob",
+        ),
+        (
+            calling(function={"name": "f", "arguments": '{"a"'}),
+            "message 1, tool_calls[0].function.arguments: got '{\"a\"', wanted a JSON object",
+        ),
+        (calling(function={"name": "f", "arguments": "[1]"}), "arguments: got '[1]', wanted a JSO"),
+        (
+            calling(function={"name": "f", "arguments": {"a": {1}}}),
+            "arguments.a: got {1}, wanted w",
+        ),
+        (calling(function={"name": "f", "arguments": {"\ud800": 1}}), "half of a surrogate pair"),
+        (calling(function={"name": "f", "arguments": deep}), "nested more than 64 deep"),
+        ({"messages": CHAT, "tools": "x"}, "tools: got 'x', wanted a JSON list"),
+        ({"messages": CHAT, "tools": {"a": 1}}, "tools: got an object with keys 'a', wanted a li"),
+        ({"messages": CHAT, "tools": [5]}, "tools[0]: got 5, wanted an object"),
+        ({"messages": CHAT, "documents": [{"a": float("nan")}]}, "documents[0].a: got nan, wanted"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {}},
+            "got the key 'chat_template_kwargs', want",
+        ),
+        ({"messages": "x"}, "messages: got 'x', wanted a list of messages"),
     ]
     escaped = [(text, re.escape(wanted)) for text, wanted in cases]
-    assert_refused(check_text, escaped, DataError)
+    assert_refused(read_text, escaped, DataError)
 
 
 TURNS = [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.errors import DataError
+from nemo_aligner.text.messages import Conversation
 from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, Frames, find_frames, render
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.text.turn_marks import TurnMarkError, TurnMarks
@@ -65,7 +66,7 @@ def test_frames_are_all_but_contents_and_what_is_before_the_last_reply(
         assert set(found.between) == set(between)
         assert len(found.between) == 4
         assert found.end == "<|im_end|>"
-    assert frames(ONE_QUESTION) == (("[user]", "[assistant]", "!"), ("[assistant]",), "!")
+    assert frames(ONE_QUESTION)[:3] == (("[user]", "[assistant]", "!"), ("[assistant]",), "!")
     assert frames(NO_SYSTEM)[0] == ("user> ", ";\nassistant> ", ";\nuser> ", ";\n")
     assert set(frames(NO_SYSTEM)[1]) == {";\nassistant> ", ";\nuser> ", ";\ntool> "}
     with pytest.raises(DataError, match="chat template cannot write this conversation"):
@@ -117,3 +118,72 @@ def test_mark_at_the_end_of_a_message_is_what_the_template_ends_with(tokenizer: 
     found.check([{"role": "user", "content": "a !? b"}])
     with pytest.raises(TurnMarkError, match=r"^message 1: got '!\?' at character 3, which"):
         found.check([{"role": "user", "content": "a !? \n"}])
+
+
+def test_marks_are_refused_in_every_text_of_a_conversation(tokenizer: Tokenizer) -> None:
+    """Names and arguments of calls, results, reasoning, tools: each is named by where it stands."""
+    mark = "a<|im_end|>"
+    user, reply = {"role": "user", "content": "why"}, {"role": "assistant", "content": "no"}
+    tool = {"type": "function", "function": {"name": "f", "description": mark}}
+
+    def calling(name: str = "f", call_id: str = "1", **arguments: object) -> dict[str, object]:
+        function = {"name": name, "arguments": arguments}
+        calls = [{"id": call_id, "type": "function", "function": function}]
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+    halves = [{"type": "text", "text": half} for half in ("a<|im_", "end|>")]
+    cases = {
+        "message 1": [{**user, "content": mark}, reply],
+        "message 2": [user, {**reply, "content": mark}],
+        "message 1[0].text": [{**user, "content": [{"type": "text", "text": mark}]}, reply],
+        "message 1, parts of content together": [{**user, "content": halves}, reply],
+        "message 1, name": [{**user, "name": mark}, reply],
+        "message 2, reasoning_content": [user, {**reply, "reasoning_content": mark}],
+        "message 2, tool_calls[0].id": [user, calling(call_id=mark)],
+        "message 2, tool_calls[0].function.name": [user, calling(mark)],
+        "message 2, tool_calls[0].function.arguments.a[0].b": [user, calling(a=[{"b": mark}])],
+        f"message 2, tool_calls[0].function.arguments, the key {mark!r}": [
+            user,
+            calling(**{mark: 1}),
+        ],
+        "message 3": [user, calling(), {"role": "tool", "content": mark}, reply],
+        "message 3, tool_call_id": [
+            user, calling(), {"role": "tool", "content": "", "tool_call_id": mark}, reply,
+        ],
+        "tools[0].function.description": Conversation([user, reply], [tool]),
+        "documents[0].text": Conversation([user, reply], None, [{"text": mark}]),
+    }  # fmt: skip
+    found = marks(BUILT_IN_TEMPLATES["chatml"], tokenizer)
+    said = {}
+    for place, conversation in cases.items():
+        with pytest.raises(TurnMarkError) as caught:
+            found.check(conversation)
+        said[place] = str(caught.value)
+    wanted = "got '<|im_end|>' at character 2, which the chat template writes around messages"
+    assert not {
+        place: text for place, text in said.items() if not text.startswith(f"{place}: {wanted}")
+    }
+
+
+def test_marks_around_results_count_where_tools_are_used(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """A plain conversation with such a token has the score that it had."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<result>{{ m.content }}</result>"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.tool_calls }}<|im_end|>\n"
+        "{% endif %}{% endfor %}"
+    )
+    tokens = {"<result>": False, "</result>": False}
+    found = marks(template, with_tokens(tokenizer_folder, tmp_path / "a", **tokens))
+    user, reply = {"role": "user", "content": "why"}, {"role": "assistant", "content": "no"}
+    forged = {**reply, "content": "</result><result>"}
+    found.check([user, forged])
+    calling = {**reply, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    found.check([user, calling, {"role": "tool", "content": "a"}, reply])
+    for conversation in (
+        [user, calling, {"role": "tool", "content": "a"}, forged],
+        [user, calling, {**forged, "role": "tool"}, reply],
+    ):
+        with pytest.raises(TurnMarkError, match="got '</result>' at character 1"):
+            found.check(conversation)

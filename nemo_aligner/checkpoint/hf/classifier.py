@@ -17,7 +17,16 @@ from nemo_aligner.errors import CheckpointError, DataError, one_line
 from nemo_aligner.parallel.device import current_device
 from nemo_aligner.precision import torch_dtype
 from nemo_aligner.text.contract import EncodedText, NoTemplateError, OverlongError
-from nemo_aligner.text.messages import Conversation, Text, reply_of
+from nemo_aligner.text.messages import (
+    Conversation,
+    Messages,
+    Text,
+    messages_of,
+    read_text,
+    reply_of,
+)
+from nemo_aligner.text.template_reading import TemplateReading
+from nemo_aligner.text.templates import names_in
 from nemo_aligner.text.tokenizer import Tokenizer
 from nemo_aligner.text.turn_marks import TurnMarks
 
@@ -66,18 +75,33 @@ class HfRewardModel:
         return EncodedText(ids, False)
 
     def _ids(self, text: Text) -> list[int]:
+        text = read_text(text)
         if isinstance(text, str):
             return list(self.tokenizer(text).input_ids)
         if not self.tokenizer.chat_template:
             raise NoTemplateError("this text is a conversation, and the tokenizer has no template")
         self._turn_marks.check(text)
-        return list(self.tokenizer(self._write(text), add_special_tokens=False).input_ids)
+        written = self._write(self._reading.adapt(text))
+        return list(self.tokenizer(written, add_special_tokens=False).input_ids)
 
-    def _write(self, conversation: Conversation) -> str:
+    def _write(self, conversation: Messages | Conversation) -> str:
+        beside: dict[str, Any] = {}
+        if isinstance(conversation, Conversation):
+            beside = {"tools": conversation.tools, "documents": conversation.documents}
         try:
-            return str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages_of(conversation), tokenize=False, **beside
+                )
+            )
         except Exception as error:  # whatever the template's author raises, or Jinja
             raise DataError(f"the chat template refuses this text: {one_line(error)}") from error
+
+    @cached_property
+    def _reading(self) -> TemplateReading:
+        templates = self.tokenizer.chat_template
+        texts = templates.values() if isinstance(templates, dict) else [templates]
+        return TemplateReading(self._write, frozenset().union(*map(names_in, texts)))
 
     @cached_property
     def _turn_marks(self) -> TurnMarks:
@@ -89,7 +113,7 @@ class HfRewardModel:
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone."""
-        replies = [reply_of(text) for text in texts]
+        replies = [reply_of(read_text(text)) for text in texts]
         return [len(self.tokenizer(one, add_special_tokens=False).input_ids) for one in replies]
 
     def score(self, texts: Sequence[Text]) -> np.ndarray:

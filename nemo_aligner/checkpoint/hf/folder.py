@@ -17,6 +17,7 @@ from nemo_aligner.checkpoint.hf.families.family import ModelFamily
 from nemo_aligner.checkpoint.nemo.write import scratch_beside, sync_to_disk
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.text.templates import with_kwargs_inside
 from nemo_aligner.text.tokenizer import Tokenizer
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -132,7 +133,7 @@ def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
 ) -> None:
     """The tokenizer's files byte for byte, but for its pad token, its class and the contract's
-    template.
+    template, which has the contract's ``chat_template_kwargs`` inside.
 
     A token that ``tokenizer.json`` does not have is added by transformers, behind all others.
     """
@@ -140,11 +141,12 @@ def write_tokenizer(
     changes: dict[str, Any] = {}
     if tokenizer.pad_token != pad_token:
         changes["pad_token"] = pad_token
-    if (tokenizer.chat_template or "") != contract.template:
+    template = with_kwargs_inside(contract.template, contract.template_kwargs)
+    if (tokenizer.chat_template or "") != template:
         changes["chat_template"] = None
         (folder / _TEMPLATE).unlink(missing_ok=True)
-        if contract.template:
-            (folder / _TEMPLATE).write_text(contract.template, encoding="utf-8", newline="")
+        if template:
+            (folder / _TEMPLATE).write_text(template, encoding="utf-8", newline="")
     config = _read_json(folder / _TOKENIZER_CONFIG)
     _change_json(folder / _TOKENIZER_CONFIG, {**changes, **_for_transformers_4(config)})
     if (folder / _SPECIAL_TOKENS).is_file():

@@ -13,6 +13,8 @@ text_pairs             comparison  ``{"chosen", "rejected"}``: raw texts, withou
 chat_pairs             comparison  ``{"prompt", "chosen", "rejected"}``: strings or lists of
                                    messages; other keys by ``PairKeys``
 nemo_rl_preference     comparison  ``{"context", "completions": [{"rank", "completion"}, ...]}``
+openai_preference      comparison  ``{"input": {"messages", "tools"}, "preferred_output",
+                                   "non_preferred_output"}``
 helpsteer3             comparison  ``{"context", "response1", "response2", "overall_preference"}``
 helpsteer2_preference  comparison  ``{"prompt", "response_1", "response_2",
                                    "preference_strength"}``
@@ -30,9 +32,10 @@ But for raw text a string prompt is one user turn, and a string reply one assist
 that is a list either begins with an assistant turn and goes on from the prompt, or is the whole
 conversation and must then begin with the prompt (contain it, if the prompt is a string); in
 ``chat_pairs`` ``prompt`` may be left out then. HelpSteer's way to write several turns into one
-prompt is known where its data is (``split_turns``). Of other keys only ``source``, ``subset`` or
-``kind`` is read, the first of them that holds a text or a number: metrics are also given apart for
-each.
+prompt is known where its data is (``split_turns``). Conversations of any format get the record's
+``tools``, a list of objects or its JSON text, and ``documents``, where that is a list of objects.
+Of other keys only ``source``, ``subset`` or ``kind`` is read, the first of them that holds a text
+or a number: metrics are also given apart for each.
 Label columns of pairs are fields of their names; where a format says by how much a completion is
 better, ``label_margin`` is that, unless the record has a field of this name.
 
@@ -56,6 +59,7 @@ from nemo_aligner.data.formats import (
     helpsteer3,
     hh,
     nemo_rl_preference,
+    openai_preference,
     pandalm,
     qa_feedback,
     rated_chat,
@@ -65,9 +69,10 @@ from nemo_aligner.data.formats import (
 )
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
 from nemo_aligner.data.formats.fields import read_source
-from nemo_aligner.data.records import MalformedRecord, Origin, Record
+from nemo_aligner.data.records import MalformedRecord, Origin, Rating, Record
 from nemo_aligner.data.sources import AnyLine, BadLine, Line
 from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.text.messages import with_tools
 
 _BAD_LINES_SHOWN = 3
 # What most people's files are, and so what an error spells out.
@@ -81,6 +86,7 @@ FORMATS: dict[str, Format] = {
         text_pairs.FORMAT,
         chat_pairs.FORMAT,
         nemo_rl_preference.FORMAT,
+        openai_preference.FORMAT,
         helpsteer3.FORMAT,
         helpsteer2_preference.FORMAT,
         ultrafeedback.FORMAT,
@@ -213,11 +219,31 @@ def _parse_record(
             return MalformedRecord(Origin(path, line.number), reason)
         good.append(line)
     origin = Origin(path, good[0].number)
+    value = good[0].value
     try:
-        record = chosen.parse([line.value for line in good], origin, wanted)
+        record = _with_tools(chosen.parse([line.value for line in good], origin, wanted), value)
     except DataError as error:
         return MalformedRecord(origin, str(error))
-    return replace(record, source=record.source or _source(good[0].value))
+    return replace(record, source=record.source or _source(value))
+
+
+def _with_tools(record: Record, value: dict[str, Any]) -> Record:
+    """A record of conversations with the tools and documents that its fields have."""
+    if value.get("chat_template_kwargs") and not isinstance(record.texts[0], str):
+        raise DataError(
+            "chat_template_kwargs: got some of this record, wanted none: "
+            "model.data.chat_template_kwargs are those of all"
+        )
+    tools, documents = value.get("tools"), value.get("documents")
+    # A field of this name may be anything; the documents of a chat template are objects.
+    is_list = isinstance(documents, list) and all(isinstance(each, dict) for each in documents)
+    documents = documents if is_list else None
+    if not (tools or documents) or isinstance(record.texts[0], str):
+        return record
+    if isinstance(record, Rating):
+        return replace(record, response=with_tools(record.response, tools, documents))
+    texts = tuple(with_tools(text, tools, documents) for text in record.texts)
+    return replace(record, texts=texts)
 
 
 # Two objects on one line.

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_aligner.config.suggest import suggestion
 from nemo_aligner.data.formats.base import WantedLabels
 from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import Conversation, check_text
+from nemo_aligner.text.messages import Messages, read_messages, read_text
 
 # The column that says by how much the chosen reply is better, as objectives ask for it.
 LABEL_MARGIN = "label_margin"
@@ -30,12 +30,11 @@ def read_string(value: dict[str, Any], key: str) -> str:
 
 
 def checked(text: Any, key: str) -> Any:
-    """The text or conversation of a field, once ``check_text`` lets it pass."""
+    """The text or conversation of a field, as ``read_text`` gives it."""
     try:
-        check_text(text)
+        return read_text(text)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    return text
 
 
 def read_source(value: object) -> str:
@@ -83,7 +82,7 @@ def split_turns(prompt: object) -> object:
 
 def read_conversation(
     prompt: object, reply: object, key: str, prompt_key: str = "prompt"
-) -> Conversation:
+) -> Messages:
     """Prompt and reply, each a string or messages, put together by the rule of the formats."""
     if not isinstance(reply, str | list) or reply == []:
         raise DataError(f"{key}: got {reply!r:.60}, wanted a string or a list of messages")
@@ -98,17 +97,27 @@ def read_conversation(
         if prompt is None:
             raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return checked([*before, *turns], key)
-    conversation = checked(turns, key)
+        whole: Messages = checked([*before, *turns], key)
+        return whole
+    conversation: Messages = checked(turns, key)
     if isinstance(prompt, str):
         holds_prompt = {"role": "user", "content": prompt} in conversation
     else:
-        holds_prompt = prompt is None or conversation[: len(prompt)] == prompt
+        holds_prompt = prompt is None or conversation[: len(prompt)] == _messages(
+            prompt, prompt_key
+        )
     if not holds_prompt:
         raise DataError(
             f"{key}: got a whole conversation that does not hold the record's {prompt_key}"
         )
     return conversation
+
+
+def _messages(prompt: list[Any], key: str) -> Messages:
+    try:
+        return read_messages(prompt)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
 
 
 def read_labels(value: dict[str, Any], wanted: WantedLabels, why: str) -> tuple[float | None, ...]:

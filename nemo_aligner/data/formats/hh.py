@@ -10,7 +10,7 @@ from nemo_aligner.data.formats.base import Format, WantedLabels
 from nemo_aligner.data.formats.fields import checked, read_pair_labels, read_string
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.text.messages import Messages
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -45,7 +45,7 @@ def _whole(prompt: str, text: str, key: str) -> str:
     return prompt + text
 
 
-def turns_of(text: str, key: str) -> Conversation:
+def turns_of(text: str, key: str) -> Messages:
     """The messages of a text in this writing, whoever speaks last.
 
     Raises:

@@ -26,10 +26,11 @@ from nemo_aligner.data.store.pool import usable_processes
 from nemo_aligner.errors import DataError
 from nemo_aligner.temporary import make_temporary, remove_temporary
 
-VERSION = 3
+VERSION = 4
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",
+    "chat_template_kwargs",
     "add_bos",
     "add_eos",
     "bos_id",

@@ -26,7 +26,7 @@ from nemo_aligner.evaluation.html.judged import Mistake
 from nemo_aligner.evaluation.html.reported import Reported, name_apart, read_reported
 from nemo_aligner.evaluation.html.sections import PageSection, heldout_sets
 from nemo_aligner.evaluation.html.svg import COLOURS
-from nemo_aligner.text.messages import Text, prompt_of, reply_of
+from nemo_aligner.text.messages import Text, messages_of, prompt_of, reply_of, said
 
 MOST_REPORTED = len(COLOURS)
 # Of all mistakes together; escaped, in UTF-8, it is still below the 3 MB of a page.
@@ -132,7 +132,7 @@ def show_mistake(mistake: Mistake, how_many: int) -> ShownMistake:
     most = min(_MOST_OF_A_TEXT, _MOST_CHARACTERS // (4 * max(1, how_many)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
     is_common = all(prompt == prompts[0] for prompt in prompts)
-    prompt = [_turn(each["role"], each["content"], most) for each in prompts[0] * is_common]
+    prompt = [_turn(each["role"], said(each), most) for each in prompts[0] * is_common]
     # Where there is no common prompt a text stands whole.
     shown = reply_of if is_common else _whole
     replies = [_turn(side, shown(text), most) for side, text in mistake.texts]
@@ -146,7 +146,7 @@ def _turn(role: str, text: str, most: int) -> ShownTurn:
 def _whole(text: Text) -> str:
     if isinstance(text, str):
         return text
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in text)
+    return "\n\n".join(f"{turn['role']}: {said(turn)}" for turn in messages_of(text))
 
 
 def seen(text: str) -> str:

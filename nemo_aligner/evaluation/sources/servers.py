@@ -29,7 +29,7 @@ from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.server import NoKServeError
 from nemo_aligner.serving.tokens import find_token
-from nemo_aligner.text.messages import Text
+from nemo_aligner.text.messages import Text, as_json
 from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.text.turn_marks import TurnMarkError, write_conversation
 
@@ -118,7 +118,11 @@ def _ask_vllm(
 
 
 def _vllm_body(text: Text) -> dict[str, Any]:
-    asked = {"input": text} if isinstance(text, str) else {"messages": text}
+    if isinstance(text, str):
+        asked: dict[str, Any] = {"input": text}
+    else:
+        conversation = as_json(text)
+        asked = {"messages": conversation} if isinstance(conversation, list) else conversation
     return {**asked, "use_activation": False}
 
 

@@ -26,7 +26,9 @@ from nemo_aligner.text.turn_end import TurnEnd
 
 
 class RewardClient(ServerClient[ServerPool]):
-    """Scores on reward model servers; a text is a raw string or a conversation's messages.
+    """Scores on reward model servers; a text is a raw string or a conversation.
+
+    A conversation is a list of messages, or a ``Conversation``, which has tools and documents, too.
 
     Conversations get the model's chat template on the server. A call is split into requests that
     are sent side by side, each to the least busy of the servers; one that is gone is left out, and

@@ -2,8 +2,9 @@
 
 The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``responses_create_params`` is
 what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
-API), ``response.output`` what it said. Both together are scored as one conversation. Reasoning is
-no part of it, and a rollout with calls of tools, or a refusal, cannot be scored.
+API, and ``tools``), ``response.output`` what it said. Both together are scored as one conversation,
+calls of functions and their results included. Reasoning is no part of it, and a rollout with a
+refusal, or with tools that are no functions, cannot be scored.
 
 A rollout whose reward is no measurement of the policy has ``mask_sample``, ``failure_kind`` (of
 Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, where it cannot be
@@ -28,10 +29,11 @@ from nemo_aligner.serving.wire.route import (
     ScoredRequest,
     Served,
     as_json,
+    conversation_of,
     text_of,
 )
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.text.messages import Message, Messages, Text
 
 # Gym's failure_kinds.py; of its own kinds a server says whose they are.
 _KINDS = {
@@ -44,6 +46,7 @@ _KINDS = {
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
 _ROLES = {"developer": "system"}
+_OF_FUNCTION = ("name", "description", "parameters", "strict")
 _OTHER_REPLY = "."  # that nobody refuses
 
 
@@ -52,6 +55,7 @@ class ResponseParams(Body):
 
     input: str | list[Any]
     instructions: str | None = None
+    tools: list[Any] | None = None
 
 
 class PolicyResponse(Body):
@@ -98,41 +102,54 @@ class VerifyResponse(Body):
 
 def read(body: VerifyRequest) -> ScoreRequest:
     """Raises ServingError: it has items that are no text."""
-    asked = _asked(body.responses_create_params)
     said = _turns(body.response.output, "response.output")
     if not _has_reply(said):
         raise ServingError(_NO_REPLY)
-    return ScoreRequest(texts=[_joined([*asked, *said])])
+    return ScoreRequest(texts=[_conversation(body, said)])
 
 
 def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
     """The same prompt with a reply of one letter: where that is refused, the prompt is."""
-    asked = _asked(body.responses_create_params)
-    return ScoreRequest(texts=[_joined([*asked, {"role": "assistant", "content": _OTHER_REPLY}])])
+    other = {"role": "assistant", "content": _OTHER_REPLY}
+    return ScoreRequest(texts=[_conversation(body, [other])])
 
 
-def _asked(asked: ResponseParams) -> Conversation:
-    turns: Conversation = []
+def _conversation(body: VerifyRequest, said: Messages) -> Text:
+    asked = body.responses_create_params
+    messages: Messages = []
     if asked.instructions:
-        turns.append({"role": "system", "content": asked.instructions})
+        messages.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
-        turns.append({"role": "user", "content": asked.input})
+        messages.append({"role": "user", "content": asked.input})
     else:
-        turns += _turns(asked.input, "responses_create_params.input")
-    return turns
+        messages += _turns(asked.input, "responses_create_params.input")
+    tools = [_tool(tool, number) for number, tool in enumerate(asked.tools or ())]
+    return conversation_of({"messages": _joined([*messages, *said]), "tools": tools}, "rollout")
 
 
-def _has_reply(said: Conversation) -> bool:
+def _tool(given: Any, number: int) -> dict[str, Any]:
+    """A function of the Responses API, as the chat API has it."""
+    if not isinstance(given, dict) or given.get("type", "function") != "function":
+        place = f"responses_create_params.tools.{number}"
+        raise ServingError(f"{place}: got {as_json(given)}, wanted a function")
+    kept = {key: given[key] for key in _OF_FUNCTION if given.get(key) is not None}
+    return {"type": "function", "function": kept}
+
+
+def _has_reply(said: Messages) -> bool:
     return bool(said) and said[-1]["role"] == "assistant"
 
 
-def _turns(items: list[Any], where: str) -> Conversation:
-    """Messages of the Responses API, without reasoning."""
-    turns: Conversation = []
+def _turns(items: list[Any], where: str) -> Messages:
+    """Messages of the Responses API, calls of tools and their results, without reasoning."""
+    turns: Messages = []
     for number, item in enumerate(items):
         place = f"{where}.{number}"
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         if kind == "reasoning":
+            continue
+        if kind in _READ_BY_KIND:
+            turns.append(_READ_BY_KIND[kind](item, place))
             continue
         if kind != "message" or not isinstance(item.get("role"), str):
             raise ServingError(
@@ -143,14 +160,32 @@ def _turns(items: list[Any], where: str) -> Conversation:
     return turns
 
 
-def _joined(turns: Conversation) -> Conversation:
-    """With the assistant's messages that follow each other as one: a reply may go on a prompt's."""
-    joined: Conversation = []
+def _call(item: dict[str, Any], place: str) -> Message:
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _result(item: dict[str, Any], place: str) -> Message:
+    text = text_of(item.get("output"), place)
+    return {"role": "tool", "content": text, "tool_call_id": item.get("call_id")}
+
+
+_READ_BY_KIND = {"function_call": _call, "function_call_output": _result}
+
+
+def _joined(turns: Messages) -> Messages:
+    """With the assistant's messages and calls that follow each other as one."""
+    joined: Messages = []
     for turn in turns:
-        if joined and joined[-1]["role"] == turn["role"] == "assistant":
-            joined[-1] = {**turn, "content": joined[-1]["content"] + turn["content"]}
-        else:
+        if not joined or not joined[-1]["role"] == turn["role"] == "assistant":
             joined.append(turn)
+            continue
+        before = joined[-1]
+        contents = [each["content"] for each in (before, turn) if each["content"] is not None]
+        joined[-1] = {"role": "assistant", "content": "".join(contents) if contents else None}
+        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
+        joined[-1] |= {"tool_calls": calls} if calls else {}
     return joined
 
 

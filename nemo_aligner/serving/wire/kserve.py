@@ -6,8 +6,9 @@ A request carries B texts (or token rows), in exactly one of three forms:
 input                 dtype  shape   meaning
 ====================  =====  ======  ==============================================================
 ``sentences``         BYTES  [B, 1]  raw UTF-8 text, scored as it stands, without chat template
-``conversations``     BYTES  [B, 1]  a JSON list of ``{"role", "content"}``; the contract's chat
-                                     template is applied
+``conversations``     BYTES  [B, 1]  a JSON list of messages, or an object with ``messages``,
+                                     ``tools`` and ``documents``; the contract's chat template is
+                                     applied
 ``tokens``            INT64  [B, S]  token ids, scored as sent; whatever stands after the length
                                      is ignored
 ``sequence_lengths``  INT64  [B, 1]  the true lengths, with ``tokens``
@@ -48,7 +49,7 @@ import numpy as np
 from nemo_aligner.errors import DataError, ServingError, shown
 from nemo_aligner.serving.wire.types import ScoreReply, ScoreRequest, TensorSpec
 from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.text.messages import Conversation, Messages, Text, as_json, read_text
 from nemo_aligner.text.turn_end import TurnEnd
 
 MODEL_NAME = "reward_model"
@@ -90,9 +91,9 @@ def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
     return {"sentences": _bytes_column(text.encode() for text in texts)}
 
 
-def encode_conversations(conversations: Sequence[Conversation]) -> dict[str, np.ndarray]:
+def encode_conversations(conversations: Sequence[Messages | Conversation]) -> dict[str, np.ndarray]:
     """The inputs of a request for conversations."""
-    rows = (json.dumps(each, ensure_ascii=False).encode() for each in conversations)
+    rows = (json.dumps(as_json(each), ensure_ascii=False).encode() for each in conversations)
     return {"conversations": _bytes_column(rows)}
 
 
@@ -289,22 +290,21 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
     return [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
 
 
-def _conversation(row: int, text: str) -> Conversation:
+def _conversation(row: int, text: str) -> Text:
+    """What is wrong with its messages, the error of its row says in the scorer's words."""
     try:
-        messages = json.loads(text)
+        given = json.loads(text)
     except ValueError as error:
         raise ServingError(f"conversations, row {row}: not JSON ({error})") from None
     except RecursionError:
         raise ServingError(f"conversations, row {row}: JSON that is nested too deeply") from None
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    messages = given.get("messages") if isinstance(given, dict) else given
+    if not isinstance(messages, list) or not messages:
         raise ServingError(
-            f"conversations, row {row}: got {text[:80]}, "
-            'wanted a non-empty list of {"role": text, "content": text}'
+            f"conversations, row {row}: got {text[:80]}, wanted a list of messages that is not "
+            "empty, or an object with messages"
         )
-    return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )
+    try:
+        return read_text(given)
+    except DataError as error:
+        raise ServingError(f"row {row}: {error}") from error

@@ -1,20 +1,20 @@
 """``POST /v1/rewards``: this package's own protocol, for anything that can post JSON.
 
-The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, which
-get the model's chat template) and ``tokens`` (token ids, scored as they stand). ``rewards`` has a
-row for each, with a number for each of ``attributes``, or null where the model refuses it, and
-``errors`` says why. ``truncated`` says which texts were cut to the model's length. With ``outputs:
-true`` a model with several outputs for each attribute adds ``spread``, how uncertain each reward
-is, and its ``outputs``.
+The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, or
+objects with ``messages``, ``tools`` and ``documents``, which get the model's chat template) and
+``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
+of ``attributes``, or null where the model refuses it, and ``errors`` says why. ``truncated`` says
+which texts were cut to the model's length. With ``outputs: true`` a model with several outputs for
+each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.wire.route import (
@@ -25,9 +25,9 @@ from nemo_aligner.serving.wire.route import (
     Route,
     ScoredRequest,
     Served,
+    conversation_of,
 )
 from nemo_aligner.serving.wire.types import Failure, ScoreRequest
-from nemo_aligner.text.messages import Text
 
 # What only servers answer that shape their rewards.
 _SHAPED = ("raw_rewards", "deviation")
@@ -35,18 +35,33 @@ _SHAPED = ("raw_rewards", "deviation")
 _READ = ("spread", "outputs")
 
 
-class RewardMessage(Body, extra="forbid"):
-    """One turn."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
+# A list of messages, or an object with messages, tools and documents: ``read_text`` says what is
+# wrong with one.
+RewardConversation = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "object"}},
+                {
+                    "type": "object",
+                    "properties": {
+                        name: {"type": "array", "items": {"type": "object"}}
+                        for name in ("messages", "tools", "documents")
+                    },
+                    "required": ["messages"],
+                },
+            ]
+        }
+    ),
+]
 
 
 class RewardsRequest(Body, extra="forbid"):
     """Exactly one of the three."""
 
     texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
-    conversations: Items[Items[RewardMessage]] | None = Field(None, min_length=1)
+    conversations: Items[RewardConversation] | None = Field(None, min_length=1)
     tokens: Items[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
 
@@ -83,11 +98,11 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
-    conversations: list[Text] = [
-        [{"role": turn.role, "content": turn.content} for turn in each]
-        for each in body.conversations or ()
+    texts = [
+        conversation_of(given, f"conversations.{number}")
+        for number, given in enumerate(body.conversations or ())
     ]
-    return ScoreRequest(texts=conversations)
+    return ScoreRequest(texts=texts)
 
 
 def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_aligner.config.suggest import suggestion
-from nemo_aligner.errors import ServingError, short, shown
+from nemo_aligner.errors import DataError, ServingError, short, shown
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.text.messages import Text, read_text
 from nemo_aligner.text.one_reward import one_reward
 
 _SHOWN_PROBLEMS = 3
@@ -163,6 +164,20 @@ def as_json(value: Any) -> str:
         return short(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         return shown(value)
+
+
+def conversation_of(given: Any, where: str) -> Text:
+    """A conversation of a body in the normal form.
+
+    Raises:
+        ServingError: it is none.
+    """
+    if isinstance(given, str):
+        raise ServingError(f"{where}: got {as_json(given)}, wanted a list of messages")
+    try:
+        return read_text(given)
+    except DataError as error:
+        raise ServingError(f"{where}: {error}") from error
 
 
 def text_of(content: Any, where: str) -> str:

@@ -2,9 +2,9 @@
 
 The shapes are those of ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, token ids,
 or a list of either, all scored as they stand, but for what a chat template has behind an end of
-turn; ``messages`` is one conversation, which gets the model's chat template. ``/score`` takes
-pairs, 1 with 1, 1 with N or N with N: the first is what the user says, the second the reply, and
-both are scored as a conversation.
+turn; ``messages`` is one conversation, which gets the model's chat template, with ``tools`` and
+``documents``. ``/score`` takes pairs, 1 with 1, 1 with N or N with N: the first is what the user
+says, the second the reply, and both are scored as a conversation.
 
 A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
 each attribute, and ``score`` one of them all. What would have a text scored by other rules than the
@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,10 @@ from nemo_aligner.serving.wire.route import (
     ScoredRequest,
     Served,
     as_json,
-    text_of,
+    conversation_of,
 )
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
-from nemo_aligner.text.messages import Conversation, Message, Text
+from nemo_aligner.text.messages import Text
 
 _ERROR_TYPES = {
     FailureKind.bad_request: "BadRequestError",
@@ -84,6 +83,7 @@ _REASONS = {
     "dimensions": _ONE_FORM,
     "encoding_format": _ONE_FORM,
 }
+_BESIDE = ("tools", "documents")
 _PAIRS = (
     ("queries", "documents"),
     ("queries", "items"),
@@ -100,6 +100,8 @@ class PoolingRequest(Body):
         None, examples=[["What is red? A rose."]]
     )
     messages: Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     request_id: str | None = None
 
 
@@ -113,6 +115,7 @@ class PairsRequest(Body):
     documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
         None, examples=[["A rose.", "The sky."]]
     )
+    tools: Items[dict[str, Any]] | None = None
     request_id: str | None = None
 
 
@@ -144,8 +147,12 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
         raise ServingError("wanted one of input and messages")
     if body.messages is not None:
         _check_fixed(body, special_tokens=False)
-        return ScoreRequest(texts=[_conversation(body.messages)])
+        asked = {name: getattr(body, name) for name in ("messages", *_BESIDE)}
+        return ScoreRequest(texts=[conversation_of(asked, "messages")])
     _check_fixed(body, special_tokens=True)
+    for name in _BESIDE:
+        if getattr(body, name):
+            raise ServingError(f"{name}: got them beside input, wanted messages with them")
     if not body.input:
         raise ServingError("input: got nothing, wanted a text, token ids, or a list of either")
     token_lists = _token_lists(body.input)
@@ -177,19 +184,25 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
             "wanted 1 and 1, 1 and N, or N and N"
         )
     asked = first * len(second) if len(first) == 1 else first
-    texts: list[Text] = [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-        for prompt, reply in zip(asked, second, strict=True)
-    ]
+    texts: list[Text] = []
+    for number, (prompt, reply) in enumerate(zip(asked, second, strict=True)):
+        sides = {"user": prompt, "assistant": reply}
+        messages = [{"role": role, "content": side} for role, side in sides.items()]
+        pair = {"messages": messages, "tools": body.tools}
+        texts.append(conversation_of(pair, f"{' and '.join(names[0])}, pair {number}"))
     return ScoreRequest(texts=texts)
 
 
-def _sides(given: Any, name: str) -> list[str]:
+def _sides(given: Any, name: str) -> list[Any]:
+    """Texts, or parts of text."""
     sides = given if isinstance(given, list) else [given]
-    return [
-        text_of(side.get("content") if isinstance(side, dict) else side, f"{name}.{number}")
-        for number, side in enumerate(sides)
-    ]
+    contents = [side.get("content") if isinstance(side, dict) else side for side in sides]
+    for number, content in enumerate(contents):
+        if not isinstance(content, str | list):
+            raise ServingError(
+                f"{name}.{number}: got {as_json(content)}, wanted a text or a list of parts of text"
+            )
+    return contents
 
 
 def _check_fixed(body: Body, special_tokens: bool) -> None:
@@ -200,20 +213,6 @@ def _check_fixed(body: Body, special_tokens: bool) -> None:
             allowed = " or ".join(map(json.dumps, fixed[name]))
             why = _REASONS.get(name, _BY_CONTRACT)
             raise ServingError(f"{name}: got {as_json(value)}, wanted {allowed}: {why}")
-
-
-def _conversation(messages: list[dict[str, Any]]) -> Conversation:
-    if not messages:
-        raise ServingError("messages: got none, wanted at least the reply that is scored")
-    return [_message(each, f"messages.{number}") for number, each in enumerate(messages)]
-
-
-def _message(given: Mapping[str, Any], where: str) -> Message:
-    unread = [name for name in given if name not in ("role", "content") and given[name]]
-    if unread or not isinstance(given.get("role"), str):
-        raise ServingError(f"{where}: got {as_json(given)}, wanted role and content alone")
-    role = "system" if given["role"] == "developer" else given["role"]
-    return {"role": role, "content": text_of(given.get("content"), where)}
 
 
 def answer_classify(body: PoolingRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:

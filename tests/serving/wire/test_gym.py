@@ -12,6 +12,7 @@ from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.wire.gym import ROUTES
 from nemo_aligner.serving.wire.route import Served
 from nemo_aligner.serving.wire.types import Failure, FailureKind
+from nemo_aligner.text.messages import Conversation
 from tests.serving.wire.bodies import not_refused, parsed, scored
 
 (GYM,) = ROUTES
@@ -64,6 +65,32 @@ def test_gym_rollout_is_one_conversation_without_reasoning() -> None:
     assert texts(rollout(asked, said("b"))) == [("user", "a"), ("assistant", "Sure: b")]
 
 
+def test_gym_rollout_with_calls_of_functions_is_one_conversation_with_its_tools() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'}
+    result = {"type": "function_call_output", "call_id": "1", "output": "2"}
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": None}
+    output = [said("I ask."), call, {**call, "call_id": "2"}, result, said("b")]
+    body = rollout("a", *output, tools=[tool])
+    (text,) = GYM.read(parsed(GYM, body)).texts or ()
+    function = {"name": "f", "arguments": {"a": 1}}
+    calls = [{"id": n, "type": "function", "function": function} for n in ("1", "2")]
+    assert text == Conversation(
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "I ask.", "tool_calls": calls},
+            {"role": "tool", "content": "2", "tool_call_id": "1"},
+            {"role": "assistant", "content": "b"},
+        ],
+        [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    )
+    # A call may be the reply.
+    (text,) = GYM.read(parsed(GYM, rollout("a", call))).texts or ()
+    assert text == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": calls[:1]},
+    ]
+
+
 def test_gym_rollout_without_a_reply_of_its_own_is_masked() -> None:
     for output in ([], [THOUGHT]):
         body = rollout([{"role": "user", "content": "a"}, said("earlier")], *output)
@@ -78,11 +105,16 @@ def test_gym_rollout_without_a_reply_of_its_own_is_masked() -> None:
 
 def test_gym_rollout_that_is_no_conversation_is_refused() -> None:
     refusal = {"type": "message", "role": "assistant", "content": [{"refusal": "no"}]}
-    call = {"type": "function_call", "name": "f"}
+    search = {"type": "web_search_call", "status": "completed"}
+    broken = {"type": "function_call", "name": "f", "arguments": "{"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "2"}
     wrong = [
         (rollout("a"), "response.output: got no message of the assistant"),
         (rollout([], {"role": "user", "content": "b"}), "got no message of the assistant"),
-        (rollout("a", call), "response.output.0: got .*message"),
+        (rollout("a", search), "response.output.0: got .*message"),
+        (rollout("a", broken), r"rollout: message 2, tool_calls\[0\].function.arguments: got '{'"),
+        (rollout("a", said("b"), result), "response.output: got no message of the assistant"),
+        (rollout("a", said("b"), tools=[{"type": "web_search"}]), "tools.0: got .*, wanted a func"),
         (rollout([5], said("b")), "responses_create_params.input.0: got 5, wanted a message"),
         (rollout("a", refusal), "response.output.0: got .*, wanted a text"),
     ]

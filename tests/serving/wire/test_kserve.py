@@ -6,6 +6,7 @@ import numpy as np
 
 from nemo_aligner.serving.wire import kserve
 from nemo_aligner.serving.wire.types import ScoreReply
+from nemo_aligner.text.messages import Conversation
 from tests.serving.wire.bodies import not_refused
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
@@ -18,8 +19,9 @@ def column(*rows: object, dtype: object = np.object_) -> np.ndarray:
 def test_kserve_requests_come_back_as_they_were_sent() -> None:
     request = kserve.decode_request(kserve.encode_sentences(["Grüße", "", "a\0"]))
     assert request.texts == ["Grüße", "", "a\0"]
-    request = kserve.decode_request(kserve.encode_conversations([CHAT, CHAT[:1]]))
-    assert request.texts == [CHAT, CHAT[:1]]
+    whole = Conversation(CHAT, [{"type": "function", "function": {"name": "é"}}], [{"text": "a"}])
+    request = kserve.decode_request(kserve.encode_conversations([CHAT, whole]))
+    assert request.texts == [CHAT, whole]
     request = kserve.decode_request(kserve.encode_tokens([[3, 4, 0], [5]]))
     assert request.token_lists == [[3, 4, 0], [5]]
 
@@ -57,9 +59,12 @@ MALFORMED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"tokens": TOKENS, "sequence_lengths": TWO * 0}, "row 0: got 0, wanted 1 to 4"),
     ({"tokens": TOKENS, "sequence_lengths": TWO + 1}, "row 1: got 5, wanted 1 to 4"),
     ({"conversations": column(b"[{}")}, "row 0: not JSON"),
-    ({"conversations": column(b"[]")}, "wanted a non-empty list"),
-    ({"conversations": column(b'{"role": "user"}')}, "wanted a non-empty list"),
-    ({"conversations": column(b'[{"role": "user", "content": 1}]')}, "wanted a non-empty list"),
+    ({"conversations": column(b"[]")}, "row 0: got .*, wanted a list of messages"),
+    ({"conversations": column(b'{"role": "user"}')}, "row 0: got .*, wanted a list of messages"),
+    (
+        {"conversations": column(b'[{"role": "user", "content": 1}]')},
+        "^row 0: message 1, content: ",
+    ),
 ]
 
 

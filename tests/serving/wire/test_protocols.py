@@ -76,7 +76,10 @@ def test_lists_are_left_at_their_first_unfit_element() -> None:
         (route,) = (each for each in ROUTES if each.path == path)
         body = {"query": ["a"], "queries": "a", "documents": "a"} if path != "/v1/rewards" else {}
         with pytest.raises(ServingError) as caught:
-            parsed(route, {**body, field: wrong})
+            route.read(parsed(route, {**body, field: wrong}))
+        if field == "conversations":
+            assert str(caught.value).startswith("conversations.0: message 1: "), caught.value
+            continue
         assert isinstance(caught.value.__cause__, ValidationError)
         # One for each form that a list may have.
         assert caught.value.__cause__.error_count() <= 6, (path, field)
@@ -98,14 +101,19 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"texts": [1]}, "texts.0: got 1, wanted a text"),
     ({"tokens": [[1.5]]}, "tokens.0.0: got 1.5, wanted an integer"),
     ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
-    ({"conversations": [[{"role": "user"}]]}, "conversations.0.0.content: missing, wanted"),
+    ({"conversations": [[{"role": "user"}]]}, "conversations.0: message 1, content: got null, wan"),
+    ({"conversations": [[{"role": "nobody", "content": ""}]]}, "0: message 1: got role 'nobody', "),
+    ({"conversations": ["a"]}, 'conversations.0: got "a", wanted a list of messages'),
     (
-        {"conversations": [[{"role": "nobody", "content": ""}]]},
-        "role: got \"nobody\", wanted 'system'",
+        {"conversations": [{"messages": TURNS, "kwargs": {}}]},
+        "0: got the key 'kwargs', wanted mess",
+    ),
+    (
+        {"conversations": [{"messages": TURNS, "tools": [1]}]},
+        r"0: tools\[0\]: got 1, wanted an obje",
     ),
     ({"text": ["a"]}, r"text: unknown key; did you mean texts\?; known are texts, "),
     ({"seed": 1}, "seed: unknown key; known are texts, "),
-    ({"conversations": [[{**TURNS[0], "text": ""}]]}, r"0\.text: unknown key$"),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
     ([], r"body: got \[\], wanted an object"),
     ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),

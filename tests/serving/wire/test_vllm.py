@@ -10,6 +10,7 @@ pytest.importorskip("pydantic")
 from nemo_aligner.serving.wire.route import Served
 from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
 from nemo_aligner.serving.wire.vllm import ROUTES
+from nemo_aligner.text.messages import Conversation
 from tests.serving.wire.bodies import not_refused, parsed, scored
 
 CLASSIFY, POOLING, SCORE = ROUTES
@@ -48,26 +49,35 @@ def test_vllm_messages_are_one_conversation() -> None:
     ]
     (conversation,) = read(CLASSIFY, {"messages": messages}).texts or ()
     assert conversation == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a"},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
         {"role": "assistant", "content": "b"},
     ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    documents = [{"text": "c"}]
+    for beside in ({"tools": tools}, {"tools": tools, "documents": documents}):
+        (whole,) = read(CLASSIFY, {"messages": messages, **beside}).texts or ()
+        assert whole == Conversation(conversation, **beside)  # type: ignore[arg-type]
 
 
 def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
     parts = {"content": [{"type": "text", "text": "a"}]}
-    cases: list[tuple[dict[str, Any], list[str]]] = [
+    cases: list[tuple[dict[str, Any], list[Any]]] = [
         ({"text_1": "a", "text_2": "b"}, ["ab"]),
         ({"queries": "a", "documents": ["b", "c"]}, ["ab", "ac"]),
         ({"queries": ["a"], "items": ["b", "c"]}, ["ab", "ac"]),
         ({"data_1": ["a", "b"], "data_2": ["c", "d"]}, ["ac", "bd"]),
-        ({"text_1": parts, "text_2": "b"}, ["ab"]),
+        ({"text_1": parts, "text_2": "b"}, [(parts["content"], "b")]),
     ]
     for body, pairs in cases:
         assert read(SCORE, body).texts == [
             [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
             for prompt, reply in pairs
         ], body
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (whole,) = read(SCORE, {"text_1": "a", "text_2": "b", "tools": tools}).texts or ()
+    assert isinstance(whole, Conversation)
+    assert whole.tools == tools
 
 
 TOOLS = [{"role": "assistant", "content": "", "tool_calls": [{}]}]
@@ -77,9 +87,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CLASSIFY, {"input": "a", "messages": []}, "wanted one of input and messages"),
     (CLASSIFY, {"input": []}, "input: got nothing"),
     (CLASSIFY, {"input": ["a", 1]}, "input.*: "),
-    (CLASSIFY, {"messages": []}, "messages: got none"),
-    (CLASSIFY, {"messages": [{"content": "a"}]}, "messages.0: got .*, wanted role and content"),
-    (CLASSIFY, {"messages": TOOLS}, "messages.0: got .*, wanted role and content alone"),
+    (CLASSIFY, {"messages": []}, "messages: got an empty conversation"),
+    (CLASSIFY, {"messages": [{"content": "a"}]}, "messages: message 1: got .*, wanted an object"),
+    (CLASSIFY, {"messages": TOOLS}, r"messages: message 1, tool_calls\[0\]: got .*, wanted an obj"),
+    (CLASSIFY, {"input": "a", "tools": [{}]}, "tools: got them beside input, wanted messages"),
+    (CLASSIFY, {"messages": TOOLS, "chat_template_kwargs": {"a": 1}}, "kwargs: got .* contract$"),
     (CLASSIFY, {"input": "a", "use_activation": True}, "got true, wanted .* no activation$"),
     *(
         (route, {"input": "a", name: True}, f"{name}: got true")
@@ -93,7 +105,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (SCORE, {"queries": "a"}, "got queries, wanted queries with documents, or"),
     (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "got 2 and 1, wanted 1 and 1"),
     (SCORE, {"text_1": [], "text_2": ["c"]}, "got 0 and 1, wanted"),
-    (SCORE, {"text_1": "a", "text_2": IMAGE}, "text_2.0: got"),
+    (SCORE, {"text_1": "a", "text_2": IMAGE}, r"content\[0\]: got a part of type 'image_url', wan"),
     (SCORE, {"text_1": "a", "text_2": "b", "instruction": "c"}, 'instruction: got "c"'),
 ]
 TAKEN: list[dict[str, Any]] = [

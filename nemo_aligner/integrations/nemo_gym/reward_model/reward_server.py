@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ _COMES_BACK = ("transport_unreachable", "provider_unavailable")
 _ROW = re.compile(r"^(?:\w+, )?row \d+: ")
 _SHOWN = 2000
 
-Message = dict[str, str]
-OTHER_REPLY: Message = {"role": "assistant", "content": "."}
+# ``messages`` and ``tools``.
+Conversation = Mapping[str, Any]
+OTHER_REPLY = {"role": "assistant", "content": "."}
 
 
 class RefusedReplyError(Exception):
@@ -78,7 +79,7 @@ class RewardServers:
         self._contract: dict[str, Any] | None = None
 
     async def score(
-        self, conversation: Sequence[Message], other: Sequence[Message] | None = None
+        self, conversation: Conversation, other: Conversation | None = None
     ) -> ScoredConversation:
         """The rewards of a conversation; ``other`` is its prompt with a reply that nobody refuses.
 
@@ -90,7 +91,8 @@ class RewardServers:
         try:
             outputs = await self._ask_for(conversation)
         except _RefusedTextError as refusal:
-            await self._check_prompt(other or [*conversation[:-1], OTHER_REPLY])
+            replied = [*conversation["messages"][:-1], OTHER_REPLY]
+            await self._check_prompt(other or {**conversation, "messages": replied})
             raise RefusedReplyError(str(refusal)) from refusal
         contract = await self._published()
         try:
@@ -109,11 +111,13 @@ class RewardServers:
             )
         return ScoredConversation(rewards, reward, truncated, made_by)
 
-    async def _ask_for(self, conversation: Sequence[Message]) -> dict[str, list[Any]]:
-        text = json.dumps(list(conversation), ensure_ascii=False)
+    async def _ask_for(self, conversation: Conversation) -> dict[str, list[Any]]:
+        """Without tools it is a list, which servers of earlier versions take, too."""
+        whole = conversation if conversation.get("tools") else conversation["messages"]
+        text = json.dumps(whole, ensure_ascii=False)
         return await self._ask(MODEL, _tensor("conversations", "BYTES", [1, 1], [text]))
 
-    async def _check_prompt(self, other: Sequence[Message]) -> None:
+    async def _check_prompt(self, other: Conversation) -> None:
         """Whose fault a refusal is: raises RewardServerError where any reply would be refused."""
         try:
             await self._ask_for(other)

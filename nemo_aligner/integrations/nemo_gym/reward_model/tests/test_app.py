@@ -64,7 +64,7 @@ class FakeModel:
         self.answer: Callable[[list[dict[str, str]]], tuple[int, dict[str, Any]]] = self.rewards
 
     def rewards(self, conversation: list[dict[str, str]]) -> tuple[int, dict[str, Any]]:
-        lengths = [len(turn["content"]) for turn in conversation]
+        lengths = [len(turn["content"] or "") for turn in conversation]
         return 200, self.outputs(
             rewards=[lengths[-1], sum(lengths)], exceeded=[1], contract_hash=["h"]
         )
@@ -288,11 +288,33 @@ def test_a_conversation_has_the_words_of_the_system_and_one_turn_of_the_policy()
         {"type": "message", "role": "assistant", "content": "I look. "},
         {"type": "message", "role": "assistant", "content": parts},
     ]
-    assert conversation_of(request, {"output": output}) == [
-        {"role": "system", "content": "be kind"},
-        {"role": "system", "content": "be brief"},
-        {"role": "assistant", "content": "I look. It is"},
+    assert conversation_of(request, {"output": output}) == {
+        "messages": [
+            {"role": "system", "content": "be kind"},
+            {"role": "system", "content": "be brief"},
+            {"role": "assistant", "content": "I look. It is"},
+        ],
+        "tools": [],
+    }
+
+
+def test_calls_of_functions_and_their_results_are_messages_with_the_tools() -> None:
+    call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "dry"}
+    tool = {"type": "function", "name": "look", "parameters": {}, "strict": None}
+    output = [{"role": "assistant", "content": "I look."}, call, result, call]
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}},
     ]
+    assert conversation_of({"input": "a", "tools": [tool]}, {"output": output}) == {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "I look.", "tool_calls": calls},
+            {"role": "tool", "content": "dry", "tool_call_id": "1"},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+        ],
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+    }
 
 
 @pytest.mark.parametrize("output", [[], [{"type": "reasoning", "summary": []}]])
@@ -305,7 +327,7 @@ def test_a_policy_that_says_nothing_has_no_reply(output: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("output", "wanted"),
     [
-        ([{"type": "function_call", "name": "look"}], "an item of type 'function_call'"),
+        ([{"type": "web_search_call", "id": "1"}], "an item of type 'web_search_call'"),
         (
             [{"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}],
             "a part of type 'input_image'",
@@ -317,11 +339,18 @@ def test_what_is_no_text_cannot_be_scored(output: list[Any], wanted: str) -> Non
         conversation_of({"input": "a question"}, {"output": output})
 
 
-def test_calls_of_tools_mask_the_sample() -> None:
+def test_calls_of_functions_are_scored() -> None:
     call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"}
-    answer = verified(FakeModel(), {**body(), "response": {**said(), "output": [call]}})
-    assert (answer["mask_sample"], answer["failure_kind"]) == (True, "verifier_error")
-    assert "an item of type 'function_call'" in answer["failure_reason"]
+    output = [
+        call,
+        {"type": "function_call_output", "call_id": "1", "output": "dry"},
+        *said()["output"],
+    ]
+    model = FakeModel()
+    answer = verified(model, {**body(), "response": {**said(), "output": output}})
+    assert (answer["mask_sample"], answer["failure_kind"]) == (False, None)
+    (asked,) = model.asked
+    assert [turn["role"] for turn in asked[-3:]] == ["assistant", "tool", "assistant"]
 
 
 def test_the_options_are_settings_of_the_server_that_is_started() -> None:

@@ -1,0 +1,108 @@
+"""Chat templates of models, as packages of others have them, and conversations for them.
+
+They are read where they are published: TRL's wheel (Apache 2.0) has those of Qwen, Llama, Gemma and
+GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.environments import package
+
+_TRL = ("trl==1.16.0", "trl/chat_templates")
+_AXOLOTL = ("axolotl==0.19.0", "axolotl/utils/chat_templates/templates")
+_FILES = {
+    "qwen3": (_TRL, "qwen3"),
+    "qwen2.5": (_TRL, "qwen2_5"),
+    "qwen3-vl": (_TRL, "qwen3_vl"),
+    "llama-3.1": (_TRL, "llama3_1"),
+    "llama-3.2": (_TRL, "llama3_2"),
+    "gemma-3": (_TRL, "gemma3"),
+    "gemma-4": (_TRL, "gemma4"),
+    "glm-4.5": (_TRL, "glm4moe"),
+    "mistral-v3": (_AXOLOTL, "mistral_v2v3"),
+}
+# What a dated template needs to be the same tomorrow.
+KWARGS = {"llama-3.1": {"date_string": "26 Jul 2024"}, "llama-3.2": {"date_string": "26 Jul 2024"}}
+
+
+def read_templates() -> dict[str, str]:
+    """Of each model the text; the test is skipped where a package cannot be had."""
+    folders = {name: package(name) / folder for name, folder in (_TRL, _AXOLOTL)}
+    return {
+        model: Path(folders[name], f"{file}.jinja").read_text()
+        for model, ((name, _), file) in _FILES.items()
+    }
+
+
+def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
+    return {
+        "id": f"call{number:05}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def result(content: Any, number: int = 1, name: str = "weather") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call{number:05}", "name": name, "content": content}
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city <now> & soon.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "Its name."}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+SYSTEM = {"role": "system", "content": "Be kind."}
+USER = {"role": "user", "content": "Is it raining in Köln?"}
+REPLY = {"role": "assistant", "content": "No, it is dry."}
+CALL = {"role": "assistant", "content": "", "tool_calls": [call("weather", city="Köln")]}
+SEVERAL = [call("weather", city="Köln"), call("weather", 2, city="Bonn", days=[1, 2])]
+RESULT = result('{"rain": false}')
+# By name: messages, and what is given beside them.
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "plain": ([SYSTEM, USER, REPLY, USER, REPLY], {}),
+    "tools": ([USER, REPLY], {"tools": TOOLS}),
+    "tools and a system prompt": ([SYSTEM, USER, REPLY], {"tools": TOOLS}),
+    "a call is the reply": ([USER, CALL], {"tools": TOOLS}),
+    "a call with null content": ([USER, {**CALL, "content": None}], {"tools": TOOLS}),
+    "a call with words": ([USER, {**CALL, "content": "I look."}], {"tools": TOOLS}),
+    "a result and a reply": ([SYSTEM, USER, CALL, RESULT, REPLY], {"tools": TOOLS}),
+    "without the tools": ([USER, CALL, RESULT, REPLY], {}),
+    "several calls": (
+        [
+            USER,
+            {**CALL, "tool_calls": SEVERAL},
+            RESULT,
+            result("dry", 2),
+            REPLY,
+        ],
+        {"tools": TOOLS},
+    ),
+    "calls one after the other": (
+        [USER, CALL, RESULT, {**CALL, "tool_calls": [SEVERAL[1]]}, result("dry", 2), REPLY],
+        {"tools": TOOLS},
+    ),
+    "reasoning": ([USER, {**REPLY, "reasoning_content": "Look it up."}], {}),
+    "reasoning before": ([USER, {**REPLY, "reasoning_content": "Hm."}, USER, REPLY], {}),
+    "reasoning and a call": ([USER, {**CALL, "reasoning_content": "Hm."}], {"tools": TOOLS}),
+    "parts": (
+        [
+            {"role": "user", "content": [{"type": "text", "text": "Is it raining"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "No."}]},
+        ],
+        {},
+    ),
+    "developer": ([{"role": "developer", "content": "Be brief."}, USER, REPLY], {}),
+    "documents": ([USER, REPLY], {"documents": [{"title": "Rain", "text": "None."}]}),
+}
