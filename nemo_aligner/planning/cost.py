@@ -44,7 +44,8 @@ class Plan(LayoutSizes):
     """All that a step's cost depends on, beside the model's shape.
 
     ``recompute_layers``: how many layers of a stage, the first ones, ``Recompute.full`` recomputes;
-    None is all.
+    None is all. ``equal_heads``: attention has a copy of keys and values for each query head, as in
+    fp32 on GPUs (``models/attention``).
     """
 
     packs: Packs
@@ -54,6 +55,7 @@ class Plan(LayoutSizes):
     freeze_layers: int = 0
     cpu_offload: bool = False
     num_attributes: int = 1
+    equal_heads: bool = False
 
 
 @dataclass(frozen=True)

@@ -120,9 +120,12 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 
     LoRA keeps the input of each linear layer that it is beside, and r of what its A made of it.
 
+    Where no kernel takes a whole pack and no fused one grouped heads (``equal_heads``), keys and
+    values are kept for every head, 2 q, and the output twice.
+
     Ignored: a LayerNorm's second number; and where no kernel does a window or a soft-cap, another
-    copy of the output, masks, a byte for each query and key of a sequence, and in ``transient`` the
-    scores of one sequence.
+    copy of the output, masks, a number for each query and key of a sequence, which all layers
+    share, and in ``transient`` the scores of a block of queries, of at most 256 MiB in fp32.
     """
     h, f, q, kv = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
@@ -130,7 +133,7 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     keeps = partial(keeps_input, shape, plan, layer)
     norms = 1 if is_last else 2
     inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1"))
-    heads, inner = shape.num_attention_heads, 2 * q + 2 * kv * plan.packs.kept_keys
+    heads, inner = shape.num_attention_heads, 2 * q + _key_width(shape, plan)
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         output = q if keeps("linear_proj") and not is_last else 0
@@ -148,6 +151,15 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     rank = 0 if shape.lora is None else shape.lora.rank
     low = rank * size * len(adapter_widths(shape, layer))
     return states + low + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _key_width(shape: ModelShape, plan: Plan) -> float:
+    """Numbers of keys and values that attention keeps of a token: of each group, or of each head.
+
+    Those of a head are kept segment by segment, and the output once more.
+    """
+    _, _, q, kv = widths(shape)
+    return 2 * q * plan.packs.kept_keys + q if plan.equal_heads else 2 * kv * plan.packs.kept_keys
 
 
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
@@ -209,9 +221,8 @@ def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
 
     The gradients of a state, of the output, of queries, keys and values; what is recomputed.
     """
-    _, _, q, kv = widths(shape)
-    keys = 2 * kv * plan.packs.kept_keys
-    made = (2 * q + keys) * ELEMENT_BYTES[plan.precision] / plan.tp
+    _, _, q, _ = widths(shape)
+    made = (2 * q + _key_width(shape, plan)) * ELEMENT_BYTES[plan.precision] / plan.tp
     needed = made + _state(shape, plan)
     if is_recomputed(shape, plan, shape.num_layers - 1):
         needed += _whole_layer_bytes(shape, plan, shape.num_layers - 1) - _state(shape, plan)

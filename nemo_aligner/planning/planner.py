@@ -123,4 +123,11 @@ class Planner:
                 precision=self.precision,
                 freeze_layers=self.freeze_layers,
                 cpu_offload=self.cpu_offload,
+                equal_heads=self._copies_keys(),
             )
+
+    def _copies_keys(self) -> bool:
+        """As ``copies_keys`` says of an Ampere GPU or a newer one; a soft cap has its own way."""
+        is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
+        has_cap = self.shape.attn_logit_softcapping is not None
+        return self.precision is Precision.fp32 and is_grouped and not has_cap

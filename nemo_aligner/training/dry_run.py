@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.runs import RunCheckpoints
@@ -16,6 +18,7 @@ from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.store.prepare import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.errors import ConfigError
+from nemo_aligner.models.attention.packed import copies_keys
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import check_freezing
@@ -24,6 +27,7 @@ from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.planning.request import GIB
+from nemo_aligner.precision import torch_dtype
 from nemo_aligner.training.build import build_data, build_loader, trained_model_config
 from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
@@ -61,7 +65,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     open_patience(config.exp_manager, data)
     head_is_new = start is None or config.pretrained_checkpoint.new_head
     num_outputs = count_outputs(data.objective)
-    plan = _plan(config, layout, loader, total_steps, num_outputs)
+    plan = _plan(config, layout, loader, total_steps, num_outputs, shape)
     return "\n".join(
         [
             data.table(),
@@ -96,6 +100,7 @@ def _plan(
     loader: TrainLoader,
     total_steps: int,
     num_outputs: int,
+    shape: ModelShape,
 ) -> Plan:
     """What the largest packs of the first steps cost a rank."""
     options = config.model
@@ -120,6 +125,8 @@ def _plan(
         freeze_layers=options.freeze_layers,
         cpu_offload=options.optim.cpu_offload,
         num_attributes=num_outputs,
+        equal_heads=torch.cuda.is_available()
+        and copies_keys(shape, torch_dtype(config.trainer.precision)),
     )
 
 

@@ -12,10 +12,12 @@ from tests.checkpoint.fuzzing import LAUGHS
 from tests.checkpoint.loading import load
 from tests.checkpoint.refusals import check_damages, overwrite
 
-SETTINGS = [
+SETTINGS: list[tuple[bytes | str, str]] = [
     (LAUGHS, "unfolds to more than 100000"),
     ("a: &a [*a]", "within itself|recursive"),
     ("a: " + "[" * 2000 + "]" * 2000, "nested deeper|RecursionError"),
+    ("a: " + "[" * 60 + "]" * 60, "nested deeper"),
+    (b"a: \xff", r"model_config\.yaml: .*utf-8"),
     ("a: " + "9" * 5000, "a number of 5000 digits"),
     ("a: 0x" + "f" * 5000, "a number of 5002 digits"),
     ("a: !!python/name:os.system ''", "could not determine a constructor"),

@@ -35,6 +35,7 @@ from nemo_aligner.planning.cost import (
 )
 from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
 from nemo_aligner.planning.peaks import peak_flops
+from nemo_aligner.planning.planner import Planner
 from tests import tiny
 
 CONFIG = {
@@ -140,6 +141,20 @@ def test_frozen_layers_have_no_gradients_and_keep_nothing() -> None:
     assert memory(SHAPE, frozen, 0).gradients < memory(SHAPE, whole, 0).gradients / 3
     assert pack_activations(SHAPE, frozen, 0) < pack_activations(SHAPE, whole, 0) / 3
     assert pack_flops(SHAPE, frozen, 0).backward < pack_flops(SHAPE, whole, 0).backward / 3
+
+
+def test_copies_of_keys_for_every_head_are_kept_in_every_layer() -> None:
+    packs = Packs(tokens=1000, sequences=10, keys=50, kept_keys=1.5)
+    grouped = Plan(packs, precision=FP32)
+    copied = replace(grouped, equal_heads=True)
+    more = pack_activations(SHAPE, copied, 0) - pack_activations(SHAPE, grouped, 0)
+    # 4 heads instead of 2 groups, keys and values; and the output of all segments beside theirs.
+    assert more == pytest.approx(4 * 1000 * (2 * 1.5 * 2 * 16 + 4 * 16) * 4)
+    machine = Machine(flops=1e12, efficiency=0.5, intra_node=1e11, inter_node=1e10)
+    for precision in Precision:
+        planner = Planner(SHAPE, machine, 1e12, 8, 128, 4096, precision=precision)
+        plans = [each.plan for each in planner.candidates(1)]
+        assert [plan.equal_heads for plan in plans] == [precision is FP32]
 
 
 def test_lora_trains_its_matrices_and_the_head_alone(layout: ParallelLayout) -> None:

@@ -21,8 +21,7 @@ from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.scorer import RewardScorer
 from nemo_aligner.text.contract_settings import build_contract
-from tests.scoring.company import print_at_layouts
-from tests.scoring.traffic import traffic
+from tests.scoring.company import print_at_layouts, traffic
 
 LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2")
 BUDGET = 256

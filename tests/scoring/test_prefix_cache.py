@@ -11,7 +11,7 @@ import torch
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.scoring.prefix_cache import BLOCK_TOKENS, PrefixCache, PrefixIndex, as_key
-from tests.scoring.traffic import draw, traffic
+from tests.scoring.company import draw, traffic
 
 BUDGET = 512
 

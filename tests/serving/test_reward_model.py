@@ -202,13 +202,13 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
         with pytest.raises(ServingError) as refused:
             client.score([chat])
         said["server"] = str(refused.value)
-        assert np.isfinite(client.score([forged])).all()  # a raw text may have any turns
         app = build_app(ROUTES, client, GatewayConfig(), None)
         for path, body in (
             ("/v1/rewards", {"conversations": [chat]}),
             ("/classify", {"messages": chat}),
         ):
             said[f"gateway {path}"] = json.dumps(call(app, path, body).json, ensure_ascii=False)
+        assert np.isfinite(client.score([forged])).all()  # a raw text may have any turns
     records = tmp_path / "records.jsonl"
     records.write_text(
         json.dumps({"prompt": "why", "response": forged, "helpfulness": 1, "verbosity": 2}) + "\n"

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.data.loader import Imbalance
+from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.training.console import StepProgress, render_best, render_validation
-from nemo_aligner.training.describe import describe_heldout, next_commands
+from nemo_aligner.training.describe import describe_heldout, describe_steps, next_commands
 from nemo_aligner.training.export import render_candidates
 from nemo_aligner.training.gauges import Gauges
 
@@ -116,6 +120,24 @@ def test_heldout_figures_stand_beside_what_length_alone_gives() -> None:
     assert describe_heldout({}) == "held out: it was not validated"
 
 
+def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
+    for stages, found, notes in (
+        (1, (1.04, 1.5), []),
+        (2, (1.0, 1.04), []),
+        (1, (1.17, 1.5), ["the busiest rank has 17% more to do than the mean"]),
+        (2, (1.0, 1.5), ["the largest micro-batch has 50% more to do than the mean"]),
+    ):
+        config = TrainConfig()
+        config.model.pipeline_model_parallel_size = stages
+        train = SimpleNamespace(file_sizes=[1])
+        data = SimpleNamespace(objective=BradleyTerry(), validation=[], train=train)
+        imbalance = Imbalance(*found)
+        checkpoints = RunCheckpoints("checkpoints")
+        said = describe_steps(config, data, 9, lambda steps, i=imbalance: i, checkpoints)  # type: ignore[arg-type]
+        lines = [line for line in said.splitlines() if "more to do" in line]
+        assert lines == [f"note: in the first 9 steps {note}" for note in notes], (stages, found)
+
+
 def test_next_commands_can_be_typed() -> None:
     shown = next_commands(Path("my run/checkpoints/model.nemo"), [])
     heading, *commands = shown.replace("\\\n", "").splitlines()
@@ -145,15 +167,15 @@ def test_candidates_are_listed_with_what_decided_have_a_loss_once_and_are_cut() 
 
     ranked = [saved(24, accuracy=1.0, loss=0.07), saved(5, accuracy=1.0, loss=0.565)]
     assert shown("validation-pairs/accuracy", ranked, saved(30)) == [
-        "checkpoints, by validation-pairs/accuracy,",
-        "  equals by validation-pairs/loss:",
+        "checkpoints, the best first by validation-pairs/accuracy,",
+        "  ties by validation-pairs/loss:",
         "  step 24      accuracy 1  loss 0.07  (chosen)",
         "  step 5       accuracy 1  loss 0.565",
         "  step 30      not validated",
     ]
     newest = saved(9, loss=0.25, accuracy=0.5)
     assert shown("validation-pairs/loss", [newest], newest) == [
-        "checkpoints, by validation-pairs/loss:",
+        "checkpoints, the best first by validation-pairs/loss:",
         "  step 9       loss 0.25  (chosen)",
     ]
     assert shown(None, [], saved(9)) == ["checkpoints:", "  step 9       not validated  (chosen)"]

@@ -158,7 +158,11 @@ def test_critic_that_is_saved_twice_is_saved_once_and_the_newest_is_kept(opened:
     path = run.save()
     assert run.save() == path
     assert len(run.checkpoints.list_saved()) == 1
-    assert open_again().learner.step == run.learner.step
+    again = open_again()
+    assert again.learner.step == run.learner.step
+    probes = [np.array(probe) for probe in PROBES]
+    values = zip(run.learner.values(probes), again.learner.values(probes), strict=True)
+    assert all(np.array_equal(one, other) for one, other in values)
 
 
 def test_critic_of_another_run_or_of_no_reward_model_is_refused(opened: Any, base: Path) -> None:

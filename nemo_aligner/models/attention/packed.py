@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,11 @@ from nemo_aligner.models.attention.segments import (
     Scores,
     attend_by_scores,
 )
-from nemo_aligner.models.attention.varlen import varlen_kernel, why_no_kernel
+from nemo_aligner.models.attention.varlen import (
+    takes_equal_heads,
+    varlen_kernel,
+    why_no_kernel,
+)
 from nemo_aligner.models.pointwise import rotate
 from nemo_aligner.models.shape import ModelShape
 
@@ -88,7 +94,20 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
             return None
         wanted = "logit soft-capping" if has_cap else "sliding windows"
         why = f"torch {torch.__version__} has no kernel for {wanted}: install flash-attn >= 2.6"
+    if shape.attn_logit_softcapping is None and not takes_equal_heads(dtype, shape.kv_channels):
+        why += "; SDPA has no fused kernel for it either, and scores are made twice"
     return f"attention runs one segment at a time, which is slow: {why}"
+
+
+def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
+    """Whether attention on this GPU has a copy of keys and values for each query head."""
+    is_grouped = shape.num_query_groups < shape.num_attention_heads
+    return (
+        is_grouped
+        and shape.attn_logit_softcapping is None
+        and slow_attention(shape, dtype) is not None
+        and takes_equal_heads(dtype, shape.kv_channels)
+    )
 
 
 def _attend_on_cpu(
@@ -102,8 +121,8 @@ def _attend_on_cpu(
 def _attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """By one SDPA call per segment, where no kernel takes them all; or by the scores themselves."""
-    grouped = query.size(1) != key.size(1)
+    """Segment by segment, where no kernel takes them all: by SDPA, or by the scores themselves."""
+    attend_segment = _way_of_segments(query, key, scores)
     lengths, all_lengths = segments.lengths, segments.all_lengths
     queries, keys, values = (
         [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(split)]
@@ -116,20 +135,104 @@ def _attend_one_by_one(
             k, v = (torch.cat([x[i] for i in (*chain, own)], dim=2) for x in (keys, values))
         mask = None
         if chain or scores.window is not None or scores.soft_cap is not None:
-            mask = _sees(q.size(2), k.size(2), scores.window, q.device)
-        if scores.soft_cap is None:
-            piece = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=scores.scale, enable_gqa=grouped
-            )
-        else:
-            piece = checkpoint(
-                attend_by_scores,
-                *(q, k, v, mask, scores),
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        pieces.append(piece)
+            mask = _mask(q, k, segments, scores)
+        pieces.append(attend_segment(q, k, v, mask, scores))
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
+
+
+_AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
+_BLOCK_SCORES = 2**26  # 256 MiB in fp32
+
+
+def _way_of_segments(query: Tensor, key: Tensor, scores: Scores) -> _AttendSegment:
+    """What attends a segment and keeps little for its backward pass; ``takes_equal_heads`` says."""
+    if scores.soft_cap is not None:
+        return _recomputed if query.is_cpu else partial(_in_blocks, attend_by_scores)
+    if query.is_cpu:
+        return _by_sdpa
+    if not takes_equal_heads(query.dtype, query.size(-1)):
+        return partial(_in_blocks, _by_sdpa)
+    return _by_sdpa if query.size(1) == key.size(1) else _with_equal_heads
+
+
+def _by_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        is_causal=mask is None,
+        scale=scores.scale,
+        enable_gqa=query.size(1) != key.size(1),
+    )
+
+
+def _with_equal_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    """SDPA with a copy of keys and values for every query head, of which the kernel takes no less.
+
+    The copies, ``2 * m * heads * c`` numbers, are kept, where the math kernel would keep
+    ``heads * n * m`` scores.
+    """
+    per_group = query.size(1) // key.size(1)
+    key, value = (each.repeat_interleave(per_group, dim=1) for each in (key, value))
+    return _by_sdpa(query, key, value, mask, scores)
+
+
+def _recomputed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    return _without_keeping(attend_by_scores, query, key, value, mask, scores)
+
+
+def _in_blocks(
+    attend: _AttendSegment,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+) -> Tensor:
+    """``attend`` of a few queries at a time, where all scores of these are there at once.
+
+    None are kept: the backward pass makes those of a block anew. So of a segment's scores there
+    are never more than ``_BLOCK_SCORES``, and what is made of them.
+    """
+    if mask is None:
+        mask = _sees(query.size(2), key.size(2), None, query.device)
+    rows = max(1, _BLOCK_SCORES // (query.size(1) * key.size(2)))
+    parts = zip(query.split(rows, dim=2), mask.split(rows), strict=True)
+    return torch.cat(
+        [_without_keeping(attend, part, key, value, sees, scores) for part, sees in parts], dim=2
+    )
+
+
+def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
+    return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _mask(query: Tensor, key: Tensor, segments: PackedSegments, scores: Scores) -> Tensor:
+    """``[n, m]``: which keys a query sees, or on GPUs, for SDPA, what is added to the scores.
+
+    SDPA would make that of the other, anew in each layer, and keep it for the backward pass. The
+    memory-efficient kernel copies rows that do not begin 16 numbers apart, or a multiple of it.
+    """
+    size = query.size(2), key.size(2)
+    if query.is_cpu:
+        return _sees(*size, scores.window, query.device)
+
+    def make() -> Tensor:
+        sees = _sees(*size, scores.window, query.device)
+        if scores.soft_cap is not None:
+            return sees
+        apart = -(-size[1] // 16) * 16
+        added = torch.full((size[0], apart), -torch.inf, dtype=query.dtype, device=query.device)
+        return added[:, : size[1]].masked_fill_(sees, 0.0)
+
+    return segments.remembered(("mask", *size, scores.window), make)
 
 
 def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -155,13 +155,14 @@ class Scores:
 
 
 def attend_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
     """``query [1, heads, n, c]`` on ``key`` and ``value [1, groups, m, c]``, by the definition.
 
     All ``heads * n * m`` scores are there at once, in fp32 or wider.
     """
     assert scores.soft_cap is not None
+    assert mask is not None
     scale = query.size(-1) ** -0.5 if scores.scale is None else scores.scale
     # The heads of one group stand beside each other, so that keys need no copy for each of them.
     grouped = query.unflatten(1, (key.size(1), -1))

@@ -14,6 +14,7 @@ from nemo_aligner.models.internals import gpu_flash_attention
 
 _LARGEST_HEAD = 256
 _AMPERE = (8, 0)
+_VOLTA = 7
 
 
 def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
@@ -25,6 +26,24 @@ def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
     if channels > _LARGEST_HEAD or channels % 8:
         return f"heads have {channels} channels, wanted a multiple of 8 up to {_LARGEST_HEAD}"
     return None
+
+
+# How torch chooses SDPA's kernel on a GPU: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+# Flash attention takes grouped heads, in 16 bits, from Ampere on, up to 256 channels, and no mask
+# (check_for_attn_mask). The memory-efficient kernel takes fp32, any number of channels, and masks,
+# but as many heads of keys as of queries (check_batch_size_and_num_heads_dense<false>). cuDNN's
+# takes 16 bits alone. What none of them takes goes to the math kernel, which keeps heads * n * m
+# scores for the backward pass.
+def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
+    """Whether SDPA's memory-efficient kernel takes this on this GPU, if no heads are grouped."""
+    major = torch.cuda.get_device_capability()[0]
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    if dtype is torch.bfloat16 and major < _AMPERE[0]:
+        return False
+    # minimum_gemm_alignment: 128 bits where there are tensor cores for the dtype.
+    has_tensor_cores = major >= _AMPERE[0] or (is_half and major >= _VOLTA)
+    alignment = 16 // dtype.itemsize if has_tensor_cores else 1
+    return (is_half or dtype is torch.float32) and channels % alignment == 0
 
 
 @lru_cache(maxsize=4)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.models.attention import varlen
-from nemo_aligner.models.attention.packed import slow_attention
-from nemo_aligner.models.attention.segments import Scores
+from nemo_aligner.models.attention import packed, varlen
+from nemo_aligner.models.attention.packed import _attend_one_by_one, copies_keys, slow_attention
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.models.attention.varlen import varlen_kernel, why_no_kernel
 from nemo_aligner.models.shape import ModelShape
 
@@ -118,3 +118,123 @@ def test_slow_attention_is_told_with_what_would_be_faster(monkeypatch: pytest.Mo
     assert "float32 is not bf16" in str(slow_attention(PLAIN, torch.float32))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert slow_attention(CAPPED, BF16) is None
+
+
+def kernel_of_sdpa(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, major: int
+) -> str:
+    """What torch chooses on a GPU, by its sdp_utils.cpp; cuDNN's kernel left out."""
+    heads, channels, dtype = query.size(1), query.size(-1), query.dtype
+    is_half = dtype in (BF16, torch.float16)
+    if is_half and mask is None and major >= 8 and channels <= 256 and channels % 8 == 0:
+        return "flash"
+    aligned = {True: 8, False: 4}[is_half] if major >= 8 else {True: 8, False: 1}[is_half]
+    taken = (torch.float32, torch.float16, *((BF16,) if major >= 8 else ()))
+    if heads == key.size(1) and dtype in taken and channels % aligned == 0:
+        return "efficient"
+    return "math"
+
+
+# A beginning that others have, and texts of their own.
+LENGTHS, PREFIXES = [96, 40, 1, 130], [-1, 0, 0, -1]
+
+
+def attend_as_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    major: int,
+    dtype: torch.dtype,
+    channels: int,
+    groups: int,
+    scores: Scores,
+) -> tuple[set[str], int, list[torch.Tensor]]:
+    """The kernels that SDPA chooses, the largest tensor that two layers keep, result and gradients.
+
+    The tensors are a CPU's, which say that they are not. The math kernel is written out.
+    """
+    chosen, kept = set(), [0]
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def choose(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None, **options: Any
+    ) -> torch.Tensor:
+        chosen.add(kernel_of_sdpa(q, k, mask, major))
+        if chosen != {"math"}:
+            return fused(q, k, v, mask, **options)
+        dtype, per_group = q.dtype, q.size(1) // k.size(1)
+        k, v = (each.float().repeat_interleave(per_group, dim=1) for each in (k, v))
+        products = q.float() @ k.transpose(-1, -2) * (options["scale"] or q.size(-1) ** -0.5)
+        assert mask is not None
+        if mask.dtype is torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        return ((products + mask).softmax(-1) @ v).to(dtype)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[0] = max(kept[0], tensor.untyped_storage().nbytes() // tensor.element_size())
+        return tensor
+
+    torch.manual_seed(0)
+    tokens = sum(LENGTHS)
+    inputs = [
+        torch.randn(tokens, heads, channels, dtype=dtype, requires_grad=True)
+        for heads in (6, groups, groups)
+    ]
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    none = torch.zeros(0)
+    segments = PackedSegments(
+        none, none, tuple(LENGTHS), tuple(PREFIXES), bounds, bounds, None, none
+    )
+    with monkeypatch.context() as patched:
+        if major:
+            patched.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+            patched.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+            patched.setattr(torch.nn.functional, "scaled_dot_product_attention", choose)
+            patched.setattr(packed, "_BLOCK_SCORES", 6 * 136 * 7)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = _attend_one_by_one(*inputs, segments, scores)
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+    return chosen, kept[0], [out, *gradients]
+
+
+def test_segments_on_a_gpu_get_a_fused_kernel_or_keep_no_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each GPU, dtype and head size for which no kernel takes a whole pack."""
+    plain, windowed = Scores(), Scores(window=50)
+    wrong = []
+    for name, major, dtype, channels, groups, scores, wanted in (
+        ("fp32", 8, torch.float32, 16, 2, plain, "efficient"),
+        ("fp32, a window", 8, torch.float32, 16, 2, windowed, "efficient"),
+        ("fp32, no groups", 8, torch.float32, 16, 6, plain, "efficient"),
+        ("V100, fp32", 7, torch.float32, 15, 2, windowed, "efficient"),
+        ("T4, fp16", 7, torch.float16, 16, 2, plain, "efficient"),
+        ("heads of 320", 8, BF16, 320, 2, plain, "efficient"),
+        ("bf16, a window", 9, BF16, 64, 2, windowed, "efficient"),
+        ("heads of 12", 8, BF16, 12, 2, plain, "math"),
+        ("fp32, heads of 15", 8, torch.float32, 15, 2, windowed, "math"),
+        ("V100, bf16", 7, BF16, 16, 6, plain, "math"),
+    ):
+        arguments = (dtype, channels, groups, scores)
+        kernels, kept, found = attend_as_on_a_gpu(monkeypatch, major, *arguments)
+        _, _, expected = attend_as_on_a_gpu(monkeypatch, 0, *arguments)
+        tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+        same = all(
+            torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+            for a, b in zip(found, expected, strict=True)
+        )
+        most_scores = 6 * 136 * 96  # of a segment that has a beginning; less than all heads'
+        if not kernels <= {wanted, "flash"} or wanted not in kernels or not same:
+            wrong.append((name, kernels, same))
+        if wanted == "math" and kept >= most_scores:
+            wrong.append((name, kept))
+    assert not wrong, wrong
+
+
+def test_copies_of_keys_are_told_where_sdpa_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = replace(PLAIN, num_query_groups=2)
+    assert copies_keys(grouped, torch.float32)
+    assert not copies_keys(PLAIN, torch.float32)  # as many heads of keys as of queries
+    assert not copies_keys(grouped, BF16)  # a kernel takes the whole pack
+    assert not copies_keys(replace(grouped, attn_logit_softcapping=30.0), torch.float32)
+    assert "no fused kernel" in str(slow_attention(replace(grouped, kv_channels=12), BF16))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not copies_keys(grouped, torch.float32)

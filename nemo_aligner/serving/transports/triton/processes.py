@@ -87,8 +87,10 @@ class TritonLog:
     def __init__(self, path: str | None) -> None:
         """Raises ServingError: it cannot be written."""
         try:
-            self._folder = None if path is not None else make_temporary("nemo_aligner_triton_")
-            self.path = Path(path) if self._folder is None else self._folder / "triton.log"
+            self._folder = make_temporary("nemo_aligner_triton_") if path is None else None
+            self.path = Path(path or "triton.log")
+            if self._folder is not None:
+                self.path = self._folder / self.path
             self._file = self.path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
             raise ServingError(

@@ -94,6 +94,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("smollm3", {}, "got 'smollm3', wanted one of: llama, mistral"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "layer_types: got"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
+    ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window: got 'yes', wanted true or"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
     ("qwen3", {"attention_bias": True}, "attention_bias: got True"),
     ("qwen3", {"layer_types": ["full_attention"] * 3}, "a window of None and 4 layers"),

@@ -197,6 +197,8 @@ HEADERS = [
     ((0, 1), struct.pack("<IIQ", 9, 4, 2**20), "4194304 bytes more"),
     ((0, 1), struct.pack("<IQ", 8, 2**62), "4611686018427387904 bytes more"),
     ((0, 1), struct.pack("<IIQ", 9, 9, 1), "a value of type 9"),
+    ((0, 1), struct.pack("<IQ", 8, 2) + b"\xff\xfe", "codec can't decode"),
+    ((1, 0), struct.pack("<I", 9), "a tensor of 9 axes"),
     ((2**62, 0), b"", "4611686018427387904 tensors"),
     ((0, 2**62), b"", "4611686018427387904 fields"),
 ]
