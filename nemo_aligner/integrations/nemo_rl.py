@@ -20,7 +20,14 @@ from nemo_aligner.serving.client import RewardClient, ScoredRows
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.text.contract_changes import check_expected
-from nemo_aligner.text.messages import REASONING, Conversation, Text, with_tools
+from nemo_aligner.text.messages import (
+    REASONING,
+    Conversation,
+    Text,
+    prompt_of,
+    with_messages,
+    with_tools,
+)
 from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 if TYPE_CHECKING:
@@ -179,7 +186,7 @@ class RewardModelEnvironment:
         """Of the refused rows those whose prompt is refused with another reply, too, and why."""
         if not errors:
             return {}
-        others: list[Text] = [[*texts[row][:-1], _OTHER_REPLY] for row in errors]  # type: ignore[list-item]
+        others = [_with_other_reply(texts[row]) for row in errors]
         found = rewarder.score_rows(others).errors
         rows = list(errors)
         return {rows[place]: why for place, why in found.items()}
@@ -295,6 +302,11 @@ def _conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
     messages = turns if bare is None else [*bare, turns[-1]]
     tools = known.get(TOOLS_KEY)
     return Conversation(messages, tools) if tools else messages
+
+
+def _with_other_reply(text: Text) -> Text:
+    assert not isinstance(text, str)  # a log of messages
+    return with_messages(text, [*prompt_of(text), _OTHER_REPLY])
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

@@ -301,7 +301,7 @@ def test_a_conversation_has_the_words_of_the_system_and_one_turn_of_the_policy()
 def test_calls_of_functions_and_their_results_are_messages_with_the_tools() -> None:
     call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"}
     result = {"type": "function_call_output", "call_id": "1", "output": "dry"}
-    tool = {"type": "function", "name": "look", "parameters": {}, "strict": None}
+    tool: dict[str, Any] = {"type": "function", "name": "look", "parameters": {}, "strict": None}
     output = [{"role": "assistant", "content": "I look."}, call, result, call]
     calls = [
         {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}},
