@@ -24,10 +24,12 @@ import signal
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -154,9 +156,9 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(constant)
 
 
-def exchange(mutant: Mutant, functions: Iterable[FunctionType]) -> bool:
+def exchange(mutant: Mutant, source: bytes, functions: Iterable[FunctionType]) -> bool:
     """Give a file's functions the code with the fault; False where none that lives has it."""
-    tree = ast.parse(Path(mutant.path).read_bytes())
+    tree = ast.parse(source)
     node = [found for found, _, _ in nodes_in_functions(tree, "", 0)][mutant.number]
     new: Any = change(node)
     ast.copy_location(new, node)
@@ -221,6 +223,8 @@ def run_in_fork(job: Job, folder: Path) -> None:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["TMPDIR"] = str(folder)
         tempfile.tempdir = None
         job.body(write)
+    except Exception as error:
+        write({"outcome": "not judged", "by": repr(error)})
     finally:
         os._exit(0)
 
@@ -289,6 +293,7 @@ class Check:
     def __init__(self, mutants: list[Mutant], workers: int, budget: float) -> None:
         self.mutants, self.workers, self.budget = mutants, workers, budget
         self.paths = sorted({mutant.path for mutant in mutants})
+        self.sources = {path: Path(path).read_bytes() for path in self.paths}
         self.results: dict[str, Report] = {}
         self.seconds: dict[str, float] = {}
         self.covering: dict[tuple[str, int], set[str]] = defaultdict(set)
@@ -307,14 +312,17 @@ class Check:
         jobs = []
         for mutant in self.mutants:
             if tests := self.tests_of(mutant):
-                jobs.append(self.job(mutant, [items[test] for test in tests]))
+                chosen = self.within_budget(tests)
+                jobs.append(self.job(mutant, [items[test] for test in chosen], len(tests)))
             else:
                 self.results[mutant.key] = {"outcome": "uncovered"}
         self.judge(jobs)
         late = [Job(j.name, j.body, 4 * j.limit) for j in jobs if j.name not in self.results]
         self.judge(late)
         for job in late:
-            self.results.setdefault(job.name, {"outcome": "killed", "by": "two time limits"})
+            self.results.setdefault(
+                job.name, {"outcome": "killed", "by": "its end, or time limit, twice"}
+            )
         return True
 
     def measure(self, items: list[pytest.Item]) -> None:
@@ -331,7 +339,8 @@ class Check:
             return Job(file, body, MEASURE_SECS)
 
         for file, report in run_forks(map(job, by_file), self.workers):
-            report = report or {"seconds": {}, "not passed": ["ran too long"], "lines": {}}
+            if report is None or "seconds" not in report:
+                report = {"seconds": {}, "not passed": [report or "ran too long"], "lines": {}}
             print("measured", file, *report["not passed"], flush=True)
             self.seconds |= report["seconds"]
             for path, lines in report["lines"].items():
@@ -344,25 +353,25 @@ class Check:
         own, statement = mutant.lines
         found = self.covering[mutant.path, own] or self.covering[mutant.path, statement]
         beside = tests_beside(mutant.path)
-        chosen: list[str] = []
-        spent = 0.0
-        for test in sorted(found, key=lambda t: (not t.startswith(beside), self.seconds[t], t)):
-            spent += self.seconds[test]
-            if chosen and spent > self.budget:
-                break
-            chosen.append(test)
+        return sorted(found, key=lambda t: (not t.startswith(beside), self.seconds[t], t))
+
+    def within_budget(self, tests: list[str]) -> list[str]:
+        """The first ``budget`` seconds of them, at least one, file by file."""
+        spent = list(accumulate(self.seconds[test] for test in tests))
+        chosen = tests[: max(1, bisect_right(spent, self.budget))]
         files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
         return sorted(chosen, key=lambda test: files.index(test.partition("::")[0]))
 
-    def job(self, mutant: Mutant, items: list[pytest.Item]) -> Job:
+    def job(self, mutant: Mutant, items: list[pytest.Item], covering: int) -> Job:
         def body(write: Callable[[Report], None]) -> None:
-            if not exchange(mutant, self.functions[full(mutant.path)]):
+            functions = self.functions[full(mutant.path)]
+            if not exchange(mutant, self.sources[mutant.path], functions):
                 write({"outcome": "not judged"})
                 return
             first = FirstFailure(write)
             run(items, first, lambda: first.found)
             if not first.found:
-                write({"outcome": "survived", "tests": len(items)})
+                write({"outcome": "survived", "by": f"{len(items)} of {covering} tests"})
 
         return Job(mutant.key, body, 30 + 10 * sum(self.seconds[item.nodeid] for item in items))
 
@@ -431,8 +440,9 @@ def main() -> int:
     told.out.parent.mkdir(parents=True, exist_ok=True)
     told.out.write_text(json.dumps(check.results, indent=1))
     for mutant in mutants:
-        if (outcome := check.results[mutant.key]["outcome"]) != "killed":
-            print(f"{outcome}: line {mutant.lines[0]}: {mutant.key}")
+        if (result := check.results[mutant.key])["outcome"] != "killed":
+            by = f" {result['by']}" if "by" in result else ""
+            print(f"{result['outcome']}{by}: line {mutant.lines[0]}: {mutant.key}")
     print(table(check.results))
     return int(code)
 

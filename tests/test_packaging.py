@@ -139,6 +139,8 @@ def test_conflict_with_nvidias_distribution_is_one_error(tmp_path: Path) -> None
     told = " ".join(run(tmp_path, "-m", "nemo_aligner", "doctor").stdout.split())
     assert said in told
     assert run(tmp_path, "-m", "nemo_aligner", "--version").returncode == 0
+    done = run(tmp_path, "-c", "import nemo_aligner; nemo_aligner.train")
+    assert f"ImportError: {said}" in done.stderr
 
 
 def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there_are() -> None:

@@ -1,6 +1,6 @@
 """``nemo_aligner.RewardModel``: a reward model in this process, to score, evaluate and export.
 
-The module imports no torch before a model is loaded.
+Nothing large is imported before a model is loaded: the verbs' options are read through here, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_given
@@ -27,6 +25,8 @@ from nemo_aligner.processes import find_process
 from nemo_aligner.temporary import make_temporary, remove_temporary
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from nemo_aligner.checkpoint.hf.export import ExportSummary
     from nemo_aligner.evaluation.measured import Evaluation
     from nemo_aligner.evaluation.sources.base import RewardSource
@@ -130,6 +130,8 @@ class RewardModel:
             raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
         if isinstance(texts, str) or (texts and isinstance(texts[0], dict)):
             raise TypeError("texts: got one text, wanted a list of them")
+        import numpy as np
+
         source = self._source()
         kept = [row for row, text in enumerate(texts) if on_error == "raise" or _fits(source, text)]
         found = np.asarray(source.score([texts[row] for row in kept]), dtype=np.float32)

@@ -186,8 +186,7 @@ class RewardModelEnvironment:
         """Of the refused rows those whose prompt is refused with another reply, too, and why."""
         if not errors:
             return {}
-        refused = [text for text in map(texts.__getitem__, errors) if not isinstance(text, str)]
-        others = [with_messages(text, [*prompt_of(text), _OTHER_REPLY]) for text in refused]
+        others = [_with_other_reply(texts[row]) for row in errors]
         found = rewarder.score_rows(others).errors
         rows = list(errors)
         return {rows[place]: why for place, why in found.items()}
@@ -303,6 +302,11 @@ def _conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
     messages = turns if bare is None else [*bare, turns[-1]]
     tools = known.get(TOOLS_KEY)
     return Conversation(messages, tools) if tools else messages
+
+
+def _with_other_reply(text: Text) -> Text:
+    assert not isinstance(text, str)  # a log of messages
+    return with_messages(text, [*prompt_of(text), _OTHER_REPLY])
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

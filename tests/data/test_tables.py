@@ -154,7 +154,7 @@ def test_binary_files_are_known_by_their_first_bytes(
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.setitem(sys.modules, name, None)
     kinds = [
-        (b"PAR1", r"got a Parquet file, .*install nemo_aligner\[tables\].*data.converted.jsonl"),
+        (b"PAR1", r"got a Parquet file, .*\[tables\]'.*data.converted.jsonl"),
         (b"ARROW1", r"got an Arrow file, .*pandas.read_feather\(.*data.converted.jsonl"),
     ]
     assert_refused(partial(read_binary, tmp_path), kinds, DataError)

@@ -233,7 +233,7 @@ def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"megatron-core=={version}" in done.stdout
     installs = re.findall(r"^Would install (.*)", done.stdout, re.MULTILINE)
-    assert "nemo_aligner" in " ".join(installs).replace("-", "_")
+    assert "megatron_reward" in " ".join(installs).replace("-", "_")
     assert not re.search(r"\btorch-\d", " ".join(installs))
 
 

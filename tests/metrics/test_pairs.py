@@ -65,7 +65,7 @@ def test_quantiles_of_margins_also_of_more_than_torch_takes() -> None:
 
 
 def test_calibration_has_fifteen_bins_or_as_many_as_get_ten_pairs_each() -> None:
-    for count, bins in ((9, 1), (19, 1), (29, 2), (149, 14), (150, 15), (900, 15)):
+    for count, bins in ((1, 1), (9, 1), (19, 1), (29, 2), (149, 14), (150, 15), (900, 15)):
         rng = np.random.default_rng(count)
         margins = rng.normal(0.3, 2.0, size=count)
         sure = 1 / (1 + np.exp(-np.abs(margins)))

@@ -240,6 +240,10 @@ def test_mixed_pairs_are_shown_with_what_labels_were_centred_on() -> None:
     records = mixed(LABELS[:1], [2])
     labels = records.labels.centred_on({"help": 2.0, "brief": 1.0})
     centred = Records(records.ids, records.bounds, labels, records.ranks)
-    step = WEIGHTED.step_metrics(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), centred)
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    step = WEIGHTED.step_metrics(rewards, centred)
     assert list(step) == [metric.name for metric in PAIRS if metric.in_step]
     assert (step["reward_margin"], step["reward_chosen_mean"]) == (2.0, 1.0 + 2.0 - 0.5 * 1.0)
+    # Without weights it is the sum.
+    step = RankingAndRegression(NAMES).step_metrics(rewards, centred)
+    assert (step["reward_margin"], step["reward_chosen_mean"]) == (-1.0, 1.0 + 2.0 + 1.0)
