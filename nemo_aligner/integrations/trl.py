@@ -5,7 +5,7 @@ TRL itself is not needed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_aligner.serving.client import RewardClient
@@ -74,7 +74,7 @@ def reward_function(
     attribute: str | None = None,
     name: str = "reward_model",
     retry_s: float = _PATIENCE_S,
-    tools: Sequence[dict[str, Any]] | None = None,
+    tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
     **options: Any,
 ) -> RewardFunction:
     """A reward function for TRL that asks the servers at ``url``.
@@ -83,16 +83,26 @@ def reward_function(
         url: ``http://host:port``, or those of several servers of the same model.
         attribute: which of several attributes; None weighs them as the contract does.
         name: what TRL's logs call it.
-        tools: what conversations without tools of their own have, as JSON: of the functions that
-            GRPOTrainer is given what ``transformers.utils.get_json_schema`` makes.
+        tools: what conversations without tools of their own have: those that GRPOTrainer is given,
+            as functions (their JSON is what transformers makes of them) or as JSON.
         retry_s: for how long training waits for a server that is gone.
         options: others of ``RewardClient``, as ``expect`` and ``wait_s``.
 
     Raises:
         ConfigError: an option is unfit.
     """
+    described = [_described(tool) for tool in tools or ()]
     client = RewardClient(url, retry_s=retry_s, **options)
-    return RewardFunction(client, attribute, name, list(tools or ()) or None)
+    return RewardFunction(client, attribute, name, described or None)
+
+
+def _described(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:
+    if isinstance(tool, dict):
+        return tool
+    from transformers.utils import get_json_schema
+
+    schema: dict[str, Any] = get_json_schema(tool)
+    return schema
 
 
 def _joined(prompt: Text, completion: Text, tools: Any) -> Text:

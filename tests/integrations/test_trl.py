@@ -50,6 +50,15 @@ def test_texts_are_joined_and_messages_are_one_conversation() -> None:
     assert client.contracts == 1
 
 
+def weather(city: str) -> str:
+    """The weather of a city.
+
+    Args:
+        city: Its name.
+    """
+    return city
+
+
 def test_tools_are_those_of_the_row_or_of_the_trainer() -> None:
     asked = [{"role": "user", "content": "a"}]
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
@@ -67,7 +76,9 @@ def test_tools_are_those_of_the_row_or_of_the_trainer() -> None:
     assert client.asked == [Conversation(whole, tools) for tools in ([tool], *rows[1:])]  # type: ignore[arg-type]
     reward_of(client)(prompts=[asked], completions=[said])
     assert client.asked[-1] == whole
-    assert reward_function("http://127.0.0.1:1", tools=[tool])._tools == [tool]
+    described = reward_function("http://127.0.0.1:1", tools=[weather, tool])
+    (schema, same) = described._tools or ()
+    assert (schema["function"]["name"], same) == ("weather", tool)
 
 
 def test_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
