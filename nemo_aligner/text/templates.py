@@ -171,8 +171,8 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
     where, built_in = f"{_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     try:
-        _check_kwargs(template, kwargs)
         check_it_ends(template, bos, eos, kwargs)
+        _check_kwargs(template, kwargs)  # it compiles the template, too
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
                 f"{where}: its text depends on the date, so a score would change over night; set "
