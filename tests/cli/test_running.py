@@ -127,13 +127,11 @@ def test_score_refuses_what_is_no_conversation_before_it_asks_a_server() -> None
         "[" * 200_000: "wanted JSON",
         '"a text"': "got 'a text', wanted a list of messages",
         "5": "got 5, wanted a text or a list of messages",
-        "null": "got None, wanted",
+        "null": "got null, wanted",
         '{"role": "user"}': "got an object with keys 'role', wanted",
         "[]": "got an empty conversation",
-        "[5]": "message 1: got 5, wanted exactly 'role' and 'content'",
-        '[{"role": "assistant", "content": [1]}]': (
-            r"message 1, content: got \[1\], wanted a string"
-        ),
+        "[5]": "message 1: got 5, wanted an object with role and content",
+        '[{"role": "assistant", "content": [1]}]': r"message 1, content\[0\]: got .*, wanted text",
         '[{"role": "user", "content": "a"}]': "got role 'user', wanted 'assistant'",
     }
     for given, said in wanted.items():

@@ -43,7 +43,7 @@ def test_the_reward_function_of_trl(
 ) -> None:
     names: dict[str, Any] = {}
     exec(python_block("reward_function(", server), names)
-    exec(python_block("reward(prompts=", server), names)
+    exec(python_block("reward(prompts=prompts", server), names)
     reward, refused = capsys.readouterr().out.strip("[]\n").split(", ")
     np.testing.assert_allclose(float(reward), scorer.score([CHAT]).sum(), **CLOSE)
     assert refused == "nan"

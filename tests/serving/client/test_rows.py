@@ -109,7 +109,7 @@ def test_refused_for_its_size_a_request_is_sent_in_parts(lone: Misbehaving) -> N
 
 
 def test_split_parts_have_one_kind_of_row_and_those_of_like_length() -> None:
-    chat = [{"role": "user", "content": "hi"}]
+    chat = [{"role": "assistant", "content": "hi"}]
     texts = ["a", chat, "b", "c", chat]
     parts = split_texts(texts, 2)
     assert [part.rows for part in parts] == [[0, 2], [3], [1, 4]]

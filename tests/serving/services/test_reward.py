@@ -149,7 +149,7 @@ def test_service_reports_a_cut_text(service: Service) -> None:
 
 def test_service_wants_add_eos_to_agree_with_the_contract(service: Service) -> None:
     tokens = kserve.encode_tokens([[1], [2]])
-    chats = kserve.encode_conversations([[{"role": "user", "content": "a"}]] * 2)
+    chats = kserve.encode_conversations([[{"role": "assistant", "content": "a"}]] * 2)
     scored, ours = "the model's scoring contract", "conversations and tokens"
     for inputs, wanted, why in ((GOOD, True, scored), (tokens, False, ours), (chats, False, ours)):
         (answer,) = service.ask({**inputs, "add_EOS": np.array([[wanted], [wanted]])})
