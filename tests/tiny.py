@@ -217,14 +217,17 @@ def training(
 
 
 def logged(run: Path) -> dict[str, dict[int, float]]:
-    """What a run logged, by name and step; each of them once. A NaN is ``math.nan``."""
+    """What a run logged, by name and step; each once, but times. A NaN is ``math.nan``.
+
+    Two checkpoints may be published in one step, where a stopped run saves.
+    """
     found: dict[str, dict[int, float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         step = row.pop("step")
         for name, value in row.items():
             of_name = found.setdefault(name, {})
-            assert step not in of_name, (name, step)
+            assert step not in of_name or is_of_time(name), (name, step)
             of_name[step] = math.nan if value is None else value
     return found
 

@@ -173,8 +173,8 @@ def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None
     used = peak_memory("export", *arguments)
     size = (folder / "model.safetensors").stat().st_size
     assert 269e6 < size < 270e6
-    # And both models were run in fp32, each of twice this size.
-    assert used < 3 * size
+    # The libraries, and both models in fp32, each of twice this size, never at once.
+    assert used < 3.2 * size
     used = peak_memory("convert", "--input", str(folder), "--output", str(again))
     assert used < 3 * size
     # Less than the libraries and one copy of the weights: it streams.
