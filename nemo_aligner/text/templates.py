@@ -171,8 +171,8 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
     where, built_in = f"{_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     try:
+        _check_kwargs(template, kwargs)
         check_it_ends(template, bos, eos, kwargs)
-        _check_kwargs(template, kwargs)  # it compiles the template, too
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
                 f"{where}: its text depends on the date, so a score would change over night; set "
@@ -404,10 +404,16 @@ def variables_of(template: str) -> frozenset[str]:
     Raises:
         DataError: it is no valid template.
     """
-    from jinja2 import meta
+    from jinja2 import pass_context
+    from jinja2.meta import TrackingCodeGenerator
 
-    found = meta.find_undeclared_variables(_parse(template))
-    return frozenset(found.difference(_environment().globals))
+    # As find_undeclared_variables, but nothing is computed that is constant: 9 ** 9 ** 9 would
+    # never end.
+    environment = _environment().overlay(finalize=pass_context(lambda context, value: value))
+    generator = TrackingCodeGenerator(environment)
+    generator.optimizer = None
+    generator.visit(_parse(template))
+    return frozenset(generator.undeclared_identifiers.difference(_environment().globals))
 
 
 def _parse(template: str) -> Any:
