@@ -90,13 +90,14 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
         exec(compile(code, "serving.md", "exec"), names)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "(2, 2)"
-    refused, reasons, several, checked, plain = said[-5:]
+    refused, reasons, several, checked, without_spread, plain = said[-6:]
     assert refused.endswith("row 1: the text is empty")
     assert reasons == f"[{total('A text.'):.0f}.  nan] {{1: 'the text is empty'}}"
     assert several == str(np.array([total(text) for text in names["texts"]], dtype=np.float32))
     assert checked == str(np.array([total(TEXT)], dtype=np.float32))
     assert names["contract"] == CONTRACT
-    assert plain == f"[[ {total(TEXT):.0f}. {-total(TEXT):.0f}.]] None None None"
+    assert without_spread == f"[[ {total(TEXT):.0f}. {-total(TEXT):.0f}.]] None None"
+    assert plain == f"{without_spread} None"
     reward = names["reward"]
     assert reward(["a", "b"], completions=["c", "d"], step=1) == [196.0, 198.0]
     assert str(reward(["a", ""], completions=["c", ""])) == "[196.0, nan]"
