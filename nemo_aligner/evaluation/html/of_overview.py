@@ -11,7 +11,7 @@ from nemo_aligner.evaluation.html.judged import JudgedPairs, JudgedRatings, Mist
 from nemo_aligner.evaluation.html.of_training import main_curve
 from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.html.sections import Headline, Heldout, PageSection
-from nemo_aligner.text.messages import prompt_of, reply_of
+from nemo_aligner.text.messages import prompt_of, reply_of, said
 
 _WORST = 5
 _MOST_OF_A_TEXT = 90
@@ -94,7 +94,7 @@ def _correlation(rewards: np.ndarray, labels: np.ndarray) -> float:
 
 def _on_one_line(mistake: Mistake) -> str:
     prompt = prompt_of(mistake.texts[0][1])
-    asked = f"\u201c{_short(prompt[-1]['content'])}\u201d: " if prompt else ""
+    asked = f"\u201c{_short(said(prompt[-1]))}\u201d: " if prompt else ""
     replies = [f"{side} \u201c{_short(reply_of(text))}\u201d" for side, text in mistake.texts]
     return f"{asked}{', '.join(replies)} ({mistake.about})"
 
