@@ -330,12 +330,7 @@ def _read_function(given: Any, where: str, known: set[str]) -> dict[str, Any]:
 
 def _read_arguments(given: Any, where: str) -> dict[str, Any]:
     """vLLM parses them before it renders, too, and takes an empty text for none."""
-    found = given
-    if isinstance(given, str) and given.strip():
-        try:
-            found = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: got {_shown(given)}, wanted a JSON object") from error
+    found = _parsed(given, where, "a JSON object")
     if found is None or found == "" or (isinstance(found, str) and not found.strip()):
         return {}
     if not isinstance(found, Mapping):
@@ -345,12 +340,7 @@ def _read_arguments(given: Any, where: str) -> dict[str, Any]:
 
 def _read_objects(given: Any, name: str) -> list[dict[str, Any]] | None:
     """Tools or documents: a list of objects, or its JSON text."""
-    found = given
-    if isinstance(given, str) and given.strip():
-        try:
-            found = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{name}: got {_shown(given)}, wanted a JSON list") from error
+    found = _parsed(given, name, "a JSON list")
     if not found:
         return None
     if not isinstance(found, list):
@@ -360,6 +350,16 @@ def _read_objects(given: Any, name: str) -> list[dict[str, Any]] | None:
             raise DataError(f"{name}[{number}]: got {_shown(each)}, wanted an object")
         _check_json(each, f"{name}[{number}]")
     return found
+
+
+def _parsed(given: Any, where: str, wanted: str) -> Any:
+    """The value of a JSON text; anything else, and a blank text, as it is."""
+    if not isinstance(given, str) or not given.strip():
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: got {_shown(given)}, wanted {wanted}") from error
 
 
 def _check_keys(given: Mapping[str, Any], known: set[str], where: str) -> None:

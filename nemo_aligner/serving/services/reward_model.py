@@ -56,7 +56,7 @@ class RewardModelServable:
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
         # Where a head has several outputs for an attribute, the answer has them, too.
-        if self._scorer.contract.output_readout is not None:
+        if self._scorer.contract.readout is not None:
             return self._scorer.score_outputs(sequences)
         return self._scorer.score_token_lists(sequences)
 
@@ -76,8 +76,7 @@ class RewardModel:
         self._config = config
         self._meter = Meter()
         self._batcher = Batcher(partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter)
-        has_readout = scorer.contract.output_readout is not None
-        read_outputs = scorer.read_outputs if has_readout else None
+        read_outputs = None if scorer.contract.readout is None else scorer.read_outputs
         self._service = RewardService(
             scorer, self._batcher, config, self._meter, shaper, read_outputs
         )
