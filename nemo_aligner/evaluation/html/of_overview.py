@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from nemo_aligner.console import show_number
 from nemo_aligner.evaluation.html.judged import JudgedPairs, JudgedRatings, Mistake
 from nemo_aligner.evaluation.html.of_training import main_curve
 from nemo_aligner.evaluation.html.reported import Reported
 from nemo_aligner.evaluation.html.sections import Headline, Heldout, PageSection
+from nemo_aligner.metrics.statistics import correlation
 from nemo_aligner.text.messages import prompt_of, reply_of, said
 
 _WORST = 5
@@ -86,10 +88,8 @@ def _of_ratings(judged: JudgedRatings) -> tuple[list[tuple[str, str]], str]:
 
 def _correlation(rewards: np.ndarray, labels: np.ndarray) -> float:
     present = ~np.isnan(labels) & ~np.isnan(rewards)
-    rewards, labels = rewards[present], labels[present]
-    if len(labels) < 2 or rewards.std() == 0 or labels.std() == 0:
-        return float("nan")
-    return float(np.corrcoef(rewards, labels)[0, 1])
+    own = (torch.from_numpy(each[present]) for each in (rewards, labels))
+    return correlation(*own)
 
 
 def _on_one_line(mistake: Mistake) -> str:

@@ -220,6 +220,21 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
     assert "script" not in page.tags
 
 
+def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "is it raining"}]}
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    prompt = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    texts = {side: [*prompt, {"role": "assistant", "content": side}] for side in ("good", "bad")}
+    row = {
+        "record": "r:1",
+        "rewards": {"chosen": 0.0, "rejected": 1.0},
+        "texts": {"chosen": texts["good"], "rejected": texts["bad"]},
+    }
+    path = write(tmp_path / "calls.jsonl", row)
+    text = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8")).text
+    assert '"name": "look"' in text[text.rindex("Overview") : text.rindex("Summary")]
+
+
 def test_page_of_as_many_runs_as_colours_stays_below_the_limit(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path / str(n), steps=1000, seed=n, words=20_000) for n in range(MOST_REPORTED)
