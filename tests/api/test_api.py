@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
@@ -59,6 +61,13 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def models_in_memory() -> weakref.WeakSet[torch.nn.Module]:
+    from nemo_aligner.models.reward_model import GPTRewardModel
+
+    gc.collect()
+    return weakref.WeakSet(each for each in gc.get_objects() if isinstance(each, GPTRewardModel))
+
+
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
     yield
@@ -78,6 +87,8 @@ class Trained:
     """A run of four steps, and what its callback was told."""
 
     def __init__(self, folder: Path) -> None:
+        # Other tests of this process may keep models of their own.
+        self.strangers = models_in_memory()
         self.folder = folder
         self.pairs = rows_of(folder / "pairs.jsonl")
         self.heldout = rows_of(folder / "heldout.jsonl")
@@ -195,16 +206,13 @@ def test_export_is_scored_as_a_model_of_transformers_beside_the_archive(
 
 
 def test_second_training_in_a_process_leaves_nothing_of_the_first(trained: Trained) -> None:
-    from nemo_aligner.models.reward_model import GPTRewardModel
-
     hook = sys.excepthook
     before = trained.model.score(TEXTS)
     again = trained.train("again")
     np.testing.assert_array_equal(again.score(TEXTS), before)
     np.testing.assert_array_equal(trained.model.score(TEXTS), before)
     release_models()
-    gc.collect()
-    assert [each for each in gc.get_objects() if isinstance(each, GPTRewardModel)] == []
+    assert list(models_in_memory() - trained.strangers) == []
     assert sys.excepthook is hook
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
