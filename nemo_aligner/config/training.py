@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter
 from typing import Any
 
-from nemo_aligner.config.common import Checks, Malformed, Precision, RewardModelType, setting
-from nemo_aligner.config.model import ModelConfig, Schedule
+from nemo_aligner.config.common import Checks, Precision, setting
+from nemo_aligner.config.model import ModelConfig
 
 
 class MonitorMode(Enum):
@@ -157,63 +155,3 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
-
-
-# Where a setting has this value, these others do nothing.
-_IDLE: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("model.lora.rank", 0, ("model.lora.alpha", "model.lora.dropout", "model.lora.targets")),
-    (
-        "model.optim.sched.name",
-        Schedule.constant,
-        (
-            "model.optim.sched.constant_steps",
-            "model.optim.sched.min_lr",
-        ),
-    ),
-    (
-        "model.reward_model_type",
-        RewardModelType.binary_ranking,
-        (
-            "model.regression.attributes",
-            "model.regression.attribute_weights",
-            "model.regression.loss_mask_val",
-        ),
-    ),
-    ("model.batch_invariant", False, ("model.batch_invariant_rows",)),
-    ("model.data.malformed", Malformed.error, ("model.data.max_malformed",)),
-    (
-        "model.data.data_prefix.validation",
-        [],
-        (
-            "trainer.rm.val_check_interval",
-            "trainer.rm.val_before_training",
-            "trainer.rm.limit_val_records",
-            "exp_manager.checkpoint_callback_params.mode",
-            "exp_manager.checkpoint_callback_params.save_top_k",
-            "exp_manager.checkpoint_callback_params.average_best",
-        ),
-    ),
-    (
-        "exp_manager.early_stopping_callback_params.patience",
-        None,
-        ("exp_manager.early_stopping_callback_params.min_delta",),
-    ),
-    ("exp_manager.create_wandb_logger", False, ("exp_manager.wandb_logger_kwargs",)),
-    ("exp_manager.create_mlflow_logger", False, ("exp_manager.mlflow_logger_kwargs",)),
-)
-
-
-def idle_settings(config: TrainConfig) -> dict[str, str]:
-    """Settings other than their defaults that do nothing in this run, with the one that has it so.
-
-    Of ``model.lora.alpha`` at rank 0 that is ``model.lora.rank=0``.
-    """
-    usual, found = TrainConfig(), {}
-    for cause, value, keys in _IDLE:
-        has_it_so = attrgetter(cause)(config) == value
-        for key in keys:
-            value_of = attrgetter(key)
-            if has_it_so and value_of(config) != value_of(usual):
-                written = value.value if isinstance(value, Enum) else value
-                found[key] = f"{cause}={json.dumps(written)}".replace('"', "")
-    return found

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.idle import idle_notes
 from nemo_aligner.config.load import config_to_dict, flatten
 from nemo_aligner.console import say
 from nemo_aligner.data.formats.base import PairKeys
@@ -34,6 +35,8 @@ def evaluate(config: EvaluateConfig) -> None:
         AlignerError: settings, data or model are unfit.
     """
     asked = _Asked.of(config)  # what is wrong with it is said before the model is loaded
+    for note in idle_notes(config):
+        say(note)
     with open_source(config) as source:
         say(f"reading and scoring {asked.data_file} ...")
         measured, robustness = _measure(asked, source)

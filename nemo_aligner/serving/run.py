@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.config.idle import idle_notes
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.console import say
 from nemo_aligner.errors import CheckpointError, ConfigError
@@ -37,6 +38,8 @@ def run_server(config: ServeConfig) -> int:
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
         )
+        for note in idle_notes(config, layout.num_ranks):
+            say(note)
         models = [_load(file, config, layout) for file in files]
         check_expected(models[0].contract, config.expect_contract, "expect_contract")
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.idle import idle_notes
 from nemo_aligner.console import say
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.parallel.launch import launch
@@ -34,6 +35,8 @@ def run_critic_server(config: ServeCriticConfig) -> int:
             config.model.sequence_parallel,
             config.model.seed,
         )
+        for note in idle_notes(config, layout.num_ranks):
+            say(note)
         run = open_critic(config, layout)
         try:
             return serve(_servables(config, run, layout), config.server)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.idle import idle_notes
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.config.training import TrainConfig, idle_settings
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.console import join_fields, show_number
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance
@@ -78,10 +79,7 @@ def describe_steps(
             f"note: the run ends within its warm-up ({warmup} steps)",
             "  lower model.optim.sched.warmup_steps, or model.global_batch_size for more steps",
         ]
-    lines += [
-        f"note: {idle} does nothing\n  with {cause}"
-        for idle, cause in idle_settings(config).items()
-    ]
+    lines += idle_notes(config)
     recomputed = options.activations_checkpoint_granularity is Recompute.full
     if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
         lines += [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import config_to_dict, load_config, load_values, save_config
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.config.suggest import PEER_NAMES, suggest_setting, suggestion
-from nemo_aligner.config.training import TrainConfig, idle_settings
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.errors import ConfigError, SettingsError
 from tests.config.refusals import not_refused
 from tests.tiny import ROOT
@@ -302,60 +301,3 @@ def test_suggestion_is_only_what_is_near() -> None:
     assert set(PEER_NAMES.values()) <= set(known)
     assert suggestion("trian", ["train", "plan"]) == "train"
     assert suggestion("deploy", ["train", "plan"]) is None
-
-
-LORA = ("alpha", "dropout", "targets")
-CALLBACKS = "exp_manager.checkpoint_callback_params"
-# What a run is, and what in it does nothing then.
-KINDS: dict[tuple[str, ...], set[str]] = {
-    (): {
-        *(f"model.lora.{name}" for name in LORA),
-        *(f"model.regression.{name}" for name in ("attributes", "attribute_weights")),
-        "model.regression.loss_mask_val",
-        "model.data.max_malformed",
-        *(f"trainer.rm.{name}" for name in ("val_check_interval", "val_before_training")),
-        "trainer.rm.limit_val_records",
-        *(f"{CALLBACKS}.{name}" for name in ("mode", "save_top_k", "average_best")),
-        "exp_manager.early_stopping_callback_params.min_delta",
-        *(f"exp_manager.{name}_logger_kwargs" for name in ("wandb", "mlflow")),
-    },
-    (
-        "model.lora.rank=8",
-        "model.reward_model_type=regression",
-        "model.regression.attributes=[help]",
-        "model.data.malformed=drop",
-        "model.data.data_prefix.validation=[a.jsonl]",
-        "exp_manager.early_stopping_callback_params.patience=2",
-        "exp_manager.create_wandb_logger=true",
-        "exp_manager.create_mlflow_logger=true",
-        "model.batch_invariant=false",
-        "model.optim.sched.name=constant",
-    ): {
-        "model.batch_invariant_rows",
-        "model.optim.sched.constant_steps",
-        "model.optim.sched.min_lr",
-    },
-}
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["plain", "other"])
-def test_settings_that_do_nothing_are_told_of_every_kind_of_run(kind: tuple[str, ...]) -> None:
-    """Each setting in turn is another; those that the kind needs stay."""
-    idle: set[str] = set()
-    for key in list_keys(TrainConfig):
-        config = load_config(TrainConfig, kind)
-        if not any(setting.startswith(f"{key.name}=") for setting in kind):
-            section, _, name = key.name.rpartition(".")
-            setattr(attrgetter(section)(config), name, object())
-        found = idle_settings(config)
-        assert found.keys() <= {key.name}
-        idle |= found.keys()
-    assert idle == KINDS[kind]
-
-
-def test_settings_that_do_nothing_are_told_with_the_one_that_has_it_so() -> None:
-    config = load_config(TrainConfig, ["model.lora.alpha=16", "trainer.rm.val_check_interval=5"])
-    assert idle_settings(config) == {
-        "model.lora.alpha": "model.lora.rank=0",
-        "trainer.rm.val_check_interval": "model.data.data_prefix.validation=[]",
-    }

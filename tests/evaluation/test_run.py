@@ -107,10 +107,12 @@ def test_evaluate_and_compare_verbs_show_and_write_what_they_find(
         f"rm_model_file={model}",
         f"data.path={pairs}",
         "robustness_pairs=10",
+        "data.loss_mask_val=0",
         f"output={output}",
         f"output_rewards={first}",
         f"report={page}",
     )
+    assert "note: data.loss_mask_val does nothing\n  with robustness_pairs=10" in done.stdout
     found = json.loads(output.read_text())["robustness"]
     assert (found["pairs"], found["pairs_read"]) == (10, 12)
     for row in found["rows"]:

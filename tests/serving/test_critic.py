@@ -82,12 +82,16 @@ def test_one_server_for_both_has_the_numbers_of_two_also_after_training(
     folders = [tmp_path / name for name in ("rewards", "critic")]
     for folder in folders:
         folder.mkdir()
+    of_rewards = f"rm_model_file={model}", "server.port=0", "ensemble.k=2"
     with (
-        running(folders[0], SERVE, f"rm_model_file={model}", "server.port=0") as rewards,
+        running(folders[0], SERVE, *of_rewards) as rewards,
         running(folders[1], SERVE_CRITIC, *settings(model, folders[1])) as critic,
         RewardCriticClient(critic.url, reward_url=rewards.url) as two,
         RewardCriticClient(both.url) as one,
     ):
+        # What does nothing is said first.
+        assert "note: ensemble.k does nothing\n  with ensemble.files=[]" in rewards.output()
+        assert "note: model.optim.sched.min_lr does nothing" in critic.output()
         of_two = rewards_and_values(two)
         for got, wanted in zip(rewards_and_values(one), of_two, strict=True):
             assert got.dtype == np.float32

@@ -1,0 +1,204 @@
+"""Settings that do nothing where they stand are told, of every verb and every kind of use."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from operator import attrgetter
+
+from nemo_aligner.config.describe import list_keys
+from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.idle import idle_notes, idle_settings
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.training import TrainConfig
+from tests.config.test_load import SCHEMAS
+
+
+def under(section: str, names: str) -> set[str]:
+    return {f"{section}.{name}".lstrip(".") for name in names.split()}
+
+
+CALLBACKS = "exp_manager.checkpoint_callback_params"
+EARLY = "exp_manager.early_stopping_callback_params"
+LOGGERS = under("exp_manager", "wandb_logger_kwargs mlflow_logger_kwargs")
+ALL_LOGGERS = ("exp_manager.create_wandb_logger=true", "exp_manager.create_mlflow_logger=true")
+CONSTANT = "model.optim.sched.name=constant"
+SCHEDULE = under("model.optim.sched", "constant_steps min_lr")
+ROWS = {"model.batch_invariant_rows"}
+VARIANT = "model.batch_invariant=false"
+LAYOUT = ROWS | under(
+    "model",
+    "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel batch_invariant",
+)
+OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")
+CRITIC = "pretrained_checkpoint.restore_from_path=rm.nemo"
+
+# A verb, on how many ranks, what it is asked for, and what does nothing then.
+KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
+    (
+        "train",
+        1,
+        (),
+        {
+            *under("model.lora", "alpha dropout targets"),
+            *under("model.regression", "attributes attribute_weights loss_mask_val"),
+            *under("model.data", "max_malformed allow_prompt_overlap"),
+            *under("trainer.rm", "val_check_interval val_before_training limit_val_records"),
+            *under(CALLBACKS, "mode save_top_k average_best"),
+            f"{EARLY}.min_delta",
+            *LOGGERS,
+        },
+    ),
+    (
+        "train",
+        2,
+        (
+            "model.lora.rank=8",
+            "model.reward_model_type=regression",
+            "model.regression.attributes=[help]",
+            "model.data.malformed=drop",
+            "model.data.data_prefix.validation=[a.jsonl]",
+            f"{EARLY}.patience=2",
+            *ALL_LOGGERS,
+            VARIANT,
+            CONSTANT,
+        ),
+        ROWS | SCHEDULE,
+    ),
+    (
+        "serve_critic",
+        1,
+        (CRITIC,),
+        {
+            "rm_model_file",
+            "trainer.ppo.offload_idle_model",
+            "server.prefix_cache_tokens",
+            "model.seed",
+            *LOGGERS,
+            *OF_SEVERAL,
+        },
+    ),
+    (
+        "serve_critic",
+        2,
+        (CRITIC, "trainer.ppo.combine_rm_and_critic_server=true", *ALL_LOGGERS, VARIANT, CONSTANT),
+        {"model.seed", "trainer.ppo.max_steps", *ROWS, *SCHEDULE},
+    ),
+    ("serve", 1, (), {"ensemble.combine", "ensemble.k", *OF_SEVERAL}),
+    ("serve", 2, ("ensemble.files=[b.nemo]", VARIANT), {"ensemble.k", *ROWS}),
+    ("serve", 2, ("ensemble.files=[b.nemo]", "ensemble.combine=min"), {"ensemble.k"}),
+    ("serve", 2, ("ensemble.files=[b.nemo]", "ensemble.combine=lower_bound"), set()),
+    ("evaluate", 1, ("rm_model_file=a.nemo",), {"data.max_malformed"}),
+    ("evaluate", 1, ("rm_model_file=a.nemo", "data.malformed=drop", VARIANT), ROWS),
+    (
+        "evaluate",
+        1,
+        ("hf_model=a", "data.malformed=drop", "robustness_pairs=5"),
+        LAYOUT | {"data.loss_mask_val"},
+    ),
+    (
+        "evaluate",
+        1,
+        ("server=http://a:1", "data.malformed=drop"),
+        LAYOUT | {"model.micro_batch_tokens"},
+    ),
+    ("gateway", 1, (), set()),
+]
+
+RUN = (
+    "explicit_log_dir resume_if_exists create_tensorboard_logger create_csv_logger "
+    "create_wandb_logger create_mlflow_logger report"
+)
+SHAPE = (
+    "batch_invariant tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "sequence_parallel micro_batch_tokens"
+)
+TEXTS = "format prompt_key chosen_key rejected_key system_prompt_file prompt_file input_template"
+# What does something in every use of its verb, or is refused where it would not.
+AT_WORK = {
+    *under("", "rm_model_file hf_model server expect_contract precision task robustness_pairs"),
+    *under("", "output output_rewards report backends backend_token_file backend_token_variable"),
+    *under(
+        "pretrained_checkpoint",
+        "restore_from_path allow_contract_change new_head load_rm_head_weights rm_head_names",
+    ),
+    *under("trainer", "precision max_time"),
+    *under("trainer.rm", "max_epochs max_steps save_interval gradient_clip_val"),
+    *under("trainer.ppo", "combine_rm_and_critic_server infer_while_training gradient_clip_val"),
+    *under("model", SHAPE),
+    *under("model", "reward_model_type objective objective_kwargs global_batch_size seed"),
+    *under("model", "activations_checkpoint_granularity activations_checkpoint_num_layers"),
+    *under("model", "freeze_layers loss_clip_val offload_adam_states"),
+    *under("model.head", "reads bias mlp_size"),
+    "model.lora.rank",
+    *under("model.optim", "lr weight_decay betas eps cpu_offload"),
+    *under("model.optim.sched", "name warmup_steps"),
+    *under("model.data.data_prefix", "train validation test train_weights"),
+    *under("model.data", TEXTS),
+    *under("model.data", "seq_length overlong template chat_template_kwargs add_bos add_eos"),
+    *under("model.data", "malformed index_dir keep_index"),
+    *under("exp_manager", RUN),
+    f"{CALLBACKS}.monitor",
+    f"{EARLY}.patience",
+    *under("server", "host port token_file token_variable max_batch_size max_request_bytes"),
+    *under("server", "max_queue_rows prefix_cache_tokens report_every_secs exit_timeout_secs"),
+    *under("server", "triton_log_file ready_file"),
+    *under("shaping", "standardize mean std statistics_file attribute_weights spread_penalty"),
+    *under("shaping", "length_penalty length_penalty_from clip threshold"),
+    "ensemble.files",
+    *under("source", "attribute_weights tokenizer token_variable timeout_s"),
+    *under("data", f"path {TEXTS} malformed"),
+    *under("gateway", "host port token_file token_variable certificate_file key_file"),
+    *under("gateway", "complete_turns reward_threshold max_request_bytes max_queue_rows"),
+    *under("gateway", "max_connections timeout_s retry_s drift_rows exit_timeout_secs ready_file"),
+}
+
+
+def found_idle(verb: str, ranks: int, asked: tuple[str, ...]) -> set[str]:
+    """Each setting in turn is another; those that are asked for stay."""
+    usual, idle = load_config(SCHEMAS[verb], asked), set[str]()
+    for key in list_keys(SCHEMAS[verb]):
+        config = deepcopy(usual)
+        if not any(setting.startswith(f"{key.name}=") for setting in asked):
+            section, _, name = key.name.rpartition(".")
+            setattr(attrgetter(section)(config) if section else config, name, "another")
+        if key.name in idle_settings(config, ranks):
+            idle.add(key.name)
+    return idle
+
+
+def test_idle_settings_are_told_of_every_kind_of_use() -> None:
+    off = {}
+    for verb, ranks, asked, wanted in KINDS:
+        got = found_idle(verb, ranks, asked)
+        if got != wanted:
+            off[verb, ranks, asked] = got ^ wanted
+    assert not off
+
+
+def test_idle_settings_of_every_verb_are_known_or_always_at_work() -> None:
+    """A new setting belongs into ``KINDS``, or into ``AT_WORK``."""
+    keys = {verb: {key.name for key in list_keys(schema)} for verb, schema in SCHEMAS.items()}
+    of_kinds: dict[str, set[str]] = {verb: set() for verb in SCHEMAS}
+    for verb, _, _, idle in KINDS:
+        of_kinds[verb] |= idle
+    unclassified = {verb: keys[verb] - of_kinds[verb] - AT_WORK for verb in SCHEMAS}
+    assert not any(unclassified.values()), unclassified
+    # One that does nothing for one verb may be at work for another, but not for the same alone.
+    at_work = set().union(*(keys[verb] - of_kinds[verb] for verb in SCHEMAS))
+    assert not AT_WORK - at_work
+
+
+def test_idle_settings_are_told_with_those_that_have_it_so() -> None:
+    overlap = "model.data.allow_prompt_overlap=true"
+    validation = "trainer.rm.val_check_interval=5"
+    config = load_config(TrainConfig, ["model.lora.alpha=16", validation, overlap])
+    files = "model.data.data_prefix.validation=[]"
+    assert idle_settings(config) == {
+        "model.lora.alpha": "model.lora.rank=0",
+        "trainer.rm.val_check_interval": files,
+        "model.data.allow_prompt_overlap": f"{files} and model.data.data_prefix.test=[]",
+    }
+    asked = ["server=http://a:1", "model.micro_batch_tokens=10"]
+    assert list(idle_notes(load_config(EvaluateConfig, asked))) == [
+        "note: model.micro_batch_tokens does nothing\n  with server=http://a:1"
+    ]
