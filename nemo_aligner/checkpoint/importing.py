@@ -12,6 +12,7 @@ Formulas and keys are those of NeMo-Aligner's ``RewardModelHead`` and ``Megatron
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,8 +160,25 @@ def _summary(
     else:
         lines.append(f"a reward model of {', '.join(contract.attributes)}")
         lines.append(f"scoring contract {contract.hash}, offsets {list(contract.label_means)}")
+        lines += _about_values(config, contract)
     lines += [f"{key} is switched off, as NeMo-Aligner never applied it" for key in ignored]
     return "\n  ".join(lines)
+
+
+def _about_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
+    """A line where a critic starts from other values than NeMo-Aligner's.
+
+    That one standardizes the weighted sum of the attributes; here each of them is standardized, as
+    their rewards are, which is the same where the weights sum to 1.
+    """
+    total = sum(contract.attribute_weights)
+    is_standard = _section(config, "reward_standardization").get("enable")
+    if not is_standard or len(contract.attributes) == 1 or math.isclose(total, 1, abs_tol=1e-6):
+        return []
+    return [
+        "a critic's values differ from NeMo-Aligner's by a constant: reward_standardization is "
+        f"for each attribute, and attribute_weights sum to {total:g}, not 1"
+    ]
 
 
 def fold_head(weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]) -> Head:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +19,32 @@ from torch import Tensor
 from nemo_aligner.batch import PackedBatch
 from nemo_aligner.checkpoint.attributes import attribute_names
 from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge_run, megatron_lm, nemo1, nemo1_tar_gz, nemo2
 from tests.checkpoint.loading import Tensors, Theirs, check, head_of, import_nemo, load, scores
 from tests.checkpoint.refusals import refusals
+from tests.environments import package
 from tests.training import critic_steps
 
 STANDARD = {"enable": True, "mean": 0.5, "std": 2.0}
 THREE = {"num_attributes": 3, "merge_attributes": True, "attribute_weights": [0.3, 0.7, -1.0]}
+# What a critic may start from: its attributes, and its settings.
+CRITICS: dict[str, tuple[int, dict[str, Any]]] = {
+    "even": (3, {"regression": {"num_attributes": 3}}),
+    "weighted": (3, {"regression": {**THREE, "merge_attributes": False}}),
+    "merged": (3, {"regression": THREE}),
+    "merged_evenly": (3, {"regression": {"num_attributes": 3, "merge_attributes": True}}),
+    "standardized": (1, {"reward_standardization": STANDARD}),
+    "standardized_even": (
+        3,
+        {"regression": {"num_attributes": 3}, "reward_standardization": STANDARD},
+    ),
+    "standardized_merged": (3, {"regression": THREE, "reward_standardization": STANDARD}),
+}
+CLIP = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -156,21 +175,11 @@ def test_import_of_a_nemo_aligner_regression_model_starts_the_same_critic(
     ``loss_func`` of ``MegatronGPTCriticModel`` (megatron_gpt_critic.py), one micro-batch, with
     ``reward_standardization``, which its ``infer`` applies to values, too.
     """
-    from nemo_aligner.models.step import infer
-
-    identity = {"rm_head.weight": torch.eye(64)}
-    decoder = load(theirs(nemo1, "plain", identity, scale_positional_embedding=False), layout, 64)
     rollout = critic_steps.make_rollout(3)
-    tokens, returns, before, mask = map(torch.from_numpy, vars(rollout).values())
-    prefixes = [row[: end + 1] for row in rollout.tokens for end in range(len(row))]
-    hidden = infer(decoder.model, [PackedBatch.pack(prefixes)], layout).view(*tokens.shape, 64)
+    _, returns, before, mask = map(torch.from_numpy, vars(rollout).values())
+    hidden = hidden_states(theirs, layout, rollout.tokens)
     off = []
-    for case, attributes, settings in (
-        ("even", 3, {"regression": {"num_attributes": 3}}),
-        ("weighted", 3, {"regression": {**THREE, "merge_attributes": False}}),
-        ("merged", 3, {"regression": THREE}),
-        ("standardized", 1, {"reward_standardization": STANDARD}),
-    ):
+    for case, (attributes, settings) in CRITICS.items():
         head = head_of(attributes)
         weights = settings.get("regression", {}).get("attribute_weights") or [1 / attributes]
         weights = torch.tensor(weights * attributes)[:attributes]
@@ -178,21 +187,113 @@ def test_import_of_a_nemo_aligner_regression_model_starts_the_same_critic(
         if "reward_standardization" in settings:
             values = (values - STANDARD["mean"]) / STANDARD["std"]
         now = values[:, :-1]
-        clipped = before + (now - before).clamp(-0.3, 0.3)
+        clipped = before + (now - before).clamp(-CLIP, CLIP)
         worst = torch.maximum((now - returns) ** 2, (clipped - returns) ** 2)
         loss = 0.5 * worst[mask.bool()].mean()
 
-        kind = "regression" if attributes > 1 else "binary_ranking"
-        source = theirs(nemo1, case, head, **settings, reward_model_type=kind)
-        import_nemo(source, tmp_path / f"{case}.nemo", template="none")
-        sizes = "model.micro_batch_tokens=256", f"model.global_batch_size={len(rollout)}"
-        archive = str(tmp_path / f"{case}.nemo")
-        learner = critic_steps.open_run(archive, tmp_path / case, layout, *sizes).learner
-        got = torch.from_numpy(np.stack(learner.values(rollout.tokens)))
-        (step,) = learner.train(rollout)
-        if (got - values).abs().max() > 1e-5 or abs(step.loss / loss.item() - 1) > 1e-5:
-            off.append(f"{case}: {got[0, :3]} for {values[0, :3]}, loss {step.loss} for {loss}")
+        got, got_loss = our_critic(import_critic(theirs, case, tmp_path), rollout, layout)
+        if (got - values).abs().max() > 1e-5 or abs(got_loss / loss.item() - 1) > 1e-5:
+            off.append(f"{case}: {got[0, :3]} for {values[0, :3]}, loss {got_loss} for {loss}")
     assert not off, "\n".join(off)
+
+
+def hidden_states(theirs: Theirs, layout: Any, tokens: np.ndarray) -> Tensor:
+    """``[N, S, 64]`` of the decoder, as NeMo-Aligner runs it, after every token."""
+    from nemo_aligner.models.step import infer
+
+    identity = {"rm_head.weight": torch.eye(64)}
+    decoder = load(theirs(nemo1, "plain", identity, scale_positional_embedding=False), layout, 64)
+    prefixes = [row[: end + 1] for row in tokens for end in range(len(row))]
+    return infer(decoder.model, [PackedBatch.pack(prefixes)], layout).view(*tokens.shape, 64)
+
+
+def import_critic(theirs: Theirs, case: str, folder: Path) -> Path:
+    """NeMo-Aligner's reward model of ``CRITICS``, imported."""
+    attributes, settings = CRITICS[case]
+    kind = "regression" if attributes > 1 else "binary_ranking"
+    source = theirs(nemo1, case, head_of(attributes), **settings, reward_model_type=kind)
+    import_nemo(source, folder / f"{case}.nemo", template="none")
+    return folder / f"{case}.nemo"
+
+
+def our_critic(archive: Path, rollout: Rollout, layout: Any) -> tuple[Tensor, float]:
+    """Its values ``[N, S]``, and the loss of a step on the whole rollout."""
+    sizes = "model.micro_batch_tokens=256", f"model.global_batch_size={len(rollout)}"
+    clip = f"model.loss_clip_val={CLIP}"
+    folder = archive.with_suffix("")
+    learner = critic_steps.open_run(str(archive), folder, layout, *sizes, clip).learner
+    values = torch.from_numpy(np.stack(learner.values(rollout.tokens)))
+    (step,) = learner.train(rollout)
+    return values, step.loss
+
+
+def test_import_of_a_nemo_aligner_model_has_the_numbers_of_nemo_aligners_own_critic(
+    theirs: Theirs, layout: Any, tmp_path: Path
+) -> None:
+    """Rewards, values and loss by the code of NeMo-Aligner 0.7.0, on the same hidden states."""
+    from nemo_aligner.scoring.scorer import load_scorer
+
+    rollout = critic_steps.make_rollout(3)
+    tokens, lengths = torch.from_numpy(rollout.tokens), (rollout.tokens > 0).sum(1)
+    sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), len(rollout))
+    model = {"hidden_size": 64, "output_sequence": True, "pipeline_model_parallel_size": 1}
+    learning = {"loss_clip_val": CLIP, "megatron_amp_O2": False, "forward_micro_batch_size": 1}
+    given = {
+        "cfg": {**sizes, **model, **learning},
+        "batch": {name: torch.from_numpy(each) for name, each in vars(rollout).items()},
+        "lengths": torch.from_numpy(lengths),
+        "hidden": hidden_states(theirs, layout, rollout.tokens),
+        "cases": {name: (cfg, head_of(width)) for name, (width, cfg) in CRITICS.items()},
+    }
+    wanted = run_nemo_aligner(given, tmp_path)
+    off = {}
+    for case in CRITICS:
+        archive = import_critic(theirs, case, tmp_path)
+        scorer = load_scorer(archive, layout, micro_batch_tokens=256)
+        rows = [row[:length] for row, length in zip(rollout.tokens, lengths, strict=True)]
+        values, loss = our_critic(archive, rollout, layout)
+        rewards = torch.from_numpy(scorer.score_token_lists(rows))
+        assert values.shape == tokens.shape
+        found = {"rewards": rewards, "values": values, "loss": torch.tensor(loss)}
+        for name, got in found.items():
+            by_them = torch.as_tensor(wanted[case][name])
+            if got.shape != by_them.shape or (got - by_them).abs().max() > 1e-5:
+                off[case, name] = (got, by_them)
+    assert not off
+
+
+def test_import_says_where_a_critic_starts_from_other_values(
+    theirs: Theirs, tmp_path: Path
+) -> None:
+    """Theirs standardizes what is merged, ours each attribute: the same if weights sum to 1."""
+    apart = {**THREE, "merge_attributes": False}
+    for case, regression, differs in (
+        ("apart", apart, True),
+        ("merged", THREE, False),
+        ("even", {"num_attributes": 3}, False),
+    ):
+        settings = {"regression": regression, "reward_standardization": STANDARD}
+        source = theirs(nemo1, case, head_of(3), **settings, reward_model_type="regression")
+        said = import_nemo(source, tmp_path / f"{case}.nemo", template="none")
+        assert ("attribute_weights sum to 0, not 1" in said) is differs, case
+
+
+def run_nemo_aligner(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What its critic makes of it, in a process whose ``nemo_aligner`` is the one of NVIDIA."""
+    package_folder = package("nemo-aligner==0.7.0")
+    script = Path(__file__).with_name("nemo_aligner_critic.py")
+    paths = folder / "given.pt", folder / "found.pt"
+    torch.save(given, paths[0])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *map(str, paths)],
+        env={**os.environ, "PYTHONPATH": str(package_folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(paths[1])
+    assert Path(found.pop("ran")).is_relative_to(package_folder)
+    return dict(found)
 
 
 def test_import_keeps_scaling_where_it_is_asked_for(theirs: Theirs, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from operator import attrgetter
+from typing import Any
 
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
@@ -155,7 +156,8 @@ AT_WORK = {
 
 def found_idle(verb: str, ranks: int, asked: tuple[str, ...]) -> set[str]:
     """Each setting in turn is another; those that are asked for stay."""
-    usual, idle = load_config(SCHEMAS[verb], asked), set[str]()
+    usual: Any = load_config(SCHEMAS[verb], asked)
+    idle: set[str] = set()
     for key in list_keys(SCHEMAS[verb]):
         config = deepcopy(usual)
         if not any(setting.startswith(f"{key.name}=") for setting in asked):

@@ -1,0 +1,173 @@
+"""``nemo_aligner_critic.py GIVEN FOUND``: NeMo-Aligner's own critic, on given hidden states.
+
+Runs in a process whose ``nemo_aligner`` is NVIDIA's. Of it this executes ``GPTRewardModel`` and
+``RewardModelHead`` (gpt_reward_model.py), ``MegatronGPTRewardModel.infer`` and
+``MegatronGPTCriticModel`` with ``get_loss_and_metrics`` and ``infer_rm_critic``, on megatron-core's
+own schedules and ``RowParallelLinear``. NeMo, which does not install beside our torch, is replaced:
+what a class only inherits or imports by nothing, what is called by the few lines below. So is the
+decoder, by hidden states that were computed elsewhere, and CUDA by the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class OnCpu(TorchFunctionMode):
+    """What is asked for on CUDA, or in page-locked memory, is made in plain memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+class Nothing:
+    """Stands for a class or function of NeMo that is never called."""
+
+
+class Decoder(nn.Module):
+    """In place of megatron-core's GPTModel: a row of tokens has the states that were given."""
+
+    states: dict[tuple[int, ...], Tensor]
+
+    def __init__(self, config: Any, post_process: bool, **unused: Any) -> None:
+        from megatron.core.enums import ModelType
+
+        super().__init__()
+        self.config, self.post_process = config, post_process
+        self.model_type = ModelType.encoder_or_decoder
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """The first stage has none."""
+
+    def forward(self, input_ids: Tensor, **unused: Any) -> Tensor:
+        """``[B, S] -> [S, B, D]``."""
+        return torch.stack([self.states[tuple(row)] for row in input_ids.tolist()], dim=1)
+
+
+class MegatronGPTModel(nn.Module):
+    """NeMo's, without all that trains, loads and logs."""
+
+    with_distributed_adam = use_mcore_dist_optim = False
+    tokenizer = SimpleNamespace(eos_id=0)
+    padded_vocab_size, spec_name, autocast_dtype = 1024, "", torch.float32
+
+    def __init__(self, cfg: Any, trainer: Any) -> None:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        super().__init__()
+        self.cfg = cfg
+        self.transformer_config = TransformerConfig(
+            num_layers=1,
+            hidden_size=cfg.hidden_size,
+            num_attention_heads=1,
+            use_cpu_initialization=True,
+        )
+        self.model = self.model_provider_func(pre_process=True, post_process=True)
+
+    def get_model_module_list(self) -> list[nn.Module]:
+        return [self.model]
+
+    def _make_data_iterator_list(self, data: Iterator[Any]) -> Iterator[Any]:
+        return data
+
+
+def split(batch: Any, parts: int) -> Iterator[Any]:
+    """NeMo's ``get_iterator_k_split``: equal parts of a list, or of a mapping."""
+    if isinstance(batch, dict):
+        columns = [value.tensor_split(parts) for value in batch.values()]
+        return iter([dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)])
+    return iter(list(zip(*[each.tensor_split(parts) for each in batch], strict=True)))
+
+
+def masks_and_positions(tokens: Tensor, *unused: Any) -> tuple[Tensor, None, Tensor]:
+    """NeMo's ``get_ltor_masks_and_position_ids``; the given states have seen theirs."""
+    rows, width = tokens.shape
+    positions = torch.arange(width).expand(rows, width)
+    return torch.ones(rows, 1, width, width, dtype=torch.bool), None, positions
+
+
+NEMO: dict[str, Any] = {
+    "MegatronGPTModel": MegatronGPTModel,
+    "AppState": lambda: SimpleNamespace(global_rank=0),
+    "average_losses_across_data_parallel_group": lambda losses: torch.stack(losses).detach(),
+    "get_iterator_k_split": split,
+    "get_last_rank": lambda: 0,
+    "get_ltor_masks_and_position_ids": masks_and_positions,
+    "logging": logging.getLogger("nemo"),
+    "get_specs": lambda *unused: None,
+    "str_to_dtype": lambda dtype: dtype,
+}
+
+
+class Nemo(MetaPathFinder, Loader):
+    """Every module ``nemo...``; its names are those of ``NEMO``, or stand for nothing."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "nemo" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: Any = ModuleType(spec.name)
+        module.__getattr__ = lambda name: NEMO.get(name) or type(name, (Nothing,), {})
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is empty."""
+
+
+def run_case(critics: Any, cfg: dict[str, Any], head: dict[str, Tensor], given: Any) -> Any:
+    """What NeMo-Aligner makes of one model: rewards, values and the loss."""
+    model = critics.MegatronGPTCriticModel(OmegaConf.create({**given["cfg"], **cfg}), trainer=None)
+    model.load_state_dict({f"model.{name}": each for name, each in head.items()})
+    model.rm_state_dict_cpu = model.critic_state_dict_cpu = model.state_dict()
+    model.prepare_for_training()
+    loss, _ = model.get_loss_and_metrics(dict(given["batch"]), forward_only=False)
+    with torch.no_grad():
+        rewards, values = model.infer_rm_critic((given["batch"]["tokens"], given["lengths"]))
+    return {"rewards": rewards, "values": values, "loss": loss}
+
+
+def main(given_path: str, found_path: str) -> None:
+    """Of every case in one file the numbers into the other."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.models import gpt
+
+    given = torch.load(given_path)
+    gpt.GPTModel = Decoder
+    sys.meta_path.insert(0, Nemo())
+    torch.cuda.synchronize = lambda: None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    critics = importlib.import_module("nemo_aligner.models.nlp.gpt.megatron_gpt_critic")
+    rows: Sequence[Any] = given["batch"]["tokens"].tolist()
+    Decoder.states = {tuple(row): each for row, each in zip(rows, given["hidden"], strict=True)}
+    with OnCpu():
+        found = {
+            name: run_case(critics, cfg, head, given)
+            for name, (cfg, head) in given["cases"].items()
+        }
+    torch.save({"ran": critics.__file__, **found}, found_path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
