@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
-from nemo_aligner.parallel.collectives import is_main
+from nemo_aligner.processes import is_main
 
 Watch: TypeAlias = Callable[[int, int], None]
 """Called on every rank now and then, with how many items are done, and of how many; may raise."""

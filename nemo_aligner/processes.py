@@ -51,6 +51,12 @@ def is_launched() -> bool:
     return find_process(os.environ).master is not None
 
 
+def is_main() -> bool:
+    """Whether this is rank 0 of torch's process group, or there is no group at all."""
+    dist = sys.modules.get("torch.distributed")  # not imported: then there is no group
+    return dist is None or not dist.is_initialized() or dist.get_rank() == 0
+
+
 def is_first_rank() -> bool:
     """Whether this is rank 0, or the only process."""
     try:

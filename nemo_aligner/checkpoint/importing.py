@@ -22,12 +22,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.attributes import attribute_names
-from nemo_aligner.checkpoint.decoder_tensors import (
-    HEAD,
-    HEAD_BIAS,
-    OUTPUT_LAYER,
-    PREFIX,
-)
+from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_BIAS, OUTPUT_LAYER, PREFIX
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
 from nemo_aligner.checkpoint.nemo.folders import NemoFolder
 from nemo_aligner.checkpoint.nemo.into_model import model_shape

@@ -1,9 +1,4 @@
-"""Completion of verbs, flags and settings with the Tab key.
-
-In ~/.bashrc: eval "$(nemo-aligner completion bash)"; in ~/.zshrc the same with zsh; for fish:
-
-  nemo-aligner completion fish | source
-"""
+"""Completion of verbs, flags and settings with the Tab key."""
 
 from __future__ import annotations
 
@@ -14,15 +9,23 @@ import argcomplete
 from nemo_aligner.cli import main
 from nemo_aligner.cli.parser import PROGRAM, Parser
 
+_COMPLETION = """\
+Completion of verbs, flags and settings with the Tab key.
 
-def new_parser() -> Parser:
+In ~/.bashrc: eval "$(nemo-aligner completion bash)"; in ~/.zshrc the same with zsh; for fish:
+
+  nemo-aligner completion fish | source
+"""
+
+
+def completion_parser() -> Parser:
     """The options of ``nemo-aligner completion``."""
-    parser = Parser("completion", __doc__)
+    parser = Parser("completion", _COMPLETION)
     parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="yours")
     return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def run_completion(options: argparse.Namespace) -> int:
     """What the shell is to run once."""
     shell = "bash" if options.shell == "zsh" else options.shell
     print(argcomplete.shellcode([PROGRAM], shell=shell))

@@ -6,13 +6,16 @@ import argparse
 
 from nemo_aligner.cli.parser import Parser
 
+_DOCTOR = """\
+What this machine has, and what is missing, with the command that brings it."""
 
-def new_parser() -> Parser:
+
+def doctor_parser() -> Parser:
     """The options of ``nemo-aligner doctor``."""
-    return Parser("doctor", __doc__)
+    return Parser("doctor", _DOCTOR)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
     """0 where nothing is missing that training and scoring need."""
     from nemo_aligner.diagnostics.doctor import examine, render
     from nemo_aligner.diagnostics.finding import Verdict

@@ -1,4 +1,19 @@
-"""Which parallel layouts fit on so many GPUs, what a GPU then holds, and how fast it might be.
+"""Which parallel layouts fit on so many GPUs, what a GPU then holds, and how fast it might be."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from nemo_aligner.cli.parser import Parser, positive
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.planning.presets import PRESETS, preset
+from nemo_aligner.planning.report import render_best, render_heading, render_layouts
+from nemo_aligner.planning.request import PlanRequest
+
+_PLAN = """\
+Which parallel layouts fit on so many GPUs, what a GPU then holds, and how fast it might be.
 
   nemo-aligner plan --params 8B --gpus 8
   nemo-aligner plan --config base.nemo --gpus 64 --gpu-memory 141
@@ -11,28 +26,15 @@ recomputed, as few of each pipeline stage as it takes. With more than one number
 layout of each is shown.
 """
 
-from __future__ import annotations
 
-import argparse
-from dataclasses import fields
-from pathlib import Path
-
-from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.plan_flags import add_flags
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.planning.presets import preset
-from nemo_aligner.planning.report import render_best, render_heading, render_layouts
-from nemo_aligner.planning.request import PlanRequest
-
-
-def new_parser() -> Parser:
+def plan_parser() -> Parser:
     """The options of ``nemo-aligner plan``."""
-    parser = Parser("plan", __doc__)
+    parser = Parser("plan", _PLAN)
     add_flags(parser)
     return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
     """The layouts on one number of GPUs, or the best on each of several."""
     given = vars(options)
     shape, name = preset(options.params) if options.params else _read_shape(options.config)
@@ -50,3 +52,62 @@ def _read_shape(path: Path) -> tuple[ModelShape, str]:
     from nemo_aligner.checkpoint.nemo.config_file import read_model_config
 
     return ModelShape.from_config(read_model_config(path)), str(path)
+
+
+def add_flags(parser: Parser) -> None:
+    """All that ``nemo-aligner plan`` is asked for."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--config", type=Path, metavar="FILE", help="a model_config.yaml or a .nemo archive"
+    )
+    model.add_argument("--params", metavar="SIZE", help=f"a Llama's: {', '.join(PRESETS)}")
+    parser.add_argument(
+        "--gpus", type=positive, nargs="+", required=True, metavar="N", help="how many"
+    )
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: 80")
+    parser.add_argument(
+        "--reserve", type=float, metavar="GIB",
+        help="left to CUDA, NCCL and the allocator's gaps (default: 4, assumed)",
+    )  # fmt: skip
+    _add_batch(parser.add_argument_group("the batch"))
+    _add_speed(parser.add_argument_group("assumptions on speed"))
+    parser.add_argument(
+        "--top", type=positive, default=12, metavar="N", help="layouts to show (default: 12)"
+    )
+    parser.set_defaults(**vars(PlanRequest()))
+
+
+def _add_batch(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--seq-length", type=positive, metavar="N", help="as model.data.seq_length")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--global-batch-size", type=positive, metavar="N", help="as model.global_batch_size"
+    )
+    size.add_argument(
+        "--global-batch-tokens", type=positive, metavar="N", help="instead, tokens of a step"
+    )
+    group.add_argument(
+        "--micro-batch-tokens", type=positive, metavar="N",
+        help="as model.micro_batch_tokens (default: its own, or a pair if that is more)",
+    )  # fmt: skip
+    group.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: bf16")
+    group.add_argument("--freeze-layers", type=int, metavar="N", help="as model.freeze_layers")
+    group.add_argument("--lora-rank", type=int, metavar="N", help="as model.lora.rank")
+    group.add_argument("--cpu-offload", action="store_true", help="as model.optim.cpu_offload=true")
+    group.add_argument(
+        "--recompute", choices=["auto", "none", "selective", "full"],
+        help="default auto: as few layers as fit",
+    )  # fmt: skip
+
+
+def _add_speed(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tflops", type=float, metavar="N", help="peak of a GPU (default 989: H100, H200 in bf16)"
+    )
+    group.add_argument(
+        "--mfu", type=float, metavar="FRACTION", help="of it that computation reaches (default 0.4)"
+    )
+    group.add_argument("--intra-node", type=float, metavar="GB/S", help="of a GPU (450: NVLink 4)")
+    group.add_argument("--inter-node", type=float, metavar="GB/S", help="of a GPU (50: 400 Gb/s)")
+    group.add_argument("--host", type=float, metavar="GB/S", help="to host memory (50: PCIe 5)")
+    group.add_argument("--gpus-per-node", type=positive, metavar="N", help="default: 8")

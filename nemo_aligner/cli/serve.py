@@ -1,23 +1,34 @@
-"""Answer texts with a reward model's rewards over HTTP, until SIGTERM or Ctrl-C.
-
-nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
-"""
+"""Verbs that serve and ask servers: ``serve``, ``serve-critic``, ``gateway`` and ``score``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
 
 from nemo_aligner.cli.parser import Parser
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
+from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.errors import ConfigError, ServingError
+
+_SERVE = """\
+Answer texts with a reward model's rewards over HTTP, until SIGTERM or Ctrl-C.
+
+nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
+"""
 
 
-def new_parser() -> Parser:
+def serve_parser() -> Parser:
     """The options of ``nemo-aligner serve``."""
-    return settings_parser("serve", __doc__, ServeConfig)
+    return settings_parser("serve", _SERVE, ServeConfig)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
     """Serve until told to stop."""
     config = read_settings(ServeConfig, options, ["rm_model_file"])
     if starts_ranks(options):
@@ -25,3 +36,119 @@ def run(options: argparse.Namespace) -> int:
     from nemo_aligner.serving.run import run_server
 
     return run_server(config)
+
+
+_SERVE_CRITIC = """\
+Serve the critic of PPO over HTTP: values, training and saving, until SIGTERM or Ctrl-C.
+
+nemo-aligner serve-critic pretrained_checkpoint.restore_from_path=rm.nemo
+"""
+
+_VERB = "serve-critic"
+
+
+def serve_critic_parser() -> Parser:
+    """The options of ``nemo-aligner serve-critic``."""
+    return settings_parser(_VERB, _SERVE_CRITIC, ServeCriticConfig)
+
+
+def run_serve_critic(options: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    needed = ["pretrained_checkpoint.restore_from_path"]
+    config = read_settings(ServeCriticConfig, options, needed)
+    if starts_ranks(options):
+        return start_ranks(_VERB, options)
+    from nemo_aligner.serving.run_critic import run_critic_server
+
+    return run_critic_server(config)
+
+
+_GATEWAY = """\
+Answer OpenRLHF, vLLM, NeMo Gym and plain JSON over HTTP, in front of reward servers.
+
+nemo-aligner gateway 'backends=[http://127.0.0.1:5555]' gateway.port=8000
+"""
+
+
+def gateway_parser() -> Parser:
+    """The options of ``nemo-aligner gateway``."""
+    return settings_parser("gateway", _GATEWAY, GatewayRunConfig, has_ranks=False)
+
+
+def run_gateway(options: argparse.Namespace) -> int:
+    """Answer until told to stop."""
+    config = read_settings(GatewayRunConfig, options)
+    from nemo_aligner.serving.gateway import run_gateway
+
+    return run_gateway(config)
+
+
+_SCORE = """\
+Ask a reward model server for rewards.
+
+  nemo-aligner score "some text" "another text"
+  nemo-aligner score --file pairs.jsonl
+  nemo-aligner score --conversation '[{"role": "user", ...}, ...]'
+
+A conversation gets the model's chat template; a text is scored as it stands. A file has lines of
+{"text": ...}, {"messages": [...]} or pairs (prompt, chosen, rejected), one reward per reply.
+"""
+
+_QUIET_S = 2.0
+
+
+def score_parser() -> Parser:
+    """The options of ``nemo-aligner score``."""
+    parser = Parser("score", _SCORE)
+    parser.add_argument("texts", nargs="*", help="texts, scored without a chat template")
+    parser.add_argument("--url", default="http://127.0.0.1:5555", help="default: %(default)s")
+    parser.add_argument(
+        "--conversation", action="append", default=[], metavar="JSON",
+        help="a list of messages",
+    )  # fmt: skip
+    parser.add_argument("--file", type=Path, metavar="JSONL", help="texts of a file")
+    parser.add_argument("--expect", metavar="HASH", help="refuse rewards by another contract")
+    parser.add_argument(
+        "--token-variable", metavar="NAME",
+        help="environment variable with the server's bearer token",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wait", type=float, default=0, metavar="SECONDS",
+        help="for a server that is not up yet (default: 0)",
+    )  # fmt: skip
+    return parser
+
+
+def run_score(options: argparse.Namespace) -> int:
+    """A line for each text: its rewards, and the text."""
+    texts = list(_texts(options))
+    if not texts:
+        raise ConfigError("nothing to score: give texts, --conversation or --file")
+    from nemo_aligner.serving.client.reward import RewardClient
+    from nemo_aligner.serving.tokens import find_token
+
+    token = find_token(None, options.token_variable, "--token")
+    with RewardClient(
+        options.url, expect=options.expect, wait_s=options.wait, token=token
+    ) as client:
+        patience = f"waiting for an answer of {options.url} ..."
+        waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
+        waiting.start()
+        try:
+            rewards = client.score([text for _, text in texts])
+        except ServingError as error:  # the client's argument, by its name here
+            raise ServingError(str(error).replace("wait_s", "--wait")) from error
+        finally:
+            waiting.cancel()
+    for (label, _), row in zip(texts, rewards, strict=True):
+        print("  ".join(f"{reward:10.4f}" for reward in row), "", label, sep="  ")
+    return 0
+
+
+def _texts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    from nemo_aligner.data.texts import label_of, labelled_conversation, labelled_texts
+
+    yield from ((label_of(text), text) for text in options.texts)
+    yield from map(labelled_conversation, options.conversation)
+    if options.file is not None:
+        yield from labelled_texts(options.file)

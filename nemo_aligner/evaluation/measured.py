@@ -10,12 +10,7 @@ from typing import Any, Protocol
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.evaluation.html.evaluated import of_report, of_task
 from nemo_aligner.evaluation.html.reported import Reported
-from nemo_aligner.evaluation.report import (
-    render_report,
-    reward_rows,
-    write_report,
-    write_rewards,
-)
+from nemo_aligner.evaluation.report import render_report, reward_rows, write_report, write_rewards
 from nemo_aligner.evaluation.robustness import Robustness, ScoredPairs
 from nemo_aligner.evaluation.run_task import (
     TaskReport,

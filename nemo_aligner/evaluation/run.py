@@ -85,11 +85,11 @@ def _check_unread(config: EvaluateConfig) -> None:
         ConfigError: such a setting is not its default.
     """
     usual = type(config.data)()
-    for field in fields(usual):
-        got = getattr(config.data, field.name)
-        if field.name != "path" and got != getattr(usual, field.name):
+    for each in fields(usual):
+        got = getattr(config.data, each.name)
+        if each.name != "path" and got != getattr(usual, each.name):
             raise ConfigError(
-                f"data.{field.name}: got {got!r}, which has no effect on a benchmark's file; "
+                f"data.{each.name}: got {got!r}, which has no effect on a benchmark's file; "
                 f"wanted it left out with task={config.task}"
             )
 

@@ -25,7 +25,7 @@ from nemo_aligner.models.last_layer import LastLayer
 from nemo_aligner.models.linear import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.lora import LINEARS, LoraShape
 
-_Linear = ColumnLinear | RowLinear
+_ParallelLinear = ColumnLinear | RowLinear
 
 
 class LoraAdapter(torch.nn.Module):
@@ -34,7 +34,7 @@ class LoraAdapter(torch.nn.Module):
     It has the layer's own group, and its way with sequence parallelism.
     """
 
-    def __init__(self, layer: _Linear, lora: LoraShape) -> None:
+    def __init__(self, layer: _ParallelLinear, lora: LoraShape) -> None:
         super().__init__()
         outputs, inputs = layer.weight.shape
         kind = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype}
@@ -98,7 +98,7 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return any(isinstance(each, LoraAdapter) for each in model.modules())
 
 
-def _adapted(model: Any) -> Iterator[tuple[int, _Linear]]:
+def _adapted(model: Any) -> Iterator[tuple[int, _ParallelLinear]]:
     """Every linear layer that has an adapter, and a number of its own in the whole model."""
     for layer in model.decoder.layers:
         for index, name in enumerate(LINEARS.values()):

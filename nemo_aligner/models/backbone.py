@@ -21,10 +21,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from nemo_aligner.config.common import Precision
@@ -35,12 +32,7 @@ from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.last_layer import LastLayer, LastTokenAttention
 from nemo_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_aligner.models.norms import NORMS
-from nemo_aligner.models.pointwise import (
-    by_whole_rows,
-    gated_gelu,
-    gated_silu,
-    squared_relu,
-)
+from nemo_aligner.models.pointwise import by_whole_rows, gated_gelu, gated_silu, squared_relu
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.precision import torch_dtype

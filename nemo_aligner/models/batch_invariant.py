@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.linear import ColumnLinear, RowLinear, in_pieces, rows_now
 from nemo_aligner.models.reward_model import GPTRewardModel
-from nemo_aligner.parallel.collectives import is_main
+from nemo_aligner.processes import is_main
 
 logger = logging.getLogger(__name__)
 

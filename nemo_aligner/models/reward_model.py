@@ -20,18 +20,14 @@ from nemo_aligner.models.adapters import attach_adapters
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.backbone import (
-    layer_spec,
-    transformer_config,
-    use_transformer_engine,
-)
+from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
 from nemo_aligner.models.dropout import LoraDropout
 from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
 from nemo_aligner.models.pooling import mean_of_replies
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.processes import is_main
 
 logger = logging.getLogger(__name__)
 

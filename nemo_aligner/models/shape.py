@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.numbers import (
-    LEAST_NUMBER,
-    MOST,
-    MOST_NUMBER,
-    read_count,
-    read_number,
-)
+from nemo_aligner.config.numbers import LEAST_NUMBER, MOST, MOST_NUMBER, read_count, read_number
 from nemo_aligner.errors import CheckpointError, ConfigError, shown
 from nemo_aligner.models.head_shape import HeadShape, read_head_shape
 from nemo_aligner.models.lora import LoraShape, read_lora

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nemo_aligner.processes import is_main
 from nemo_aligner.transfer import to_device
 
 T = TypeVar("T")
@@ -20,11 +21,6 @@ _LONGEST_WAIT_S = 1.0
 
 def barrier() -> None:
     dist.barrier()
-
-
-def is_main() -> bool:
-    """Whether this is rank 0, or there is no process group at all."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def broadcast_object(value: T) -> T:

@@ -27,14 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_aligner.errors import ConfigError, DataError, short, shown
-from nemo_aligner.text.messages import (
-    ROLES,
-    Conversation,
-    Message,
-    Messages,
-    is_plain,
-    messages_of,
-)
+from nemo_aligner.text.messages import ROLES, Conversation, Message, Messages, is_plain, messages_of
 from nemo_aligner.text.template_trial import check_it_ends
 from nemo_aligner.text.tokenizer import Tokenizer
 

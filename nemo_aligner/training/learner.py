@@ -15,12 +15,7 @@ from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.loader import Imbalance, TrainLoader, validation_batches
 from nemo_aligner.data.packing import measure_record
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.models.step import (
-    count_parts,
-    forward_backward,
-    gather_rewards,
-    infer_in_parts,
-)
+from nemo_aligner.models.step import count_parts, forward_backward, gather_rewards, infer_in_parts
 from nemo_aligner.models.trainable import unwrap_after_training
 from nemo_aligner.objectives.base import (
     Objective,

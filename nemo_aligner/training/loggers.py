@@ -15,7 +15,7 @@ from nemo_aligner.checkpoint.run_folder import METRICS_NAME
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.console import say
 from nemo_aligner.errors import ConfigError, one_line
-from nemo_aligner.parallel.collectives import is_main
+from nemo_aligner.processes import is_main
 from nemo_aligner.training.metrics_file import MetricsFile
 from nemo_aligner.training.tracking import build_tracked_loggers
 

@@ -22,9 +22,9 @@ from nemo_aligner.data.training_data import TrainingData, how_to_read
 from nemo_aligner.errors import ConfigError
 from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.collectives import is_main
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import initialize_layout
+from nemo_aligner.processes import is_main
 from nemo_aligner.training.build import build_data, build_learner
 from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.export import finish

@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING
 from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
-from nemo_aligner.cli import merge
+from nemo_aligner.cli.checkpoint import merge_parser, run_merge
 from nemo_aligner.config.common import Precision
 from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.parallel.layout import ParallelLayout
@@ -126,7 +126,7 @@ def test_merge_verb_averages_by_default(
     first: Path, vary: Vary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*arguments: object) -> int:
-        return merge.run(merge.new_parser().parse([str(each) for each in arguments]))
+        return run_merge(merge_parser().parse([str(each) for each in arguments]))
 
     second, output = vary("second.nemo", 2), tmp_path / "mean.nemo"
     assert run("--input", first, second, f"--output={output}") == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.cli import score
+from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser, fraction, names, positive
-from nemo_aligner.cli.running import run_verb
+from nemo_aligner.cli.serve import run_score, score_parser
 from nemo_aligner.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.subcommand import show_command
 from tests.launching import ROOT
@@ -136,7 +136,7 @@ def test_score_refuses_what_is_no_conversation_before_it_asks_a_server() -> None
     }
     for given, said in wanted.items():
         with pytest.raises(ConfigError, match=f"^--conversation: .*{said}"):
-            score.run(score.new_parser().parse(["--conversation", given]))
+            run_score(score_parser().parse(["--conversation", given]))
 
 
 def test_command_is_shown_as_one_would_type_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.cli import train
+from nemo_aligner.cli.train import run_train, train_parser
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.errors import ConfigError, SettingsError
@@ -37,7 +37,7 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
         "model.micro_batch_tokens=300",
         "trainer.rm.max_steps=2",
     ]
-    assert train.run(train.new_parser().parse_args(settings)) == 0
+    assert run_train(train_parser().parse_args(settings)) == 0
     report, rewards, page = (tmp_path / f"report.{end}" for end in ("json", "jsonl", "html"))
     settings = [
         f"rm_model_file={run / 'checkpoints' / 'megatron_gpt.nemo'}",

@@ -15,13 +15,7 @@ from nemo_aligner.objectives.bradley_terry import BradleyTerry
 from nemo_aligner.objectives.davidson import Davidson
 from nemo_aligner.objectives.plackett_luce import PlackettLuce
 from nemo_aligner.objectives.rao_kupper import RaoKupper
-from tests.objectives.hand_made import (
-    accepted,
-    check_any_batch,
-    check_gradient,
-    loss_of,
-    ranked,
-)
+from tests.objectives.hand_made import accepted, check_any_batch, check_gradient, loss_of, ranked
 
 MISSING = math.nan
 

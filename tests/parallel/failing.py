@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
+from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.running import run_verb
 from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.parallel.collectives import barrier, gather_objects
 from nemo_aligner.parallel.launch import launch

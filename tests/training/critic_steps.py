@@ -93,9 +93,9 @@ def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, 
 def main(archive: str, folder: str, names: str) -> None:
     import torch
 
-    from nemo_aligner.parallel.collectives import is_main
     from nemo_aligner.parallel.launch import launch
     from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+    from nemo_aligner.processes import is_main
 
     with launch(timeout_seconds=60):
         for name in names.split(","):

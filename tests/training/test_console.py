@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved
+from nemo_aligner.cli.main import load
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.loader import Imbalance
@@ -148,7 +148,7 @@ def test_next_commands_can_be_typed() -> None:
     for command in commands:
         program, verb, *arguments = shlex.split(command)
         assert program == "nemo-aligner"
-        parser = importlib.import_module(f"nemo_aligner.cli.{verb}").new_parser()
+        parser = load(verb).new_parser()
         given = vars(parser.parse_args(arguments))
         assert any("my run/checkpoints/model.nemo" in str(value) for value in given.values())
 

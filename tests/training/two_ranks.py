@@ -16,9 +16,10 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.parallel.collectives import gather_objects, is_main
+from nemo_aligner.parallel.collectives import gather_objects
 from nemo_aligner.parallel.launch import launch
 from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.processes import is_main
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.build import build_optimizer
 from nemo_aligner.training.optimizer.optimizer import Optimizer

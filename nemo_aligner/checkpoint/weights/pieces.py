@@ -13,11 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from nemo_aligner.checkpoint.weights.pickles import Outline, load_plain, outline_of
 from nemo_aligner.checkpoint.weights.private_names import torch_archive

@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.weights.common import write_common
 from nemo_aligner.checkpoint.weights.own_storage import InPlaceSavePlanner
 from nemo_aligner.checkpoint.weights.private_names import rank_collectives, torch_tensors
 from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, without_objects
-from nemo_aligner.checkpoint.weights.torch_dist import FORMAT
+from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST
 from nemo_aligner.errors import CheckpointError
 from nemo_aligner.parallel.collectives import on_main
 from nemo_aligner.parallel.host_copies import Wait, copy_beside
@@ -104,7 +104,7 @@ class PendingSave:
     def _write_index(self, written: list[list[WriteResult]]) -> None:
         assert self._metadata is not None
         self._writer.finish(self._metadata, written)
-        save_config(CheckpointingConfig(FORMAT, 1), str(self._folder))
+        save_config(CheckpointingConfig(TORCH_DIST, 1), str(self._folder))
 
 
 def start_saving(

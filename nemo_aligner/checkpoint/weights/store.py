@@ -6,20 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.untrusted import read_json
-from nemo_aligner.checkpoint.weights import torch_dist, zarr
 from nemo_aligner.checkpoint.weights.common import read_common
 from nemo_aligner.checkpoint.weights.tensor_store import (
     ShardedStateDict,
     TensorStore,
     raise_everywhere,
 )
-from nemo_aligner.checkpoint.weights.torch_dist import TorchDistStore
-from nemo_aligner.checkpoint.weights.zarr import ZarrStore
+from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST, TorchDistStore
+from nemo_aligner.checkpoint.weights.zarr import ZARR, ZarrStore
 from nemo_aligner.errors import CheckpointError
 
 _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
-    torch_dist.FORMAT: TorchDistStore,
-    zarr.FORMAT: ZarrStore,
+    TORCH_DIST: TorchDistStore,
+    ZARR: ZarrStore,
 }
 
 
@@ -32,7 +31,7 @@ def open_weights(folder: Path) -> TensorStore:
     path = folder / "metadata.json"
     backend = read_json(path, str(path)).get("sharded_backend")
     if not isinstance(backend, str) or backend not in _STORES:
-        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {torch_dist.FORMAT!r}")
+        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
     return _STORES[backend](folder)
 
 
@@ -52,5 +51,5 @@ def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str
 def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
     store = open_weights(folder)
     if not isinstance(store, TorchDistStore):
-        raise CheckpointError(f"{folder}: got another format, wanted {torch_dist.FORMAT!r}")
+        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
     return store, read_common(folder)

@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.weights.pieces import FileSlice, check_pieces, read
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.errors import CheckpointError, short
 
-FORMAT = "torch_dist"
+TORCH_DIST = "torch_dist"
 
 
 class TorchDistStore(TensorStore):

@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.weights.tensor_store import TensorStore, is_optimiz
 from nemo_aligner.errors import CheckpointError, shown
 from nemo_aligner.precision import zarr_dtypes
 
-FORMAT = "zarr"
+ZARR = "zarr"
 _HEADER = ".zarray"
 _DTYPES = zarr_dtypes()
 

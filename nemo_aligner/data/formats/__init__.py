@@ -52,23 +52,21 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.formats import (
-    chat_pairs,
-    comparison_text,
-    helpsteer2_preference,
-    helpsteer3,
-    hh,
-    nemo_rl_preference,
-    openai_preference,
-    pandalm,
-    qa_feedback,
-    rated_chat,
-    rated_text,
-    text_pairs,
-    ultrafeedback,
-)
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
+from nemo_aligner.data.formats.chat_pairs import CHAT_PAIRS, pairs_by
+from nemo_aligner.data.formats.comparison_text import COMPARISON_TEXT
 from nemo_aligner.data.formats.fields import read_source
+from nemo_aligner.data.formats.helpsteer2_preference import HELPSTEER2_PREFERENCE
+from nemo_aligner.data.formats.helpsteer3 import HELPSTEER3
+from nemo_aligner.data.formats.hh import HH
+from nemo_aligner.data.formats.nemo_rl_preference import NEMO_RL_PREFERENCE
+from nemo_aligner.data.formats.openai_preference import OPENAI_PREFERENCE
+from nemo_aligner.data.formats.pandalm import PANDALM
+from nemo_aligner.data.formats.qa_feedback import QA_FEEDBACK
+from nemo_aligner.data.formats.rated_chat import RATED_CHAT
+from nemo_aligner.data.formats.rated_text import RATED_TEXT
+from nemo_aligner.data.formats.text_pairs import MAYBE_PROMPTS, TEXT_PAIRS
+from nemo_aligner.data.formats.ultrafeedback import ULTRAFEEDBACK
 from nemo_aligner.data.records import MalformedRecord, Origin, Rating, Record
 from nemo_aligner.data.sources import AnyLine, BadLine, Line
 from nemo_aligner.errors import ConfigError, DataError
@@ -81,19 +79,19 @@ _COMMON = ("chat_pairs", "rated_chat")
 FORMATS: dict[str, Format] = {
     known.name: known
     for known in (
-        comparison_text.FORMAT,
-        hh.FORMAT,
-        text_pairs.FORMAT,
-        chat_pairs.FORMAT,
-        nemo_rl_preference.FORMAT,
-        openai_preference.FORMAT,
-        helpsteer3.FORMAT,
-        helpsteer2_preference.FORMAT,
-        ultrafeedback.FORMAT,
-        qa_feedback.FORMAT,
-        pandalm.FORMAT,
-        rated_text.FORMAT,
-        rated_chat.FORMAT,
+        COMPARISON_TEXT,
+        HH,
+        TEXT_PAIRS,
+        CHAT_PAIRS,
+        NEMO_RL_PREFERENCE,
+        OPENAI_PREFERENCE,
+        HELPSTEER3,
+        HELPSTEER2_PREFERENCE,
+        ULTRAFEEDBACK,
+        QA_FEEDBACK,
+        PANDALM,
+        RATED_TEXT,
+        RATED_CHAT,
     )
 }
 
@@ -137,11 +135,11 @@ def choose_format(
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
     """The format that ``choose_format`` gave, by its name and with the same ``pair_keys``."""
-    return FORMATS[name] if pair_keys is None else chat_pairs.pairs_by(pair_keys)
+    return FORMATS[name] if pair_keys is None else pairs_by(pair_keys)
 
 
 def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
-    by_keys = chat_pairs.pairs_by(keys)
+    by_keys = pairs_by(keys)
     if fmt not in ("auto", by_keys.name):
         raise ConfigError(
             f"model.data.format: got {fmt!r}, wanted auto or {by_keys.name}, whose fields "
@@ -164,7 +162,7 @@ def _hint(line: Line, fitting: Sequence[Format]) -> str:
     misspelt = _find_misspelt(line.value, fitting)
     if misspelt is not None:
         return f"; {misspelt}"
-    prompts = [key for key in text_pairs.MAYBE_PROMPTS if line.value.get(key)]
+    prompts = [key for key in MAYBE_PROMPTS if line.value.get(key)]
     if {"chosen", "rejected"} <= set(line.value) and prompts:
         flag = f"{prompts[0]} (model.data.prompt_key={prompts[0]} in training)"
         return (

@@ -17,8 +17,8 @@ from nemo_aligner.data.formats.hh import is_hh
 from nemo_aligner.data.formats.scored_pairs import read_margin_labels
 from nemo_aligner.data.records import Comparison, Origin
 
-_NAME = "chat_pairs"
-_SAMPLE = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+_CHAT_PAIRS = "chat_pairs"
+_CHAT_SAMPLE = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 
 
 def pairs_by(keys: PairKeys) -> Format:
@@ -39,15 +39,17 @@ def pairs_by(keys: PairKeys) -> Format:
         return Comparison.of_pair(chosen, rejected, origin, labels=labels)
 
     return Format(
-        name=_NAME,
+        name=_CHAT_PAIRS,
         kind=RecordKind.comparison,
         matches=matches,
         wanted=f"{keys.prompt!r}, {keys.chosen!r} and {keys.rejected!r}, "
         "strings or lists of messages",
         parse=parse,
-        sample=({getattr(keys, key): text for key, text in _SAMPLE.items()},),
+        sample=({getattr(keys, key): text for key, text in _CHAT_SAMPLE.items()},),
     )
 
 
-_USUAL = pairs_by(PairKeys())
-FORMAT = replace(_USUAL, matches=lambda value: _USUAL.matches(value) and not is_hh(value))
+_WITH_USUAL_KEYS = pairs_by(PairKeys())
+CHAT_PAIRS = replace(
+    _WITH_USUAL_KEYS, matches=lambda value: _WITH_USUAL_KEYS.matches(value) and not is_hh(value)
+)

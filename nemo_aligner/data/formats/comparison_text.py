@@ -10,7 +10,9 @@ from nemo_aligner.data.formats.fields import read_pair_labels, read_string
 from nemo_aligner.data.records import Comparison, Origin
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_comparison_text(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
     chosen, rejected = (read_string(value, "text") for value in values)
     return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
 
@@ -23,12 +25,12 @@ def _is_text(value: dict[str, Any]) -> bool:
     return "text" in value and _OTHERS.isdisjoint(value)
 
 
-FORMAT = Format(
+COMPARISON_TEXT = Format(
     name="comparison_text",
     kind=RecordKind.comparison,
     matches=_is_text,
     wanted="'text', without 'label', on two lines: chosen, then rejected",
-    parse=_parse,
+    parse=_parse_comparison_text,
     sample=({"text": "User: 2+2?\nAssistant: 4"}, {"text": "User: 2+2?\nAssistant: 5"}),
     lines_per_record=2,
 )

@@ -16,18 +16,20 @@ from nemo_aligner.data.formats.ranking import ranked_by_strength
 from nemo_aligner.data.records import Comparison, Origin
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_helpsteer2_preference(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
     value = values[0]
     prompt = split_turns(value["prompt"])
     texts = [read_conversation(prompt, value[key], key) for key in ("response_1", "response_2")]
     return ranked_by_strength(texts, "preference_strength", value, origin, wanted)
 
 
-FORMAT = Format(
+HELPSTEER2_PREFERENCE = Format(
     name="helpsteer2_preference",
     kind=RecordKind.comparison,
     matches=has("prompt", "response_1", "response_2", "preference_strength"),
     wanted="'prompt', 'response_1', 'response_2' and 'preference_strength', from -3 to 3",
-    parse=_parse,
+    parse=_parse_helpsteer2_preference,
     sample=({"prompt": "2+2?", "response_1": "5", "response_2": "4", "preference_strength": 3},),
 )

@@ -17,7 +17,9 @@ from nemo_aligner.data.formats.ranking import ranked_by_strength
 from nemo_aligner.data.records import Comparison, Origin
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_helpsteer3(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
     value = values[0]
     texts = [
         read_conversation(value["context"], value[key], key, "context")
@@ -27,12 +29,12 @@ def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -
     return replace(record, source=read_source(value.get("domain")))
 
 
-FORMAT = Format(
+HELPSTEER3 = Format(
     name="helpsteer3",
     kind=RecordKind.comparison,
     matches=has("context", "response1", "response2", "overall_preference"),
     wanted="'context', 'response1', 'response2' and 'overall_preference', from -3 to 3",
-    parse=_parse,
+    parse=_parse_helpsteer3,
     sample=(
         {
             "domain": "stem",

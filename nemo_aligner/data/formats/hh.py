@@ -60,7 +60,7 @@ def turns_of(text: str, key: str) -> Messages:
     ]
 
 
-FORMAT = Format(
+HH = Format(
     name="hh",
     kind=RecordKind.comparison,
     matches=is_hh,

@@ -16,7 +16,9 @@ from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.errors import DataError
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_nemo_rl_preference(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
     value = values[0]
     completions = read_objects(value, "completions", "rank", "completion")
     texts = [
@@ -33,12 +35,12 @@ def _rank(rank: object, number: int) -> int:
     return rank
 
 
-FORMAT = Format(
+NEMO_RL_PREFERENCE = Format(
     name="nemo_rl_preference",
     kind=RecordKind.comparison,
     matches=has("context", "completions"),
     wanted="'context' and 'completions', two or more objects with 'rank' and 'completion'",
-    parse=_parse,
+    parse=_parse_nemo_rl_preference,
     sample=(
         {
             "context": [{"role": "user", "content": "2+2?"}],

@@ -19,7 +19,9 @@ _OUTPUTS = ("preferred_output", "non_preferred_output")
 _PROMPT = "input.messages"
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_openai_preference(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
     value = values[0]
     asked = value["input"]
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
@@ -33,12 +35,12 @@ def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -
     return Comparison.of_pair(better, worse, origin, labels=read_pair_labels(value, wanted))
 
 
-FORMAT = Format(
+OPENAI_PREFERENCE = Format(
     name="openai_preference",
     kind=RecordKind.comparison,
     matches=has("input", *_OUTPUTS),
     wanted="'input' with 'messages', 'preferred_output' and 'non_preferred_output'",
-    parse=_parse,
+    parse=_parse_openai_preference,
     sample=(
         {
             "input": {"messages": [{"role": "user", "content": "2+2?"}], "tools": []},

@@ -40,7 +40,7 @@ def _vote(value: dict[str, Any], key: str) -> int:
     return _VOTES[label]
 
 
-FORMAT = Format(
+PANDALM = Format(
     name="pandalm",
     kind=RecordKind.comparison,
     matches=has("instruction", *_RESPONSES, *_ANNOTATORS),

@@ -60,7 +60,7 @@ def _net_losses(preference: object) -> list[int]:
     return losses
 
 
-FORMAT = Format(
+QA_FEEDBACK = Format(
     name="qa_feedback",
     kind=RecordKind.comparison,
     matches=has("question", *_ANSWERS, "preference"),

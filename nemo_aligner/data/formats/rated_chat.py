@@ -14,18 +14,18 @@ from nemo_aligner.data.formats.fields import read_conversation, read_labels, spl
 from nemo_aligner.data.records import Origin, Rating
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+def _parse_rated_chat(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
     value = values[0]
     labels = read_labels(value, wanted, "an attribute of model.regression.attributes")
     conversation = read_conversation(split_turns(value["prompt"]), value["response"], "response")
     return Rating(conversation, labels, origin)
 
 
-FORMAT = Format(
+RATED_CHAT = Format(
     name="rated_chat",
     kind=RecordKind.rating,
     matches=has("prompt", "response"),
     wanted="'prompt', 'response' and a number for every attribute",
-    parse=_parse,
+    parse=_parse_rated_chat,
     sample=({"prompt": "2+2?", "response": "4", "helpfulness": 4, "verbosity": None},),
 )

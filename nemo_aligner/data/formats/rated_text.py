@@ -11,7 +11,7 @@ from nemo_aligner.data.records import Origin, Rating
 from nemo_aligner.errors import DataError
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+def _parse_rated_text(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
     given = values[0]["label"]
     given = given if isinstance(given, list) else [given]
     if wanted.names and len(given) != len(wanted.names):
@@ -24,11 +24,11 @@ def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -
     return Rating(checked(values[0]["text"], "text"), labels, origin)
 
 
-FORMAT = Format(
+RATED_TEXT = Format(
     name="rated_text",
     kind=RecordKind.rating,
     matches=has("text", "label"),
     wanted="'text' and 'label'",
-    parse=_parse,
+    parse=_parse_rated_text,
     sample=({"text": "User: 2+2?\nAssistant: 4", "label": [4, 0]},),
 )

@@ -27,17 +27,19 @@ def _are_texts(value: dict[str, Any]) -> bool:
     )
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_text_pairs(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
     chosen, rejected = (read_string(values[0], key) for key in ("chosen", "rejected"))
     labels = read_margin_labels(values[0], wanted)
     return Comparison.of_pair(chosen, rejected, origin, labels=labels)
 
 
-FORMAT = Format(
+TEXT_PAIRS = Format(
     name="text_pairs",
     kind=RecordKind.comparison,
     matches=_are_texts,
     wanted="'chosen' and 'rejected', raw texts, without a field for the prompt",
-    parse=_parse,
+    parse=_parse_text_pairs,
     sample=({"chosen": "The sky is blue.", "rejected": "The sky is green."},),
 )

@@ -52,7 +52,7 @@ def _scores(completions: list[dict[str, Any]]) -> list[float]:
     raise DataError(f"completions: wanted a number in all of them, {' or '.join(_SCORES)}")
 
 
-FORMAT = Format(
+ULTRAFEEDBACK = Format(
     name="ultrafeedback",
     kind=RecordKind.comparison,
     matches=has("instruction", "completions"),

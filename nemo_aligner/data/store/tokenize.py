@@ -35,12 +35,7 @@ from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Recor
 from nemo_aligner.data.sources import count_swallowed
 from nemo_aligner.errors import DataError
 from nemo_aligner.prefix import prefix_of_all
-from nemo_aligner.text.contract import (
-    EncodedText,
-    NoTemplateError,
-    OverlongError,
-    ScoringContract,
-)
+from nemo_aligner.text.contract import EncodedText, NoTemplateError, OverlongError, ScoringContract
 from nemo_aligner.text.shared_text import TextIds
 from nemo_aligner.text.tokenizer import Tokenizer
 

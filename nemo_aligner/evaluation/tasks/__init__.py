@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from nemo_aligner.config.suggest import suggestion
 from nemo_aligner.errors import ConfigError
-from nemo_aligner.evaluation.tasks import (
-    autoj,
-    best_of_n,
-    hhh,
-    humanevalpack,
-    judgebench,
-    llmbar,
-    ppe_correctness,
-    rewardbench,
-    rewardbench2,
-    rm_bench,
-)
+from nemo_aligner.evaluation.tasks.autoj import AUTOJ
 from nemo_aligner.evaluation.tasks.base import Task
+from nemo_aligner.evaluation.tasks.best_of_n import BEST_OF_N
+from nemo_aligner.evaluation.tasks.hhh import HHH
+from nemo_aligner.evaluation.tasks.humanevalpack import HUMANEVALPACK
+from nemo_aligner.evaluation.tasks.judgebench import JUDGEBENCH
+from nemo_aligner.evaluation.tasks.llmbar import LLMBAR
+from nemo_aligner.evaluation.tasks.ppe_correctness import PPE_CORRECTNESS
+from nemo_aligner.evaluation.tasks.rewardbench import REWARDBENCH
+from nemo_aligner.evaluation.tasks.rewardbench2 import REWARDBENCH2
+from nemo_aligner.evaluation.tasks.rm_bench import RM_BENCH
 
-_MODULES = (
-    rewardbench,
-    rewardbench2,
-    rm_bench,
-    judgebench,
-    llmbar,
-    autoj,
-    humanevalpack,
-    hhh,
-    ppe_correctness,
-    best_of_n,
-)
-TASKS = {module.TASK.name: module.TASK for module in _MODULES}
+TASKS = {
+    task.name: task
+    for task in (
+        REWARDBENCH,
+        REWARDBENCH2,
+        RM_BENCH,
+        JUDGEBENCH,
+        LLMBAR,
+        AUTOJ,
+        HUMANEVALPACK,
+        HHH,
+        PPE_CORRECTNESS,
+        BEST_OF_N,
+    )
+}
 
 
 def find_task(name: str) -> Task:

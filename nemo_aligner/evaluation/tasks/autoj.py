@@ -15,17 +15,17 @@ from nemo_aligner.evaluation.tasks.base import (
     pair_rows,
 )
 
-_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1"), 2: None}
+_AUTOJ_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1"), 2: None}
 
 
-def _read(value: dict[str, Any]) -> TaskItem | None:
-    return labelled_item(value, "prompt", _ORDERS, subset=str(value["scenario"]))
+def _read_autoj(value: dict[str, Any]) -> TaskItem | None:
+    return labelled_item(value, "prompt", _AUTOJ_ORDERS, subset=str(value["scenario"]))
 
 
-TASK = Task(
+AUTOJ = Task(
     name="autoj",
     file="GAIR-NLP/auto-j, testdata_pairwise.jsonl (autoj_pairwise.json of prometheus-eval)",
-    read=_read,
+    read=_read_autoj,
     judge=first_is_above,
     summarise=pair_rows,
     sample={

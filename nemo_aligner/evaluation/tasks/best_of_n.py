@@ -22,7 +22,7 @@ from nemo_aligner.metrics.paired import bootstrap_interval
 from nemo_aligner.text.messages import reply_of
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
+def _read_best_of_n(value: dict[str, Any]) -> TaskItem:
     replies, scores = value["responses"], value["scores"]
     fits = isinstance(replies, list) and isinstance(scores, list) and len(replies) == len(scores)
     if not fits or len(replies) < 2:
@@ -49,11 +49,11 @@ def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
     return float(even[groups] @ scores[order])
 
 
-def _judge(item: TaskItem, rewards: np.ndarray) -> float:
+def _judge_best_of_n(item: TaskItem, rewards: np.ndarray) -> float:
     return best_of(len(rewards), rewards, np.array(item.scores))
 
 
-def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
+def _summarise_best_of_n(judged: Sequence[Judged]) -> list[TaskRow]:
     fewest = min(len(each.rewards) for each in judged)
     counts = [2**power for power in range(20) if 2**power <= fewest]
     scores = [(each.rewards, np.array(each.item.scores)) for each in judged]
@@ -80,11 +80,11 @@ def _row(
     return TaskRow(level, name, float(found.mean()), len(prompts), low, high)
 
 
-TASK = Task(
+BEST_OF_N = Task(
     name="best_of_n",
     file="JSON lines of your own: prompt, responses, and scores that people gave them",
-    read=_read,
-    judge=_judge,
-    summarise=_summarise,
+    read=_read_best_of_n,
+    judge=_judge_best_of_n,
+    summarise=_summarise_best_of_n,
     sample={"prompt": "2+2?", "responses": ["4", "5", "Four."], "scores": [5, 1, 4]},
 )

@@ -14,7 +14,7 @@ from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.tasks.base import Task, TaskItem, asked, first_is_above, pair_rows
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
+def _read_hhh(value: dict[str, Any]) -> TaskItem:
     prompt = turns_of(f"\n\nHuman: {read_string(value, 'input')}", "input")
     right, wrong = _ordered(value["targets"])
     return TaskItem("", "", (asked(prompt, right, "choices"), asked(prompt, wrong, "choices")))
@@ -34,10 +34,10 @@ def _ordered(targets: Any) -> tuple[Any, Any]:
     return (second, first) if right else (first, second)
 
 
-TASK = Task(
+HHH = Task(
     name="hhh",
     file="HuggingFaceH4/hhh_alignment, configurations harmless, helpful, honest and other",
-    read=_read,
+    read=_read_hhh,
     judge=first_is_above,
     summarise=pair_rows,
     sample={"input": "2+2?", "targets": {"choices": ["5", "4"], "labels": [0, 1]}},

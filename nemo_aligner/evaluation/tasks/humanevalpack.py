@@ -13,7 +13,7 @@ from nemo_aligner.evaluation.tasks.base import Task, TaskItem, asked, first_is_a
 _SIDES = ("canonical_solution", "buggy_solution")
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
+def _read_humanevalpack(value: dict[str, Any]) -> TaskItem:
     texts = tuple(
         asked(value["instruction"], read_string(value, "prompt") + read_string(value, side), side)
         for side in _SIDES
@@ -22,10 +22,10 @@ def _read(value: dict[str, Any]) -> TaskItem:
     return TaskItem(name, name.partition("/")[0], texts, is_code=True)
 
 
-TASK = Task(
+HUMANEVALPACK = Task(
     name="humanevalpack",
     file="bigcode/humanevalpack, a file of data/",
-    read=_read,
+    read=_read_humanevalpack,
     judge=first_is_above,
     summarise=pair_rows,
     sample={

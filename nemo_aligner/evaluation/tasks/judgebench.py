@@ -22,19 +22,19 @@ _CATEGORIES = {
     "livebench-math": "math",
     "livecodebench": "coding",
 }
-_ORDERS = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
+_JUDGEBENCH_ORDERS = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
 
 
-def _read(value: dict[str, Any]) -> TaskItem | None:
+def _read_judgebench(value: dict[str, Any]) -> TaskItem | None:
     source = str(value["source"])
     category = next((name for key, name in _CATEGORIES.items() if source.startswith(key)), source)
-    return labelled_item(value, "question", _ORDERS, str(value["pair_id"]), category)
+    return labelled_item(value, "question", _JUDGEBENCH_ORDERS, str(value["pair_id"]), category)
 
 
-TASK = Task(
+JUDGEBENCH = Task(
     name="judgebench",
     file="ScalerLab/JudgeBench, splits gpt and claude",
-    read=_read,
+    read=_read_judgebench,
     judge=first_is_above,
     summarise=pair_rows,
     sample={

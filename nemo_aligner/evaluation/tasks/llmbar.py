@@ -12,17 +12,17 @@ from nemo_aligner.evaluation.tasks.base import (
     pair_rows,
 )
 
-_ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
+_LLMBAR_ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
 
 
-def _read(value: dict[str, Any]) -> TaskItem | None:
-    return labelled_item(value, "input", _ORDERS)
+def _read_llmbar(value: dict[str, Any]) -> TaskItem | None:
+    return labelled_item(value, "input", _LLMBAR_ORDERS)
 
 
-TASK = Task(
+LLMBAR = Task(
     name="llmbar",
     file="princeton-nlp/LLMBar, a dataset.json of Dataset/",
-    read=_read,
+    read=_read_llmbar,
     judge=first_is_above,
     summarise=pair_rows,
     sample={"input": "2+2?", "output_1": "5", "output_2": "4", "label": 2},

@@ -121,7 +121,7 @@ def _mean_row(name: str, values: np.ndarray) -> TaskRow:
     return TaskRow(Level.section, name, float(values.mean()), len(values), low, high)
 
 
-TASK = Task(
+PPE_CORRECTNESS = Task(
     name="ppe_correctness",
     file="lmarena-ai/PPE-MMLU-Pro-Best-of-K, or -MATH-, -GPQA-, -MBPP-Plus-, -IFEval-",
     read=_read,

@@ -99,7 +99,7 @@ def _count(weights: Mapping[str, int], found: Mapping[str, TaskRow]) -> int:
     return sum(found[name].count or 0 for name in weights if name in found)
 
 
-TASK = Task(
+REWARDBENCH = Task(
     name="rewardbench",
     file="allenai/reward-bench, split filtered (and allenai/preference-test-sets)",
     read=_read,

@@ -32,7 +32,7 @@ SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")
 TIES = "ties"
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
+def _read_rewardbench2(value: dict[str, Any]) -> TaskItem:
     texts = listed_replies(value)
     return TaskItem(str(value["id"]), str(value["subset"]), texts, len(value["chosen"]))
 
@@ -97,7 +97,7 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else 0.0
 
 
-def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
+def _summarise_rewardbench2(judged: Sequence[Judged]) -> list[TaskRow]:
     rows = [
         TaskRow(Level.subset, name, ties_score(some), len(some))
         if name.lower() == TIES
@@ -109,12 +109,12 @@ def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
     return rows
 
 
-TASK = Task(
+REWARDBENCH2 = Task(
     name="rewardbench2",
     file="allenai/reward-bench-2, split test",
-    read=_read,
+    read=_read_rewardbench2,
     judge=_judge,
-    summarise=_summarise,
+    summarise=_summarise_rewardbench2,
     sample={
         "id": "0",
         "subset": "Factuality",

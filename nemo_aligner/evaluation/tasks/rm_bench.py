@@ -83,7 +83,7 @@ def _by_difficulty(domain: str, judged: Sequence[Judged]) -> list[TaskRow]:
     ]
 
 
-TASK = Task(
+RM_BENCH = Task(
     name="rm_bench",
     file="THU-KEG/RM-Bench, total_dataset.json or DOMAIN_filtered.json",
     read=_read,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from threading import Lock, Thread, current_thread
 from typing import Any, Generic, Protocol, TypeVar
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class Connections(Protocol):
@@ -54,7 +54,7 @@ class Background(Generic[C]):
         """Whether the caller stands in its thread, as what is called when a future is done."""
         return current_thread() is self._thread
 
-    def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
+    def submit(self, work: Callable[[C], Coroutine[Any, Any, Result]]) -> Future[Result]:
         """The future of what ``work`` gives; to cancel it cancels the work."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:

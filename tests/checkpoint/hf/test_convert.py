@@ -20,11 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from nemo_aligner.checkpoint.hf import source as hf_source
 from nemo_aligner.checkpoint.hf.wheel import unpack_gguf

@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.running import run_verb
 from nemo_aligner.data.loader import TrainLoader
 from nemo_aligner.data.store import folder, index
 from nemo_aligner.data.training_data import build_training_data

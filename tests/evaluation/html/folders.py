@@ -7,12 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.run_folder import (
-    CONFIG_NAME,
-    FACTS_NAME,
-    HELDOUT_NAME,
-    METRICS_NAME,
-)
+from nemo_aligner.checkpoint.run_folder import CONFIG_NAME, FACTS_NAME, HELDOUT_NAME, METRICS_NAME
 from tests.data.files import write
 
 EVIL = "</style></pre><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>"

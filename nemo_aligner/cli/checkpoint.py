@@ -1,0 +1,230 @@
+"""Verbs on checkpoints: ``convert``, ``import``, ``export`` and ``merge``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from nemo_aligner.api.reward_model import export_archive
+from nemo_aligner.cli.parser import Parser, names, positive
+
+_CONVERT = """\
+Convert a Hugging Face model or a .gguf file into a .nemo archive.
+
+  nemo-aligner convert --input path/to/hf_folder --output base.nemo
+
+A *ForSequenceClassification becomes a reward model, anything else a base model to train one from.
+"""
+
+
+def convert_parser() -> Parser:
+    """The options of ``nemo-aligner convert``."""
+    parser = Parser("convert", _CONVERT)
+    parser.add_argument(
+        "--input", required=True, metavar="CHECKPOINT",
+        help="a folder with config.json, a .gguf file, or a model's name on the hub (org/name)",
+    )  # fmt: skip
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="default: as stored, fp32 for a quantised file"
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=positive, default=1, metavar="N",
+        help="add query groups of zeros until N divides their number; outputs stay the same",
+    )  # fmt: skip
+    rules = parser.add_argument_group("of a reward model")
+    rules.add_argument(
+        "--template", help="its chat template, as model.data.template; default: the tokenizer's"
+    )
+    rules.add_argument(
+        "--seq-length", type=positive, metavar="N",
+        help="the most tokens of a text; default: what it was made for, but at most 4096",
+    )  # fmt: skip
+    rules.add_argument(
+        "--attributes", type=names, metavar="A,B", help="names of its outputs; default: id2label"
+    )
+    return parser
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Write the archive, and say what is in it."""
+    from nemo_aligner.checkpoint.hf.contract import ContractOptions
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.precision import torch_dtype
+
+    dtype = None if options.dtype is None else torch_dtype(Precision(options.dtype))
+    given = options.template, options.seq_length, options.attributes
+    contract = ContractOptions(*given) if any(value is not None for value in given) else None
+    print(
+        convert_hf_to_nemo(options.input, options.output, dtype, options.tensor_parallel, contract)
+    )
+    return 0
+
+
+_IMPORT = """\
+Write a checkpoint of NeMo, NeMo-Aligner or Megatron as a .nemo archive of this package.
+
+nemo-aligner import --input CHECKPOINT --output base.nemo --tokenizer FOLDER
+nemo-aligner import --input rm.nemo --output ours.nemo --template tokenizer
+"""
+
+
+def import_parser() -> Parser:
+    """The options of ``nemo-aligner import``."""
+    parser = Parser("import", _IMPORT)
+    parser.add_argument(
+        "--input", required=True, type=Path, metavar="CHECKPOINT",
+        help=".nemo file, or folder of NeMo 2, Megatron-LM or Megatron-Bridge",
+    )  # fmt: skip
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="with a tokenizer.json, or a name on the hub; "
+        "default: its own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--config", type=Path, metavar="YAML", help="model_config.yaml; default: its own"
+    )
+    rules = parser.add_argument_group("of a reward model")
+    rules.add_argument(
+        "--template", help="'tokenizer', a built-in name, a file, or 'none' for raw texts"
+    )
+    rules.add_argument(
+        "--attributes", type=names, default=(), metavar="A,B", help="names of several outputs"
+    )
+    rules.add_argument(
+        "--keep-scaling", action="store_true",
+        help="apply rope and embedding scaling that NeMo-Aligner's reward models left out",
+    )  # fmt: skip
+    return parser
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """Write the archive, and say what is in it."""
+    from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
+
+    how = ImportOptions(
+        tokenizer=options.tokenizer,
+        config=options.config,
+        template=options.template,
+        attributes=options.attributes,
+        keep_scaling=options.keep_scaling,
+    )
+    print(import_checkpoint(options.input, options.output, how))
+    return 0
+
+
+_EXPORT = """\
+Export a reward model's .nemo as a Hugging Face folder, and check that it scores the same.
+
+nemo-aligner export --input megatron_gpt.nemo --output hf_folder
+"""
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def export_parser() -> Parser:
+    """The options of ``nemo-aligner export``."""
+    parser = Parser("export", _EXPORT)
+    parser.add_argument(
+        "--input", required=True, type=Path, metavar="FILE", help="a reward model's .nemo"
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FOLDER", help="the folder to make"
+    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the body; default: as stored")
+    parser.add_argument(
+        "--merge", action="store_true",
+        help="one output: the attributes, by the weights of the scoring contract",
+    )  # fmt: skip
+    parser.add_argument(
+        "--adapter-of", metavar="MODEL",
+        help="write LoRA by itself, and not folded into the weights: for peft, which loads it onto "
+        "this base model, a folder (then it is checked) or a name",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-shard-size", type=_bytes, default="5GB", metavar="SIZE",
+        help="of a safetensors file (default: 5GB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--base-license", default="unknown", metavar="NAME",
+        help="the base model's licence, for the model card",
+    )  # fmt: skip
+    return parser
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Write the folder, and say how it was checked."""
+    print(
+        export_archive(
+            options.input,
+            options.output,
+            dtype=options.dtype,
+            merge=options.merge,
+            adapter_of=options.adapter_of,
+            max_shard_bytes=options.max_shard_size,
+            base_license=options.base_license,
+        )
+    )
+    return 0
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)", text.upper())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if size == 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted for example 5GB or 500MB")
+    return size
+
+
+_MERGE = """\
+Write several reward models of one kind as one, by adding up their weights.
+
+nemo-aligner merge --input a.nemo b.nemo c.nemo --output mean.nemo
+nemo-aligner merge --input a.nemo b.nemo --weights 0.7,0.3 --output ab.nemo
+nemo-aligner merge --input a.nemo b.nemo --extrapolate 0.5 --output c.nemo
+"""
+
+
+def merge_parser() -> Parser:
+    """The options of ``nemo-aligner merge``."""
+    parser = Parser("merge", _MERGE)
+    parser.add_argument(
+        "--input", required=True, nargs="+", metavar="NEMO", help="reward models of one contract"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--weights", type=_numbers, metavar="W,W", help="of each input; default: all the same"
+    )
+    how.add_argument(
+        "--extrapolate", type=float, metavar="ALPHA",
+        help="of two inputs: second + ALPHA * (second - first), ExPO; 0.3 to 0.5 is usual",
+    )  # fmt: skip
+    return parser
+
+
+def run_merge(options: argparse.Namespace) -> int:
+    """Write the archive, and say what it is made of."""
+    from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
+    from nemo_aligner.errors import ConfigError
+
+    inputs, weights = options.input, options.weights
+    if options.extrapolate is not None:
+        if len(inputs) != 2:
+            raise ConfigError(
+                f"--extrapolate: got {len(inputs)} inputs, wanted two: where training began, and "
+                "where it ended"
+            )
+        base, trained = inputs
+        print(extrapolate(base, trained, options.extrapolate, options.output))
+        return 0
+    if weights is None:
+        weights = [1 / len(inputs)] * len(inputs)
+    print(merge_checkpoints(inputs, weights, options.output))
+    return 0
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]

@@ -1,0 +1,236 @@
+"""Verbs on data: ``data fetch``, ``data inspect``, ``data split`` and ``data demo``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from nemo_aligner.cli.parser import Parser, fraction, names, positive
+from nemo_aligner.config.common import Malformed, Overlong, RecordKind
+from nemo_aligner.config.data import DataConfig
+
+_SETTING = re.compile(r"\w+(\.\w+)*=.*")
+
+
+def data_file(text: str) -> str:
+    """A file's name, the type of arguments; a setting is not taken for one."""
+    if _SETTING.fullmatch(text) and not Path(text).exists():
+        raise argparse.ArgumentTypeError(
+            f"got the setting {text}, wanted a file: this verb takes options, as --format NAME or "
+            "--prompt-key FIELD"
+        )
+    return text
+
+
+def add_format(parser: Parser) -> None:
+    """How a file is read: its format, and the labels of ratings."""
+    parser.add_argument(
+        "--format", default="auto", metavar="NAME", help="as model.data.format (default: auto)"
+    )
+    for flag in ("--prompt-key", "--chosen-key", "--rejected-key"):
+        setting = flag[2:].replace("-", "_")
+        parser.add_argument(flag, metavar="FIELD", help=f"as model.data.{setting}")
+    parser.add_argument(
+        "--attributes", type=names, default=(), metavar="A,B", help="label columns of ratings"
+    )
+    parser.add_argument(
+        "--loss-mask-val", type=float, default=-100.0, metavar="NUMBER",
+        help="a missing label (default: -100)",
+    )  # fmt: skip
+
+
+_FETCH = """\
+Write a data set of the Hugging Face hub to a file of JSON lines.
+
+  nemo-aligner data fetch nvidia/HelpSteer2 --output helpsteer2.jsonl
+  nemo-aligner data fetch Anthropic/hh-rlhf --split test --output heldout.jsonl
+
+It needs the extra hub, and a network; training then needs neither.
+"""
+
+
+def fetch_parser() -> Parser:
+    """The options of ``nemo-aligner data fetch``."""
+    parser = Parser("data fetch", _FETCH)
+    parser.add_argument("name", metavar="NAME", help="owner/name, or a local folder of one")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="to write")
+    parser.add_argument("--split", default="train", metavar="SPLIT", help="default: train")
+    parser.add_argument("--subset", metavar="SUBSET", help="its configuration, if it has several")
+    parser.add_argument("--revision", metavar="REVISION", help="default: the newest")
+    return parser
+
+
+def run_fetch(options: argparse.Namespace) -> int:
+    """Fetch it, and say how many rows there are."""
+    from nemo_aligner.data.hub import fetch
+
+    count = fetch(options.name, options.output, options.split, options.subset, options.revision)
+    print(f"{count} rows of {options.name}, {options.split} -> {options.output}")
+    return 0
+
+
+_INSPECT = """\
+Look at preference data as training will see it, without a model.
+
+  nemo-aligner data inspect pairs.jsonl --tokenizer base.nemo
+
+One table per file: records, what is dropped and why, ties, duplicates, lengths, how often the
+longer reply is the chosen one. --train names the training files, whose prompts none of the others
+should have. With --tokenizer lengths are tokens, and --show N prints the first N records exactly
+as they are tokenized, special tokens in brackets or, on a terminal, in reverse. The exit code is 1
+where a file cannot be read, or has malformed records; the others are shown.
+"""
+
+
+def inspect_parser() -> Parser:
+    """The options of ``nemo-aligner data inspect``."""
+    parser = Parser("data inspect", _INSPECT)
+    parser.add_argument("files", nargs="+", type=data_file, metavar="FILE", help="what to look at")
+    parser.add_argument(
+        "--train", nargs="+", type=data_file, default=[], metavar="FILE", help="training files"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH",
+        help="a .nemo file (a reward model's brings its scoring contract), or a folder with "
+        "tokenizer.json",
+    )  # fmt: skip
+    parser.add_argument(
+        "--show", type=int, default=2, metavar="N", help="records to print (default: 2)"
+    )
+    add_format(parser)
+    parser.add_argument("--template", metavar="NAME", help="as model.data.template")
+    parser.add_argument(
+        "--seq-length", type=positive, default=DataConfig().seq_length, metavar="N",
+        help="as model.data.seq_length (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overlong", choices=[rule.value for rule in Overlong], default="drop",
+        help="as model.data.overlong (default: drop)",
+    )  # fmt: skip
+    return parser
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Tables, and the first records of every file."""
+    from nemo_aligner.checkpoint.nemo.text_rules import read_or_build_text_rules
+    from nemo_aligner.data.formats.base import PairKeys
+    from nemo_aligner.data.inspect import Inspection, inspect_files
+
+    rules = None
+    if options.tokenizer is not None:
+        data = DataConfig(
+            seq_length=options.seq_length,
+            overlong=Overlong(options.overlong),
+            template=options.template,
+        )
+        rules = read_or_build_text_rules(options.tokenizer, data, options.attributes)
+        print(f"scoring contract: {rules[1].hash}")
+    how = Inspection(
+        rules=rules,
+        show=options.show,
+        format=options.format,
+        pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
+        attributes=options.attributes,
+        loss_mask_val=options.loss_mask_val,
+        marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
+    )
+    all_good = True
+    for part in inspect_files(options.files, options.train, how):
+        print(part.text)
+        all_good &= part.is_good
+    return 0 if all_good else 1
+
+
+_SPLIT = """\
+Split a file of preference data by prompt: train.jsonl and heldout.jsonl.
+
+  nemo-aligner data split pairs.jsonl --output data --heldout 0.1
+
+Every format that training takes is read, and lines stay as they are. All records of a prompt land
+on the same side; records that training would drop are left out and counted.
+"""
+
+
+def split_parser() -> Parser:
+    """The options of ``nemo-aligner data split``."""
+    parser = Parser("data split", _SPLIT)
+    parser.add_argument("input", type=Path, metavar="FILE", help="what to split")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
+    parser.add_argument(
+        "--heldout", type=fraction, default=0.2, metavar="FRACTION",
+        help="of the records that is held out (default: 0.2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--by", choices=["prompt", "first_prompt"], default="prompt",
+        help="keep records together that share the whole prompt, or the first user turn "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--similar", type=fraction, metavar="FRACTION",
+        help="keep near duplicates together, too: prompts whose sets of three consecutive words "
+        "have this Jaccard similarity or more (needs the extra `dedup`; default: only prompts "
+        "that are the same but for case and white space)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kind", choices=[kind.value for kind in RecordKind], help="default: seen from the file"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--malformed", choices=[rule.value for rule in Malformed],
+        default=DataConfig.malformed.value, help="as model.data.malformed (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-malformed", type=float, default=DataConfig.max_malformed, metavar="FRACTION",
+        help="as model.data.max_malformed (default: %(default)s)",
+    )  # fmt: skip
+    add_format(parser)
+    return parser
+
+
+def run_split(options: argparse.Namespace) -> int:
+    """Write the two files, and say what is in them."""
+    from nemo_aligner.data.formats.base import PairKeys
+    from nemo_aligner.data.split import Split, split_file
+
+    how = Split(
+        heldout=options.heldout,
+        seed=options.seed,
+        by=options.by,
+        similar=options.similar,
+        kind=None if options.kind is None else RecordKind(options.kind),
+        format=options.format,
+        pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
+        attributes=options.attributes,
+        loss_mask_val=options.loss_mask_val,
+        malformed=Malformed(options.malformed),
+        max_malformed=options.max_malformed,
+    )
+    print(split_file(options.input, options.output, how))
+    return 0
+
+
+_DEMO = (
+    """Make a demo set of preference pairs that anyone can judge: train.jsonl and heldout.jsonl."""
+)
+
+
+def demo_parser() -> Parser:
+    """The options of ``nemo-aligner data demo``."""
+    parser = Parser("data demo", _DEMO)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
+    parser.add_argument("--pairs", type=positive, default=2400, metavar="N", help="default: 2400")
+    parser.add_argument(
+        "--heldout", type=fraction, default=0.1, metavar="FRACTION", help="default: 0.1"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    return parser
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Write the two files, and say what is in them."""
+    from nemo_aligner.data.demo import write_demo
+
+    print(write_demo(options.output, options.pairs, options.heldout, options.seed))
+    return 0
