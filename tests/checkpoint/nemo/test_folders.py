@@ -68,6 +68,8 @@ def test_megatron_lm_arguments_may_lie_among_the_tensors_and_are_never_code(
     common = {"args": Namespace(num_layers=Bomb(tmp_path / "executed"))}
     foreign.put_common_among_pieces(run / ITERATION, common)
     refuse(run, layout, r"common_state/shard_0_1: refused")
+    (run / ITERATION / "__9_0.distcp").unlink()
+    refuse(run, layout, r"__9_0\.distcp: common_state/shard_0_1: cannot be read")
     torch.save(common, run / ITERATION / "common.pt")
     refuse(run, layout, r"common\.pt: refused")
     assert not (tmp_path / "executed").exists()
