@@ -45,6 +45,7 @@ def test_untrusted_json_is_small_plain_data(unpacked: Path) -> None:
         ("scoring_contract.json", "[" * 100_000),
         ("scoring_contract.json", "1" * 5000),
         ("scoring_contract.json", "[]"),
+        ("scoring_contract.json", '{"a": ' + "[" * 60 + "]" * 60 + "}"),
         ("model_weights/metadata.json", "[" * 100_000),
         ("checksums.json", "{"),
         ("checksums.json", '{"model_config.yaml": [1]}'),

@@ -74,6 +74,14 @@ def test_open_gives_what_was_written(archive: Path, parts: Parts, tmp_path: Path
         assert folder.contract is None
 
 
+@pytest.mark.usefixtures("layout")
+def test_open_leaves_nothing_where_its_block_fails(archive: Path) -> None:
+    """Also in a world of one process."""
+    with pytest.raises(CheckpointError), open_nemo(archive) as folder:
+        raise CheckpointError("elsewhere")
+    assert not folder.root.exists()
+
+
 def test_open_refuses_legacy_weights_unread(tmp_path: Path) -> None:
     with refusals() as refused:
         for name in ("model_weights", "mp_rank_00/model_weights", "tp_rank_00_pp_rank_000/w"):
