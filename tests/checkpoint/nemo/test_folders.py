@@ -39,6 +39,11 @@ def test_folder_with_another_form_of_tokenizer_wants_a_folder(
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
 
 
+def test_folder_whose_settings_name_no_tokenizer_has_its_own(unpacked: Path, layout: Any) -> None:
+    edit(unpacked, tokenizer={})
+    assert load(unpacked, layout).tokenizer.vocab_size > 0
+
+
 def test_megatron_lm_without_arguments_wants_a_config(
     theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:

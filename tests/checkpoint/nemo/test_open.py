@@ -167,6 +167,9 @@ def test_write_that_fails_leaves_what_was_there(
     for path in (old, new):
         with pytest.raises(OSError, match="no space"):
             write_nemo(path, {"vocab_size": 3}, *parts)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"contract\.json: 2097\d+ bytes, wanted at most"):
+        write_nemo(new, CONFIG, *parts, {"template": "x" * 2**21})  # it could not be opened
     assert list(old.parent.iterdir()) == [old]
     check(old)
     assert not list(new.parent.iterdir())
