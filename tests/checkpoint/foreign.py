@@ -300,12 +300,15 @@ def put_common_among_pieces(folder: Path, common: Any) -> None:
     from nemo_aligner.checkpoint.weights.index import read_metadata
 
     piece, key = folder / "__9_0.distcp", "common_state/shard_0_1"
-    torch.save([common], piece)
+    stored = io.BytesIO()
+    torch.save([common], stored)
+    before, length = b"another piece", len(stored.getvalue())
+    piece.write_bytes(before + stored.getvalue() + b"the next one")
     (folder / "common.pt").unlink(missing_ok=True)
     metadata = read_metadata(folder)
     info = type(next(iter(metadata.storage_data.values())))
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(key)] = info(piece.name, 0, piece.stat().st_size)
+    metadata.storage_data[MetadataIndex(key)] = info(piece.name, len(before), length)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 

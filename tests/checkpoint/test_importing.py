@@ -148,6 +148,8 @@ def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
         import_nemo(archive, tmp_path / f"{case}.nemo", template="tokenizer")
         scorer = load_scorer(tmp_path / f"{case}.nemo", layout, micro_batch_tokens=256)
         got = torch.from_numpy(scorer.score(texts))
+        names = {1: ("reward",), 3: ("attribute_1", "attribute_2", "attribute_3")}
+        assert scorer.contract.attributes == names[got.shape[1]], case
 
         ids = [scorer.contract.encode(decoder.tokenizer, text).token_ids for text in texts]
         assert ids[0] == decoder.tokenizer.encode("the cat sleeps")  # no BOS, no EOS

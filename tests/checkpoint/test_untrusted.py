@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.errors import DataError
+from nemo_aligner.checkpoint.untrusted import read_yaml
+from nemo_aligner.errors import CheckpointError, DataError
 from nemo_aligner.text.tokenizer import load_tokenizer
 from tests.checkpoint.fuzzing import LAUGHS
 from tests.checkpoint.loading import load
@@ -36,6 +39,15 @@ def test_untrusted_settings_are_small_plain_data(unpacked: Path, layout: Any) ->
     check_damages(unpacked, damages, lambda folder: load(folder, layout))
 
 
+def test_untrusted_settings_may_have_a_long_text_but_not_repeat_it(tmp_path: Path) -> None:
+    path, text = tmp_path / "settings.yaml", "y" * 500_000
+    path.write_text(f"a: {text}")
+    assert read_yaml(path, "settings") == {"a": text}
+    path.write_text(f"a: &a {text}\nb: [*a, *a]")
+    with pytest.raises(CheckpointError, match="settings: it unfolds to more than 100000 values"):
+        read_yaml(path, "settings")
+
+
 def test_untrusted_json_is_small_plain_data(unpacked: Path) -> None:
     def read_contract(folder: Path) -> None:
         with open_nemo(folder) as opened:
@@ -45,6 +57,7 @@ def test_untrusted_json_is_small_plain_data(unpacked: Path) -> None:
         ("scoring_contract.json", "[" * 100_000),
         ("scoring_contract.json", "1" * 5000),
         ("scoring_contract.json", "[]"),
+        ("scoring_contract.json", '{"a": ' + "[" * 60 + "]" * 60 + "}"),
         ("model_weights/metadata.json", "[" * 100_000),
         ("checksums.json", "{"),
         ("checksums.json", '{"model_config.yaml": [1]}'),

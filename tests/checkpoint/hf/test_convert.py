@@ -279,6 +279,9 @@ def test_conversion_of_no_checkpoint_is_directed_elsewhere(tmp_path: Path) -> No
 
 
 def test_conversion_reads_the_shards_of_the_index(changed_reward: Path, tmp_path: Path) -> None:
+    """Or the one file of the model, and no file of other tools beside them."""
+    (changed_reward / "consolidated.safetensors").write_bytes(b"other names for the same tensors")
+    convert(changed_reward, tmp_path / "whole.nemo")
     model = AutoModelForSequenceClassification.from_pretrained(changed_reward)
     (changed_reward / "model.safetensors").unlink()
     model.save_pretrained(changed_reward, max_shard_size="200KB")

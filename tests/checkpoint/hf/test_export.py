@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,22 @@ def test_export_leaves_a_tokenizer_of_another_class_as_it_is(
     write_tokenizer(tmp_path / "out", llama, Contracts(llama)(), llama.pad_token)
     found, wanted = (tmp_path / name / "tokenizer_config.json" for name in ("out", "llama"))
     assert found.read_bytes() == wanted.read_bytes()
+
+
+def test_export_takes_another_template_out_of_the_tokenizers_settings(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """Where older tokenizers keep theirs."""
+    for name in ("old", "out"):
+        (tmp_path / name).mkdir()
+    tokenizer.save(tmp_path / "old")
+    (tmp_path / "old" / "chat_template.jinja").unlink()
+    edit(tmp_path / "old", "tokenizer_config.json", chat_template="{{ messages }}")
+    old = load_tokenizer(tmp_path / "old")
+    assert old.chat_template == "{{ messages }}"
+    contract = replace(Contracts(old)(), template="")
+    write_tokenizer(tmp_path / "out", old, contract, old.pad_token)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
 
 
 def test_export_has_the_template_bos_and_eos_of_the_contract(

@@ -39,6 +39,11 @@ def test_folder_with_another_form_of_tokenizer_wants_a_folder(
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
 
 
+def test_folder_whose_settings_name_no_tokenizer_has_its_own(unpacked: Path, layout: Any) -> None:
+    edit(unpacked, tokenizer={})
+    assert load(unpacked, layout).tokenizer.vocab_size > 0
+
+
 def test_megatron_lm_without_arguments_wants_a_config(
     theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
@@ -68,6 +73,8 @@ def test_megatron_lm_arguments_may_lie_among_the_tensors_and_are_never_code(
     common = {"args": Namespace(num_layers=Bomb(tmp_path / "executed"))}
     foreign.put_common_among_pieces(run / ITERATION, common)
     refuse(run, layout, r"common_state/shard_0_1: refused")
+    (run / ITERATION / "__9_0.distcp").unlink()
+    refuse(run, layout, r"__9_0\.distcp: common_state/shard_0_1: cannot be read")
     torch.save(common, run / ITERATION / "common.pt")
     refuse(run, layout, r"common\.pt: refused")
     assert not (tmp_path / "executed").exists()

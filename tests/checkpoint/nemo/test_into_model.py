@@ -17,15 +17,18 @@ from megatron.core.activations import fast_gelu
 
 from nemo_aligner.checkpoint.nemo import reward_model
 from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, unpack
+from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
     save_reward_model,
 )
+from nemo_aligner.checkpoint.nemo.unread import unread_decoder
 from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.lora import LORA_TARGETS
 from nemo_aligner.models.lora import LoraShape, is_of_adapter
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.text.contract_settings import build_contract
 from tests import tiny
 from tests.checkpoint import foreign
@@ -240,6 +243,25 @@ def test_lora_is_loaded_as_it_was_saved(with_lora: Path, layout: Any, tmp_path: 
     assert sum(map(is_of_adapter, found)) == 4 * 2 * 4  # layers, A and B, linear layers
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert all(wanted[name].any() for name in wanted if is_of_adapter(name))
+
+
+def test_lora_is_folded_into_weights_that_are_read_without_a_model(
+    with_lora: Path, layout: Any
+) -> None:
+    weights = dict(load_reward_model(with_lora, layout).model.named_parameters())
+    stems = {name.partition("adapter.")[0] for name in weights if is_of_adapter(name)}
+    assert len(stems) == 4 * 4  # layers, linear layers
+    with open_nemo(with_lora) as folder:
+        _, layers = unread_decoder(folder, ModelShape.from_config(folder.config))
+        for stem in stems:
+            parts = ("weight", "adapter.linear_in.weight", "adapter.linear_out.weight")
+            plain, low, high = (weights[stem + part].detach() for part in parts)
+            number = stem.split(".")[2]
+            key = "model." + stem.replace(f".{number}.", ".", 1) + "weight"
+            got = layers[key][int(number)].read()
+            torch.testing.assert_close(
+                got, plain + 6.0 / 3 * high @ low, msg=lambda said, stem=stem: f"{stem}: {said}"
+            )
 
 
 def test_lora_settings_that_do_not_fit_the_matrices_are_refused(

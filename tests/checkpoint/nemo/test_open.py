@@ -74,6 +74,14 @@ def test_open_gives_what_was_written(archive: Path, parts: Parts, tmp_path: Path
         assert folder.contract is None
 
 
+@pytest.mark.usefixtures("layout")
+def test_open_leaves_nothing_where_its_block_fails(archive: Path) -> None:
+    """Also in a world of one process."""
+    with pytest.raises(CheckpointError), open_nemo(archive) as folder:
+        raise CheckpointError("elsewhere")
+    assert not folder.root.exists()
+
+
 def test_open_refuses_legacy_weights_unread(tmp_path: Path) -> None:
     with refusals() as refused:
         for name in ("model_weights", "mp_rank_00/model_weights", "tp_rank_00_pp_rank_000/w"):
@@ -159,6 +167,9 @@ def test_write_that_fails_leaves_what_was_there(
     for path in (old, new):
         with pytest.raises(OSError, match="no space"):
             write_nemo(path, {"vocab_size": 3}, *parts)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"contract\.json: 2097\d+ bytes, wanted at most"):
+        write_nemo(new, CONFIG, *parts, {"template": "x" * 2**21})  # it could not be opened
     assert list(old.parent.iterdir()) == [old]
     check(old)
     assert not list(new.parent.iterdir())

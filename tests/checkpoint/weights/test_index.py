@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 
 from nemo_aligner.checkpoint.weights.index import read_metadata
 from nemo_aligner.checkpoint.weights.store import open_weights
 from tests.checkpoint.fuzzing import files_of
 from tests.checkpoint.loading import Bomb, edit, refuse
-from tests.checkpoint.refusals import check_damages, refusals
+from tests.checkpoint.refusals import check_damages, overwrite, refusals
 from tests.checkpoint.weights.tensors import check_loaded, load
 
 pytestmark = pytest.mark.usefixtures("layout")
@@ -152,6 +153,22 @@ def test_index_that_is_a_hostile_pickle_is_refused_at_once(tmp_path: Path) -> No
     assert not hasattr(Metadata, "planted")
 
 
+def wrong_numbers() -> Iterator[tuple[Callable[[Any], object], str]]:
+    def put(kind: str, name: str, value: Any) -> Callable[[Any], object]:
+        def change(metadata: Any) -> None:
+            entry = metadata.state_dict_metadata[EMBEDDING]
+            changed = {"entry": entry, "chunk": entry.chunks[0], "info": first_info(metadata)}
+            setattr(changed[kind], name, value)
+
+        return change
+
+    for wrong in (-1, 6.0, True, "6"):
+        for kind, name in (("entry", "size"), ("chunk", "offsets"), ("chunk", "sizes")):
+            yield put(kind, name, (wrong, 4)), "'model.embedding': a shape has other than whole"
+        for name in ("offset", "length"):
+            yield put("info", name, wrong), "wanted a file, an offset in it and a length"
+
+
 def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
     """A change to the index, and what is told of it: values are named in few words."""
     long = "x" * 10**6
@@ -198,8 +215,18 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
 
 
 def test_index_that_is_wrong_is_refused(saved: Path) -> None:
-    changes = damages_of_the_index()
+    changes = (*damages_of_the_index(), *wrong_numbers())
     check_damages(saved, ((index_edit(change), said) for change, said in changes), check_and_load)
+
+
+def test_index_of_another_kind_is_refused(saved: Path) -> None:
+    """Also where it has what an index has."""
+    metadata = read_metadata(saved)
+    look_alike = SavePlan([])
+    vars(look_alike).update(vars(metadata))
+    wrong = pickle.dumps(look_alike)
+    wanted = "got SavePlan, wanted a checkpoint index"
+    check_damages(saved, [(overwrite(".metadata", wrong), wanted)], check_and_load)
 
 
 def test_data_that_is_missing_cut_off_or_a_link_is_named(saved: Path, tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.weights.common import read_common
 from nemo_aligner.checkpoint.weights.index import read_metadata
+from nemo_aligner.checkpoint.weights.pickles import bounded_torch_load
 from nemo_aligner.checkpoint.weights.store import open_weights
 from nemo_aligner.errors import CheckpointError
 from tests import tiny
+from tests.checkpoint.loading import Bomb
 
 # A second or two for each bomb where nothing bounds it; each level more doubles that.
 _LEVELS = 26
@@ -119,6 +121,17 @@ def test_pickle_of_a_compressed_file_is_refused(saved: Path) -> None:
         read_common(saved)
 
 
+def test_pickle_that_another_library_loads_runs_no_code(tmp_path: Path) -> None:
+    path, content = tmp_path / "pytorch_model.bin", {"weight": torch.ones(2)}
+    torch.save({**content, "x": Bomb(tmp_path / "executed")}, path)
+    with bounded_torch_load(), pytest.raises(pickle.UnpicklingError, match="Weights only"):
+        torch.load(path, weights_only=False)
+    assert not (tmp_path / "executed").exists()
+    torch.save(content, path)
+    with bounded_torch_load(), path.open("rb") as stored:
+        assert torch.equal(torch.load(stored)["weight"], content["weight"])
+
+
 def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path) -> None:
     content = {
         "args": {"rope": [1.5, None, True], ("a", 1): "x", "raw": b"\x00\xff", "many": {1, 2}},
@@ -146,6 +159,7 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
         torch.arange(100.0)[4:28].reshape(2, 4, 3),
         torch.arange(24).reshape(2, 4, 3).to(torch.float8_e4m3fn),
         torch.arange(24).reshape(2, 4, 3).bfloat16(),
+        torch.nn.Parameter(torch.arange(24.0).reshape(2, 4, 3), requires_grad=False),
     ],
 )
 def test_piece_laid_out_in_any_way_is_read(tensor: torch.Tensor, saved: Path) -> None:

@@ -96,16 +96,17 @@ def test_store_that_lacks_a_part_names_it(saved: Path) -> None:
     def write_common(common: object) -> Callable[[Path], object]:
         return lambda folder: torch.save(common, folder / "common.pt")
 
-    def name_format(folder: Path) -> None:
-        description = {"sharded_backend": "fsdp_dtensor", "sharded_backend_version": 1}
-        (folder / "metadata.json").write_text(json.dumps(description))
+    def name_format(name: str) -> Callable[[Path], object]:
+        description = json.dumps({"sharded_backend": name, "sharded_backend_version": 1})
+        return lambda folder: (folder / "metadata.json").write_text(description)
 
     damages = [
         *map(lose, (".metadata", "common.pt", "metadata.json")),
         (lose_chunk, r"layers\.weight: got a part of it"),
         (write_common({"model.embedding": 1}), "beside the tensors: Duplicate"),
         (write_common([1]), "beside the tensors: Duplicate"),
-        (name_format, "'fsdp_dtensor', wanted 'torch_dist'"),
+        (name_format("fsdp_dtensor"), "'fsdp_dtensor', wanted 'torch_dist'"),
+        (name_format("zarr"), "got another format, wanted 'torch_dist'"),
     ]
     check_damages(saved, damages, load)
     lose_chunk(saved)

@@ -194,6 +194,11 @@ def test_gguf_of_no_family_is_refused(tmp_path: Path) -> None:
 # Counts of tensors and fields, a field, and what is told of it.
 HEADERS = [
     ((0, 1), struct.pack("<IIQ", 9, 4, 2**62), "an array of 4611686018427387904 items"),
+    (  # one more than all arrays together may have
+        (0, 2),
+        struct.pack("<IIQBQcIIQ", 9, 0, 1, 0, 1, b"y", 9, 0, 2**23),
+        "an array of 8388608 items",
+    ),
     ((0, 1), struct.pack("<IIQ", 9, 4, 2**20), "4194304 bytes more"),
     ((0, 1), struct.pack("<IQ", 8, 2**62), "4611686018427387904 bytes more"),
     ((0, 1), struct.pack("<IIQ", 9, 9, 1), "a value of type 9"),
