@@ -14,7 +14,6 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from nemo_aligner.errors import DataError
 from nemo_aligner.text import tokenizer as tokenizers
-from nemo_aligner.text import word_memo
 from nemo_aligner.text.contract import OverlongError, ScoringContract
 from nemo_aligner.text.long_texts import TextBounds
 from nemo_aligner.text.shared_text import common_start
@@ -229,7 +228,7 @@ def test_words_are_tokenized_once_and_few_are_kept(
         ["the"], [" cat", f" {long}", " sings"],
         ["a"], [" bird", f" {long}"],
     ]  # fmt: skip
-    monkeypatch.setattr(word_memo, "_MOST_WORDS", 1)
+    monkeypatch.setattr("nemo_aligner.text.word_memo._MOST_WORDS", 1)
     words.encode(["a tree"])
     words.encode(["a tree"])
     assert asked[-3:] == [[" tree"], ["a"], [" tree"]]

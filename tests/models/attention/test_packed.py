@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_aligner.batch import Group, PackedBatch
 from nemo_aligner.cache_use import CachedPrefix, CacheUse, Stored
-from nemo_aligner.models.attention import block_plan, blocks
+from nemo_aligner.models.attention import blocks
 from nemo_aligner.models.attention.packed import _attend_on_cpu, _attend_one_by_one
 from nemo_aligner.models.attention.pool import KeyValuePool
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
@@ -287,7 +287,7 @@ def test_blocks_by_spans_give_a_token_the_same_bits_in_any_company(
     for span in (64, 96):
         for heads in ((4, 4), (6, 2)):
             with monkeypatch.context() as patch:
-                patch.setattr(block_plan, "SPAN", span)
+                patch.setattr("nemo_aligner.models.attention.block_plan.SPAN", span)
                 tables = check_any_company(Scores(), dtype, heads)
                 got = by_blocks(tables, batch, Scores())
             exact = by_blocks([each.double() for each in tables], batch, Scores())
