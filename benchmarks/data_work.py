@@ -13,12 +13,10 @@ from statistics import median
 from typing import Any
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.data import DataConfig, DataPrefixConfig
-from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.data.loader import TrainLoader
-from nemo_aligner.data.training_data import build_training_data
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.config.model import DataConfig, DataPrefixConfig, ModelConfig
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.tokenizer import load_tokenizer
+from nemo_aligner.data.training_data import TrainLoader, build_training_data
 
 _GLOBAL_BATCH, _PACK_TOKENS, _QUERY_KEY_COST = 512, 8192, 1e-4
 _STEPS = 8

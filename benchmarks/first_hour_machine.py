@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from common import matmul_rate
 
-from nemo_aligner.diagnostics.doctor import examine
+from nemo_aligner.tools.doctor import examine
 
 _OTHERS = ("flash_attn", "triton", "trl", "vllm")
 _COPIED = 2**30

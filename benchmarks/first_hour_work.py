@@ -26,13 +26,13 @@ from common import matmul_rate
 from scaling import plan_of
 from scaling_point import build_synthetic_learner, measure_memory, now, without_overlap
 
+from nemo_aligner.config.dtypes import ELEMENT_BYTES
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
 from nemo_aligner.planning.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
 from nemo_aligner.planning.memory import fullest_stage
-from nemo_aligner.planning.request import GIB, PlanRequest
-from nemo_aligner.precision import ELEMENT_BYTES
+from nemo_aligner.planning.planner import GIB, PlanRequest
 from nemo_aligner.training.learner import RewardLearner
 
 Job = Mapping[str, Any]
@@ -256,7 +256,7 @@ def _largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float
 
 
 def _train_and_save(learner: RewardLearner, steps: int, folder: str) -> dict[str, Any]:
-    from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+    from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 
     with tempfile.TemporaryDirectory(dir=folder) as own:
         checkpoints = RunCheckpoints(Path(own))

@@ -86,7 +86,7 @@ def _gpus() -> tuple[int, str]:
     choose_device("cuda")
     import torch
 
-    from nemo_aligner.parallel.device import lacks_bf16
+    from nemo_aligner.distributed.collectives import lacks_bf16
 
     return torch.cuda.device_count(), "fp16" if lacks_bf16() else "bf16"
 

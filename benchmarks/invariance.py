@@ -31,8 +31,8 @@ def main() -> None:
     import torch
 
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import initialize_layout
 
     torch.set_num_threads(arguments.threads)
     if arguments.fixed:
@@ -54,15 +54,15 @@ def main() -> None:
 
 
 def _take_no_other_rows() -> None:
-    from nemo_aligner.parallel.cpu import products
+    from nemo_aligner.distributed import cpu_products
 
-    products._has_same_bits = lambda size, weight, bias, rows: size == rows
+    cpu_products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
 def _compare(
     work: Work, ours: Ours, precision: str, settings: Sequence[int | None], turns: int
 ) -> Iterator[dict[str, Any]]:
-    from nemo_aligner.models.batch_invariant import make_batch_invariant
+    from nemo_aligner.models.reward_model import make_batch_invariant
 
     seconds: dict[int | None, list[float]] = {rows: [] for rows in settings}
     changed = {}

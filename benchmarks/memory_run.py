@@ -20,12 +20,12 @@ _COUNTS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks k
 def main() -> None:
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.training import TrainConfig
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import initialize_layout
     from nemo_aligner.training.build import build_data, build_learner
     from nemo_aligner.training.resume import resume
     from nemo_aligner.training.run import open_checkpoints
-    from nemo_aligner.training.stop import StopRequest
+    from nemo_aligner.training.signals import StopRequest
     from nemo_aligner.training.trainer import SupervisedTrainer
 
     job = json.loads(sys.stdin.read())
@@ -66,7 +66,7 @@ class Memory:
 
     def note(self, when: str, **more: Any) -> None:
         """Add a row: what is resident, and what malloc handed out, now and at most."""
-        from nemo_aligner.parallel.cpu.malloc import resident_bytes
+        from nemo_aligner.distributed.cpu_products import resident_bytes
 
         in_use, resident = self._count(), resident_bytes() / 2**20
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -39,9 +39,9 @@ def main() -> None:
     import torch
 
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
-    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import initialize_layout
+    from nemo_aligner.serving.engine.scorer import load_scorer
 
     torch.set_num_threads(1)
     with launch():

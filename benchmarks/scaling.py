@@ -115,8 +115,8 @@ def _pairs(base: dict[str, Any]) -> Jobs:
 
 def _layouts(base: dict[str, Any], most: int) -> Jobs:
     """One rank, then every layout of twice as many, up to ``most``, that splits one way only."""
-    from nemo_aligner.errors import ConfigError
     from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.utils.errors import ConfigError
 
     shape = ModelShape.from_config(base["model"])
     yield "one rank", base

@@ -23,12 +23,15 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute
-from nemo_aligner.models.adapters import train_adapters_alone
-from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.models.lora import train_adapters_alone
+from nemo_aligner.models.reward_model import (
+    build_reward_model,
+    freeze_lower_layers,
+    wrap_for_training,
+)
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
 from nemo_aligner.training.learner import RewardLearner
 
 _SEED = 1234
@@ -72,10 +75,9 @@ def build_synthetic_learner(
     shape: ModelShape, layout: ParallelLayout, job: dict[str, Any]
 ) -> RewardLearner:
     """A learner with random weights, on pairs of random tokens."""
-    from nemo_aligner.data.loader import TrainLoader
-    from nemo_aligner.data.training_data import TrainingData
-    from nemo_aligner.objectives.bradley_terry import BradleyTerry
-    from nemo_aligner.training.optimizer.build import build_optimizer
+    from nemo_aligner.data.training_data import TrainingData, TrainLoader
+    from nemo_aligner.losses.pairwise import BradleyTerry
+    from nemo_aligner.training.optimizer.optimizer import build_optimizer
 
     model = build_reward_model(
         shape,
@@ -108,11 +110,11 @@ def build_synthetic_learner(
 
 
 def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
-    from nemo_aligner.batch import Records
+    from nemo_aligner.batch.packed import Records
     from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.dataset import TokenizedDataset
+    from nemo_aligner.data.record_arrays import TokenSequences
     from nemo_aligner.data.records import Origin
-    from nemo_aligner.data.views import TokenSequences
 
     generator = torch.Generator().manual_seed(_SEED)
     sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
@@ -340,8 +342,8 @@ def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
 
 def _time_checkpoint(learner: RewardLearner) -> dict[str, float]:
     """Seconds that a save holds training up, and until it is written, in a folder all ranks see."""
-    from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
-    from nemo_aligner.parallel.collectives import gather_objects
+    from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
+    from nemo_aligner.distributed.collectives import gather_objects
 
     with tempfile.TemporaryDirectory() as own:
         checkpoints = RunCheckpoints(Path(gather_objects(own)[0]))

@@ -51,8 +51,8 @@ def main() -> None:
     import torch
 
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import initialize_layout
 
     torch.set_num_threads(arguments.threads)
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))

@@ -46,11 +46,10 @@ def our_scorer(nemo: Path, precision: Any, layout: Any) -> Ours:
     """Of texts that are cut to 2,048 tokens."""
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.config.common import Overlong
-    from nemo_aligner.config.data import DataConfig
-    from nemo_aligner.config.model import ModelConfig
-    from nemo_aligner.models.batch_invariant import make_batch_invariant
-    from nemo_aligner.scoring.scorer import RewardScorer
-    from nemo_aligner.text.contract_settings import build_contract
+    from nemo_aligner.config.model import DataConfig, ModelConfig
+    from nemo_aligner.contract.from_settings import build_contract
+    from nemo_aligner.models.reward_model import make_batch_invariant
+    from nemo_aligner.serving.engine.scorer import RewardScorer
 
     config = ModelConfig(data=DataConfig(seq_length=2048, overlong=Overlong.truncate_left))
     pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)
@@ -71,7 +70,7 @@ def our_scorer(nemo: Path, precision: Any, layout: Any) -> Ours:
 def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> list[list[int]]:
     """Both replies of the first ``pairs`` of a file."""
     from nemo_aligner.config.common import RecordKind
-    from nemo_aligner.data.reading import Reading, read_records
+    from nemo_aligner.data.readers import Reading, read_records
 
     records = read_records(data, Reading(RecordKind.comparison)).records[:pairs]
     return [encode(text) for record in records for text in record.texts]

@@ -91,7 +91,7 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
 
 def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
     from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
-    from nemo_aligner.parallel.launch import single_process
+    from nemo_aligner.distributed.launch import single_process
 
     with single_process():
         tokenizer, contract = read_text_rules(reward_model)

@@ -84,11 +84,10 @@ def write_reward_model(base: Path, output: Path) -> None:
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
     from nemo_aligner.config.common import Overlong, Precision
-    from nemo_aligner.config.data import DataConfig
-    from nemo_aligner.config.model import ModelConfig
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.text.contract_settings import build_contract
+    from nemo_aligner.config.model import DataConfig, ModelConfig
+    from nemo_aligner.contract.from_settings import build_contract
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
     settings = ModelConfig(data=DataConfig(seq_length=SEQ_LENGTH, overlong=Overlong.truncate_left))
     with launch():

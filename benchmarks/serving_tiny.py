@@ -79,9 +79,9 @@ def forward_seconds(model: Path, token_lists: Sequence[list[int]]) -> float:
     """The median time of a forward pass of one text, in this process."""
     import torch
 
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+    from nemo_aligner.serving.engine.scorer import load_scorer
 
     torch.set_num_threads(1)
     with launch():

@@ -15,9 +15,9 @@ import torch
 def main() -> None:
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.training import TrainConfig
-    from nemo_aligner.data.loader import TrainLoader
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.data.training_data import TrainLoader
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import initialize_layout
     from nemo_aligner.training.build import build_data, build_learner
 
     job = json.loads(sys.stdin.read())

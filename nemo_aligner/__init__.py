@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nemo_aligner.api.reward_model import RewardModel
     from nemo_aligner.api.training import train
-    from nemo_aligner.evaluation.measured import Evaluation
+    from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.training.loggers import TrainingProgress
 
 __version__ = "0.1.0"
 __all__ = ["Evaluation", "RewardModel", "TrainingProgress", "__version__", "train"]
 
 _HOME = {
-    "Evaluation": "evaluation.measured",
+    "Evaluation": "evaluation.run",
     "RewardModel": "api.reward_model",
     "TrainingProgress": "training.loggers",
     "train": "api.training",
@@ -29,7 +29,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    conflict = importlib.import_module(f"{__name__}.config.packaged").find_conflict()
+    conflict = importlib.import_module(f"{__name__}.config.describe").find_conflict()
     if conflict is not None:
         raise ImportError(conflict)
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

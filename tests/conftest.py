@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-import nemo_aligner.parallel  # noqa: F401 - before any test imports megatron-core
-from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+import nemo_aligner.distributed  # noqa: F401 - before any test imports megatron-core
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
 from tests.contracts import Contracts
 from tests.environments import kept_environment, make_environment
@@ -134,8 +134,8 @@ def release_process_groups() -> None:
 @pytest.fixture(scope="module")
 def layout() -> Iterator[Any]:
     """This process as the only rank, for all tests of a file."""
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
     with launch():
         yield initialize_layout()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from nemo_aligner.config.common import Precision, RewardModelType
-from nemo_aligner.config.data import DataConfig, RegressionConfig
-from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.config.model import DataConfig, ModelConfig, RegressionConfig
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.tokenizer import Tokenizer
 
 
 class Contracts:

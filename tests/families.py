@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_aligner.batch import Group
+from nemo_aligner.batch.packed import Group
 from tests import tiny
 
 WINDOW = 8

@@ -194,7 +194,7 @@ def run_code(code: str, *arguments: str, environment: Mapping[str, str] | None =
 def start_local_ranks(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     """Have a process start ``command`` on two local ranks, as the package does without torchrun."""
     program = (
-        "import sys; from nemo_aligner.parallel.local import run_ranks; "
+        "import sys; from nemo_aligner.distributed.launch import run_ranks; "
         "sys.exit(run_ranks(sys.argv[1:], 2))"
     )
     return subprocess.Popen(

@@ -54,12 +54,12 @@ def test_scripts_and_examples_reach_dependencies_through_the_package() -> None:
 
 
 def test_packages_around_megatron_imports_prepare_it() -> None:
-    """Some package around such a module begins with nemo_aligner.parallel, see there."""
+    """Some package around such a module begins with nemo_aligner.distributed, see there."""
     found = []
     for path in FILES:
         if "megatron" in roots(path) and PACKAGE / "parallel" not in path.parents:
             inits = [folder / "__init__.py" for folder in path.parents if PACKAGE in folder.parents]
-            if not any("nemo_aligner.parallel" in imports(init) for init in inits):
+            if not any("nemo_aligner.distributed" in imports(init) for init in inits):
                 found.append(name_of(path))
     assert not found, found
 

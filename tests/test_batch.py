@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_aligner.batch import Group, LabelColumns, PackedBatch, Records
-from nemo_aligner.cache_use import CachedPrefix, Stored
-from nemo_aligner.pairs import PairRows
-from nemo_aligner.prefix import common_prefix
+from nemo_aligner.batch.packed import (
+    CachedPrefix,
+    Group,
+    LabelColumns,
+    PackedBatch,
+    PairRows,
+    Records,
+    Stored,
+    common_prefix,
+)
 
 
 def test_batch_lays_sequences_end_to_end() -> None:

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from nemo_aligner import console
-from nemo_aligner.console import (
+from nemo_aligner.utils import console
+from nemo_aligner.utils.console import (
     Counter,
     Progress,
     fit,

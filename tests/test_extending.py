@@ -13,17 +13,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.data import DataConfig, DataPrefixConfig
-from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.config.model import DataConfig, DataPrefixConfig, ModelConfig
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.data.reading import Reading, read_records
+from nemo_aligner.data.readers import Reading, read_records
 from nemo_aligner.data.training_data import build_training_data
-from nemo_aligner.errors import DataError
 from nemo_aligner.metrics import table
 from nemo_aligner.metrics.ranking import PairRewards
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import DataError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data.files import write
@@ -105,9 +104,9 @@ def test_a_metric_is_measured_with_the_others(
 
 def test_a_protocol_is_served_with_the_others(import_example: Import) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.config.gateway import GatewayConfig
-    from nemo_aligner.serving.transports.http import build_app
-    from nemo_aligner.serving.wire.protocols import ROUTES
+    from nemo_aligner.config.serving import GatewayConfig
+    from nemo_aligner.serving.http import build_app
+    from nemo_aligner.serving.protocols import ROUTES
     from tests.serving.fake_server import total
     from tests.serving.gateway_calls import FakeClient, call
 

@@ -14,17 +14,17 @@ import pytest
 from packaging.requirements import Requirement
 
 import nemo_aligner
-from nemo_aligner.config import packaged
+from nemo_aligner.config import describe
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 from tests.docs.pages import PAGES, name_of
 from tests.launching import ROOT
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 ASK = """
-from nemo_aligner.config.packaged import checkout, install_command, settings_folder
+from nemo_aligner.config.describe import checkout, install_command, settings_folder
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 assert checkout() is None
@@ -89,7 +89,7 @@ def test_wheel_has_every_file_of_the_package_and_the_settings(wheel: Path) -> No
 def test_wheel_metadata_has_the_name_that_the_package_looks_itself_up_by(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     told = message_from_bytes((info / "METADATA").read_bytes())
-    assert (told["Name"], told["Version"]) == (packaged.DISTRIBUTION, nemo_aligner.__version__)
+    assert (told["Name"], told["Version"]) == (describe.DISTRIBUTION, nemo_aligner.__version__)
     assert "nemo-aligner = nemo_aligner.cli.main:main" in (info / "entry_points.txt").read_text()
     extras = set(told.get_all("Provides-Extra", []))
     asked = [Requirement(line) for line in told.get_all("Requires-Dist", [])]

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.precision import (
+from nemo_aligner.config.dtypes import (
     ELEMENT_BYTES,
     format_of,
     safetensors_dtypes,
     torch_dtype,
     zarr_dtypes,
 )
+from nemo_aligner.utils.errors import CheckpointError
 
 
 def test_precision_has_a_dtype_of_its_size_and_names_in_files() -> None:

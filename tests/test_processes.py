@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner import processes
-from nemo_aligner.errors import ConfigError, PeerError
-from nemo_aligner.processes import find_process, first_host, leave_together, report, settle
+from nemo_aligner.utils import processes
+from nemo_aligner.utils.errors import ConfigError, PeerError
+from nemo_aligner.utils.processes import find_process, first_host, leave_together, report, settle
 from tests.launching import TORCHRUN
 
 SLURM = {

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.readout import Readout
-from nemo_aligner.text.one_reward import one_reward, reward_weights
+from nemo_aligner.contract.contract import one_reward, reward_weights
+from nemo_aligner.contract.readout import Readout
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.serving.fake_server import CONTRACT
 from tests.text.refusals import assert_refused
 

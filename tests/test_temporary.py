@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.temporary import make_temporary, remove_temporary
+from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from nemo_aligner.temporary import make_temporary
+from nemo_aligner.utils.processes import make_temporary
 folder = make_temporary("a b'", Path(sys.argv[1]))
 (folder / "weights").write_text("many")
 print(flush=True)

@@ -119,11 +119,10 @@ def write_reward_nemo(path: Path, **data: Any) -> Path:
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
     from nemo_aligner.config.common import Precision, RewardModelType
-    from nemo_aligner.config.data import DataConfig, RegressionConfig
-    from nemo_aligner.config.model import ModelConfig
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.text.contract_settings import build_contract
+    from nemo_aligner.config.model import DataConfig, ModelConfig, RegressionConfig
+    from nemo_aligner.contract.from_settings import build_contract
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
     settings = ModelConfig(
         reward_model_type=RewardModelType.regression,

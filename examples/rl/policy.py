@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_aligner.errors import ServingError
 from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.utils.errors import ServingError
 
 _ROWS_AT_ONCE = 16  # of log-probabilities over the whole vocabulary
 # That of the quickstart's reward model: without the system prompt that SmolLM2's own has.

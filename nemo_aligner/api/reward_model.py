@@ -18,21 +18,20 @@ from weakref import WeakKeyDictionary
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_given
-from nemo_aligner.data.write import write_records
-from nemo_aligner.errors import ConfigError, DataError, ServingError
-from nemo_aligner.evaluation.html import check_report
-from nemo_aligner.processes import find_process
-from nemo_aligner.temporary import make_temporary, remove_temporary
+from nemo_aligner.data.records import write_records
+from nemo_aligner.evaluation.report import check_report
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 
 if TYPE_CHECKING:
     import numpy as np
 
     from nemo_aligner.checkpoint.hf.export import ExportSummary
-    from nemo_aligner.evaluation.measured import Evaluation
-    from nemo_aligner.evaluation.sources.base import RewardSource
-    from nemo_aligner.parallel.layout import ParallelLayout
-    from nemo_aligner.text.contract import ScoringContract
-    from nemo_aligner.text.messages import Text
+    from nemo_aligner.contract.contract import ScoringContract
+    from nemo_aligner.contract.messages import Text
+    from nemo_aligner.distributed.layout import ParallelLayout
+    from nemo_aligner.evaluation.run import Evaluation
+    from nemo_aligner.evaluation.sources import RewardSource
 
 # What an evaluation may set; the rest is of the model, which is loaded already.
 _OF_EVALUATION = ("data", "task", "robustness_pairs", "output", "output_rewards", "report")
@@ -247,11 +246,15 @@ def export_archive(
     Raises:
         ConfigError, CheckpointError: see ``RewardModel.export``.
     """
-    from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
-    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
-    from nemo_aligner.parallel.launch import single_process
-    from nemo_aligner.parallel.layout import initialize_layout
-    from nemo_aligner.precision import torch_dtype
+    from nemo_aligner.checkpoint.hf.export import (
+        AdapterOptions,
+        ExportOptions,
+        export_adapter,
+        export_to_hf,
+    )
+    from nemo_aligner.config.dtypes import torch_dtype
+    from nemo_aligner.distributed.launch import single_process
+    from nemo_aligner.distributed.layout import initialize_layout
 
     if adapter_of is not None:
         if dtype is not None:
@@ -287,7 +290,7 @@ class _Session:
         found = self._loaded.get(model)
         if found is not None:
             return found
-        from nemo_aligner.evaluation.sources.opening import layout_sizes, load_source
+        from nemo_aligner.evaluation.sources import layout_sizes, load_source
 
         layout = self._open(layout_sizes(config))
         try:
@@ -300,8 +303,8 @@ class _Session:
         if self._layout is not None and self._sizes == sizes:
             return self._layout
         self.close()
-        from nemo_aligner.parallel.launch import launch
-        from nemo_aligner.parallel.layout import initialize_layout
+        from nemo_aligner.distributed.launch import launch
+        from nemo_aligner.distributed.layout import initialize_layout
 
         with ExitStack() as held:
             held.enter_context(launch())

@@ -13,10 +13,10 @@ from nemo_aligner.api.reward_model import RewardModel, release_models
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, STEP_NAME
 from nemo_aligner.config.load import check_needed, load_given
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.data.write import write_records
-from nemo_aligner.errors import ConfigError, StoppedError
-from nemo_aligner.evaluation.html import check_report, write_run_report
-from nemo_aligner.processes import find_process, is_first_rank, leave_together
+from nemo_aligner.data.records import write_records
+from nemo_aligner.evaluation.report import check_report, write_run_report
+from nemo_aligner.utils.errors import ConfigError, StoppedError
+from nemo_aligner.utils.processes import find_process, is_first_rank, leave_together
 
 if TYPE_CHECKING:
     from nemo_aligner.training.loggers import Callback as OnProgress
@@ -146,8 +146,8 @@ def _on_first_rank(write: Callable[[], int]) -> int:
     """Run it there, and wait for it on the others, before the run has its own process group."""
     if find_process(os.environ).world_size == 1:
         return write()
-    from nemo_aligner.parallel.collectives import on_main
-    from nemo_aligner.parallel.launch import launch
+    from nemo_aligner.distributed.collectives import on_main
+    from nemo_aligner.distributed.launch import launch
 
     with launch():
         return on_main(write)

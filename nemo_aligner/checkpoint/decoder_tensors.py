@@ -1,8 +1,15 @@
-"""Which weights a decoder has: Megatron's names, without a prefix, and whole shapes."""
+"""Names and shapes of a decoder's tensors in Megatron, and the default names of a reward model's
+outputs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.utils.errors import ConfigError
+
+# Which weights a decoder has: Megatron's names, without a prefix, and whole shapes.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # A reward model has its head instead of this one.
@@ -56,3 +63,18 @@ def layer_tensors(shape: ModelShape) -> Shapes:
 def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
     kinds = ("weight", "bias") if shape.normalization == "layernorm1p" else ("weight",)
     return {name + kind: (width or shape.hidden_size,) for kind in kinds}
+
+
+# The names of a reward model's outputs, where a checkpoint does not say them itself.
+
+
+def attribute_names(given: Sequence[str], count: int) -> tuple[str, ...]:
+    """The names that were given for ``count`` outputs, without the spaces around them.
+
+    Raises:
+        ConfigError: they are too few or too many, or one is empty or there twice.
+    """
+    names = tuple(name.strip() for name in given)
+    if len(names) != count or len(set(names)) != count or not all(names):
+        raise ConfigError(f"attributes: got {list(names)}, wanted {count} different names")
+    return names

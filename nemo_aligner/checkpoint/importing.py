@@ -21,25 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.attributes import attribute_names
-from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_BIAS, OUTPUT_LAYER, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import (
+    HEAD,
+    HEAD_BIAS,
+    OUTPUT_LAYER,
+    PREFIX,
+    attribute_names,
+)
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
-from nemo_aligner.checkpoint.nemo.folders import NemoFolder
-from nemo_aligner.checkpoint.nemo.into_model import model_shape
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.unread import in_memory, unread_decoder
-from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.stream import UnreadTensor, dtype_of_matrices, save_unread
+from nemo_aligner.checkpoint.nemo.load_weights import in_memory, model_shape, unread_decoder
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.weights.save import UnreadTensor, dtype_of_matrices, save_unread
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
-from nemo_aligner.errors import CheckpointError, ConfigError, DataError, shown
-from nemo_aligner.models.lora import with_lora
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.launch import single_process
-from nemo_aligner.precision import NumberFormat, format_of
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_fields import are_numbers
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.config.dtypes import NumberFormat, format_of
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.fields import are_numbers
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.distributed.launch import single_process
+from nemo_aligner.models.shape import ModelShape, with_lora
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, shown
 
 RAW_TEXT = "none"
 _HEAD_KEYS = (

@@ -19,18 +19,14 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
-from nemo_aligner.checkpoint.nemo.folders import NemoFolder
-from nemo_aligner.checkpoint.nemo.into_model import head_names, model_shape
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.unread import unread_decoder
-from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.stream import UnreadTensor, save_unread
-from nemo_aligner.errors import CheckpointError, ConfigError, DataError
-from nemo_aligner.models.lora import with_lora
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.launch import single_process
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_changes import describe_differences
+from nemo_aligner.checkpoint.nemo.load_weights import head_names, model_shape, unread_decoder
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.weights.save import UnreadTensor, save_unread
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import describe_differences
+from nemo_aligner.distributed.launch import single_process
+from nemo_aligner.models.shape import ModelShape, with_lora
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 
 _SUM_TOLERANCE = 1e-6
 # Sums of theirs are what a merged model has.

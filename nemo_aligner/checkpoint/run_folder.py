@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError
 
 CHECKPOINTS_NAME = "checkpoints"
 CONFIG_NAME = "config.yaml"

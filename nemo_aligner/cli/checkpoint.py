@@ -49,10 +49,10 @@ def convert_parser() -> Parser:
 
 def run_convert(options: argparse.Namespace) -> int:
     """Write the archive, and say what is in it."""
-    from nemo_aligner.checkpoint.hf.contract import ContractOptions
+    from nemo_aligner.checkpoint.hf.classifier import ContractOptions
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.precision import torch_dtype
+    from nemo_aligner.config.dtypes import torch_dtype
 
     dtype = None if options.dtype is None else torch_dtype(Precision(options.dtype))
     given = options.template, options.seq_length, options.attributes
@@ -208,7 +208,7 @@ def merge_parser() -> Parser:
 def run_merge(options: argparse.Namespace) -> int:
     """Write the archive, and say what it is made of."""
     from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
-    from nemo_aligner.errors import ConfigError
+    from nemo_aligner.utils.errors import ConfigError
 
     inputs, weights = options.input, options.weights
     if options.extrapolate is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser, fraction, names, positive
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
-from nemo_aligner.config.data import DataConfig
+from nemo_aligner.config.model import DataConfig
 
 _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
@@ -64,7 +64,7 @@ def fetch_parser() -> Parser:
 
 def run_fetch(options: argparse.Namespace) -> int:
     """Fetch it, and say how many rows there are."""
-    from nemo_aligner.data.hub import fetch
+    from nemo_aligner.data.files import fetch
 
     count = fetch(options.name, options.output, options.split, options.subset, options.revision)
     print(f"{count} rows of {options.name}, {options.split} -> {options.output}")
@@ -114,7 +114,7 @@ def inspect_parser() -> Parser:
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Tables, and the first records of every file."""
-    from nemo_aligner.checkpoint.nemo.text_rules import read_or_build_text_rules
+    from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.inspect import Inspection, inspect_files
 

@@ -17,8 +17,7 @@ def doctor_parser() -> Parser:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """0 where nothing is missing that training and scoring need."""
-    from nemo_aligner.diagnostics.doctor import examine, render
-    from nemo_aligner.diagnostics.finding import Verdict
+    from nemo_aligner.tools.doctor import Verdict, examine, render
 
     findings = examine()
     print(render(findings))

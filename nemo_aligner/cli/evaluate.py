@@ -11,8 +11,8 @@ from pathlib import Path
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.evaluation.html import check_report
-from nemo_aligner.processes import is_first_rank
+from nemo_aligner.evaluation.report import check_report
+from nemo_aligner.utils.processes import is_first_rank
 
 _EVALUATE = """\
 Measure a reward model on held-out pairs or ratings.
@@ -116,7 +116,7 @@ def report_parser() -> Parser:
 def run_report(options: argparse.Namespace) -> int:
     """Write the page, and say where it is."""
     check_report("report")
-    from nemo_aligner.evaluation.html.page import write_page
+    from nemo_aligner.evaluation.report.page import write_page
 
     print(f"report: {write_page(options.runs, options.output)}")
     return 0
@@ -162,7 +162,7 @@ def check_parser() -> Parser:
 
 def run_check(options: argparse.Namespace) -> int:
     """0 where the bar holds; rank 0 prints."""
-    from nemo_aligner.diagnostics.check import Check, run_check
+    from nemo_aligner.tools.check import Check, run_check
 
     check = Check(
         checkpoint=options.checkpoint,

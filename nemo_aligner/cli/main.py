@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import nemo_aligner
 from nemo_aligner.cli.parser import PROGRAM, Parser, did_you_mean
-from nemo_aligner.config.packaged import find_conflict, install_command
-from nemo_aligner.errors import AlignerError, CheckpointError, ConfigError
-from nemo_aligner.processes import describe_error, is_first_rank, report
+from nemo_aligner.config.describe import find_conflict, install_command
+from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError
+from nemo_aligner.utils.processes import describe_error, is_first_rank, report
 
 Run = Callable[[argparse.Namespace], int]
 # Which extra of the package brings a module.

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
-from nemo_aligner.config.suggest import suggestion
+from nemo_aligner.config.describe import suggestion
 
 PROGRAM = "nemo-aligner"
 

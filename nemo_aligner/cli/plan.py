@@ -8,9 +8,14 @@ from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.planning.presets import PRESETS, preset
-from nemo_aligner.planning.report import render_best, render_heading, render_layouts
-from nemo_aligner.planning.request import PlanRequest
+from nemo_aligner.planning.planner import (
+    PRESETS,
+    PlanRequest,
+    preset,
+    render_best,
+    render_heading,
+    render_layouts,
+)
 
 _PLAN = """\
 Which parallel layouts fit on so many GPUs, what a GPU then holds, and how fast it might be.
@@ -49,7 +54,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _read_shape(path: Path) -> tuple[ModelShape, str]:
-    from nemo_aligner.checkpoint.nemo.config_file import read_model_config
+    from nemo_aligner.checkpoint.nemo.open import read_model_config
 
     return ModelShape.from_config(read_model_config(path)), str(path)
 

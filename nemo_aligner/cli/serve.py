@@ -11,10 +11,8 @@ from typing import Any
 
 from nemo_aligner.cli.parser import Parser
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
-from nemo_aligner.config.critic import ServeCriticConfig
-from nemo_aligner.config.gateway import GatewayRunConfig
-from nemo_aligner.config.serving import ServeConfig
-from nemo_aligner.errors import ConfigError, ServingError
+from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
+from nemo_aligner.utils.errors import ConfigError, ServingError
 
 _SERVE = """\
 Answer texts with a reward model's rewards over HTTP, until SIGTERM or Ctrl-C.
@@ -58,7 +56,7 @@ def run_serve_critic(options: argparse.Namespace) -> int:
     config = read_settings(ServeCriticConfig, options, needed)
     if starts_ranks(options):
         return start_ranks(_VERB, options)
-    from nemo_aligner.serving.run_critic import run_critic_server
+    from nemo_aligner.serving.run import run_critic_server
 
     return run_critic_server(config)
 
@@ -78,7 +76,7 @@ def gateway_parser() -> Parser:
 def run_gateway(options: argparse.Namespace) -> int:
     """Answer until told to stop."""
     config = read_settings(GatewayRunConfig, options)
-    from nemo_aligner.serving.gateway import run_gateway
+    from nemo_aligner.serving.run import run_gateway
 
     return run_gateway(config)
 

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.config.describe import list_keys, render_keys
 from nemo_aligner.config.load import check_needed, load_with_notes
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.processes import is_first_rank, is_launched
-from nemo_aligner.subcommand import environment
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.processes import environment, is_first_rank, is_launched
 
 T = TypeVar("T")
 _WIDTH = 100
@@ -85,7 +84,7 @@ def starts_ranks(options: argparse.Namespace) -> bool:
 
 def start_ranks(verb: str, options: argparse.Namespace) -> int:
     """Run this command as ``options.processes`` ranks of this machine; its exit code."""
-    from nemo_aligner.parallel.local import run_ranks
+    from nemo_aligner.distributed.launch import run_ranks
 
     again = [*options.argv, "--processes=1"]
     return run_ranks(["-m", "nemo_aligner", verb, *again], options.processes, environment())

@@ -10,8 +10,8 @@ from nemo_aligner.api.training import NEEDED, run_training
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.evaluation.html import check_report
-from nemo_aligner.processes import find_process, leave_together
+from nemo_aligner.evaluation.report import check_report
+from nemo_aligner.utils.processes import find_process, leave_together
 
 _TRAIN = """\
 Train a reward model: from a base checkpoint and preference data to megatron_gpt.nemo.
@@ -39,8 +39,8 @@ def run_train(options: argparse.Namespace) -> int:
     """Train, on as many ranks as were started."""
     config = read_settings(TrainConfig, options, NEEDED)
     if options.dry_run:
-        from nemo_aligner.console import say
         from nemo_aligner.training.dry_run import check_run
+        from nemo_aligner.utils.console import say
 
         say(check_run(config, options.processes or find_process(os.environ).world_size))
         return 0
@@ -80,7 +80,7 @@ def quickstart_parser() -> Parser:
 
 def run_quickstart(options: argparse.Namespace) -> int:
     """Run every step, and say what came out."""
-    from nemo_aligner.quickstart.run import Quickstart, run_quickstart
+    from nemo_aligner.tools.quickstart import Quickstart, run_quickstart
 
     run_quickstart(
         Quickstart(
@@ -119,8 +119,8 @@ def run_probe(options: argparse.Namespace) -> int:
     config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
     if starts_ranks(options):
         return start_ranks("probe", options)
-    from nemo_aligner.console import say
-    from nemo_aligner.diagnostics.probe_run import render_probe, run_probe
+    from nemo_aligner.tools.overfit_test import render_probe, run_probe
+    from nemo_aligner.utils.console import say
 
     result = run_probe(config, options.records, options.steps)
     say(render_probe(result))

@@ -1,14 +1,25 @@
-"""What settings there are: their keys, types, defaults, and what each is for."""
+"""Describe settings (key, type, default, help), suggest near misses, and say what the package
+brings.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib.metadata
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from importlib.metadata import PackageNotFoundError
+from os import PathLike
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from nemo_aligner import __version__
 from nemo_aligner.config.common import ABOUT
+
+# What settings there are: their keys, types, defaults, and what each is for.
 
 _WIDTH = 78
 _WORDS = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
@@ -111,3 +122,223 @@ def _choices(kind: Any) -> tuple[str, ...]:
     elif inner is bool:
         values = ["true", "false"]
     return (*values, "null") if values and may_be_null else tuple(values)
+
+
+# Suggestions for misspelt names, and for settings by the names that other trainers give them.
+
+# Of difflib's ratio: a letter or two of a word, and no other word.
+_NEAR = 0.75
+# Of whole keys that have the last name in common.
+_MOVED = 0.65
+# Of whole keys, where nothing else is near.
+_MISSPELT = 0.85
+_BATCH, _STEPS = "model.global_batch_size", "trainer.rm.max_steps"
+_MICRO_BATCH = "model.micro_batch_tokens"
+_BASE = "pretrained_checkpoint.restore_from_path"
+_DATA = "model.data.data_prefix"
+# The last name of a setting in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT or Megatron,
+# and the key here.
+PEER_NAMES = {
+    "learning_rate": "model.optim.lr",
+    "weight_decay": "model.optim.weight_decay",
+    "l2": "model.optim.weight_decay",
+    "adam_beta1": "model.optim.betas",
+    "adam_beta2": "model.optim.betas",
+    "adam_betas": "model.optim.betas",
+    "adam_epsilon": "model.optim.eps",
+    "lr_scheduler_type": "model.optim.sched.name",
+    "lr_scheduler": "model.optim.sched.name",
+    "lr_warmup_iters": "model.optim.sched.warmup_steps",
+    "max_grad_norm": "trainer.rm.gradient_clip_val",
+    "max_norm": "trainer.rm.gradient_clip_val",
+    "clip_grad": "trainer.rm.gradient_clip_val",
+    "num_train_epochs": "trainer.rm.max_epochs",
+    "max_num_epochs": "trainer.rm.max_epochs",
+    "num_epochs": "trainer.rm.max_epochs",
+    "max_num_steps": _STEPS,
+    "train_iters": _STEPS,
+    "eval_steps": "trainer.rm.val_check_interval",
+    "val_period": "trainer.rm.val_check_interval",
+    "eval_interval": "trainer.rm.val_check_interval",
+    "save_steps": "trainer.rm.save_interval",
+    "save_period": "trainer.rm.save_interval",
+    "batch_size": _BATCH,
+    "train_batch_size": _BATCH,
+    "train_global_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "per_device_train_batch_size": _MICRO_BATCH,
+    "micro_train_batch_size": _MICRO_BATCH,
+    "train_micro_batch_size": _MICRO_BATCH,
+    "micro_batch_size": _MICRO_BATCH,
+    "train_mb_tokens": _MICRO_BATCH,
+    "r": "model.lora.rank",
+    "dim": "model.lora.rank",
+    "lora_r": "model.lora.rank",
+    "lora_rank": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "target_modules": "model.lora.targets",
+    "lora_target_modules": "model.lora.targets",
+    "max_length": "model.data.seq_length",
+    "max_len": "model.data.seq_length",
+    "max_seq_length": "model.data.seq_length",
+    "max_total_sequence_length": "model.data.seq_length",
+    "chat_template": "model.data.template",
+    "chat_template_path": "model.data.template",
+    "gradient_checkpointing": "model.activations_checkpoint_granularity",
+    "activation_checkpointing": "model.activations_checkpoint_granularity",
+    "recompute_granularity": "model.activations_checkpoint_granularity",
+    "model_name_or_path": _BASE,
+    "model_name": _BASE,
+    "pretrain": _BASE,
+    "dataset": f"{_DATA}.train",
+    "dataset_name": f"{_DATA}.train",
+    "train_files": f"{_DATA}.train",
+    "train_data_path": f"{_DATA}.train",
+    "eval_dataset": f"{_DATA}.validation",
+    "val_files": f"{_DATA}.validation",
+    "val_data_path": f"{_DATA}.validation",
+    "output_dir": "exp_manager.explicit_log_dir",
+    "save_path": "exp_manager.explicit_log_dir",
+    "checkpoint_dir": "exp_manager.explicit_log_dir",
+    "resume_from_checkpoint": "exp_manager.resume_if_exists",
+    "loss": "model.objective",
+    "loss_type": "model.objective",
+    "metric_for_best_model": "exp_manager.checkpoint_callback_params.monitor",
+    "save_total_limit": "exp_manager.checkpoint_callback_params.save_top_k",
+    "keep_top_k": "exp_manager.checkpoint_callback_params.save_top_k",
+    "tp": "model.tensor_model_parallel_size",
+    "tensor_parallel_size": "model.tensor_model_parallel_size",
+    "pp": "model.pipeline_model_parallel_size",
+    "pipeline_parallel_size": "model.pipeline_model_parallel_size",
+    "dtype": "trainer.precision",
+    "torch_dtype": "trainer.precision",
+    "bf16": "trainer.precision",
+    "fp16": "trainer.precision",
+}
+
+
+def suggestion(key: str, known: Iterable[str]) -> str | None:
+    """The key of ``known`` that ``key`` (``section.name``, or a plain word) was to be.
+
+    A key with the same name in another section that is near, else one with nearly the same name in
+    the same part of the settings (what stands before the first dot).
+    """
+    section, _, name = key.rpartition(".")
+    part = key.partition(".")[0] if section else ""
+    same_name = [each for each in known if each.rpartition(".")[2] == name]
+    in_part = [each for each in known if not section or each.startswith(f"{part}.")]
+    moved = [each for each in same_name if each in in_part]
+    moved += difflib.get_close_matches(key, same_name, cutoff=_MOVED)
+    if moved:
+        return moved[0]
+    by_name: dict[str, list[str]] = {}
+    for each in in_part:
+        by_name.setdefault(each.rpartition(".")[2], []).append(each)
+    near = difflib.get_close_matches(name, by_name, cutoff=_NEAR)
+    candidates = [each for found in near for each in by_name[found]]
+    own = [each for each in candidates if each.rpartition(".")[0] == section]
+    return next(iter(own or candidates), None)
+
+
+def suggest_setting(key: str, known: Iterable[str]) -> str | None:
+    """Find the setting of ``known`` that ``key`` stands for.
+
+    A near name in the same part of the settings comes first, then another trainer's name for it,
+    then the one key of the same name in any part, then a whole key that is near.
+    """
+    known = list(known)
+    name = key.rpartition(".")[2]
+    near = suggestion(key, known)
+    if near is None and PEER_NAMES.get(name) in known:
+        near = PEER_NAMES[name]
+    if near is None:
+        same_name = [each for each in known if each.rpartition(".")[2] == name and name != "name"]
+        near_name = [each for each in known if _ratio(name, each.rpartition(".")[2]) >= _NEAR]
+        misspelt = difflib.get_close_matches(key, near_name, n=1, cutoff=_MISSPELT)
+        near = next(iter(same_name if len(same_name) == 1 else misspelt), None)
+    return near
+
+
+def _ratio(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
+
+
+# The package as it is installed: its distribution, what its extras bring, its settings files.
+#
+# PyPI's ``nemo_aligner`` is NVIDIA's NeMo-Aligner, so the distribution has a name of its own, while
+# the import package keeps its name. Only the standard library is imported: this words the errors
+# about packages that are missing.
+
+DISTRIBUTION = "megatron-reward"
+_NVIDIAS = "nemo_aligner"
+_PACKAGE = Path(__file__).resolve().parent.parent
+_ENDING = ".yaml"
+
+
+def checkout() -> Path | None:
+    """The repository that this process runs the package from; None when it is out of a wheel."""
+    root = _PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "conf").is_dir() else None
+
+
+def install_command(extra: str = "") -> str:
+    """The pip command that brings an extra, or for "" this package with what it requires.
+
+    There is no index to name: it installs from the checkout, and where the package came out of a
+    wheel it names the packages of the extra.
+    """
+    root = checkout()
+    if root is not None:
+        return f"pip install -e '{root}{f'[{extra}]' * bool(extra)}'"
+    wheel = f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl"
+    brought = _requirements_of(extra) if extra else []
+    return f"pip install {' '.join(brought) or wheel}"
+
+
+def _requirements_of(extra: str) -> list[str]:
+    """Quoted for a shell; none where the metadata is not there."""
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return []
+    split = (line.partition(";") for line in lines)
+    of_extra = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
+    return [f"'{what.strip()}'" for what, _, marker in split if of_extra.search(marker)]
+
+
+def find_conflict() -> str | None:
+    """What is wrong where NVIDIA's NeMo-Aligner is installed beside this package; else None."""
+    try:
+        found = importlib.metadata.metadata(_NVIDIAS)
+    except PackageNotFoundError:
+        return None
+    if not any("NVIDIA" in found[key] for key in ("Author", "Home-page") if key in found):
+        return None
+    return (
+        f"NVIDIA's nemo_aligner {found['Version']} is installed beside {DISTRIBUTION}, and both "
+        "bring the import package nemo_aligner: each overwrites files of the other. Use an "
+        f"environment of its own, or: pip uninstall nemo_aligner, then {install_command()} "
+        "--force-reinstall --no-deps"
+    )
+
+
+def settings_folder() -> Path:
+    """Where the YAML files of settings lie: in a wheel inside the package, else ``conf/``."""
+    inside = _PACKAGE / "conf"
+    return inside if inside.is_dir() else _PACKAGE.parent / "conf"
+
+
+def settings_names() -> list[str]:
+    """What ``--config`` takes beside paths: ``train_reward_model``, ``recipes/skywork_8b``, ..."""
+    folder = settings_folder()
+    found = (path.relative_to(folder).with_suffix("") for path in folder.rglob(f"*{_ENDING}"))
+    return sorted(path.as_posix() for path in found)
+
+
+def find_settings(given: str | PathLike[str]) -> Path:
+    """The file of that path or, where there is none, the package's own of that name."""
+    path = Path(given)
+    if not path.is_file() and path.as_posix() in settings_names():
+        return settings_folder() / f"{path.as_posix()}{_ENDING}"
+    return path

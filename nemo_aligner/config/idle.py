@@ -9,11 +9,9 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from nemo_aligner.config.common import Malformed, RewardModelType
-from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.model import Schedule
-from nemo_aligner.config.serving import ServeConfig
-from nemo_aligner.config.shaping import Combine
+from nemo_aligner.config.serving import Combine, ServeConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 
 Rule: TypeAlias = tuple[Mapping[str, Any], tuple[str, ...]]

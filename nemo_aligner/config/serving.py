@@ -1,12 +1,166 @@
-"""Settings of the server."""
+"""Settings of the servers: reward model, PPO critic, gateway, and reward shaping."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from nemo_aligner.config.common import Checks, Precision, setting
-from nemo_aligner.config.scoring import ScorerModelConfig
-from nemo_aligner.config.shaping import EnsembleConfig, ShapingConfig
+from nemo_aligner.config.model import (
+    InvarianceConfig,
+    OptimConfig,
+    Recompute,
+    SchedulerConfig,
+    ScorerModelConfig,
+)
+from nemo_aligner.config.training import RunFolderConfig
+
+# Settings of the gateway: other protocols in front of reward servers.
+
+
+@dataclass
+class GatewayConfig:
+    """Where it listens, whom it lets in, and how much it takes."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
+    port: int = setting(8000, "0: any free port")
+    token_file: str | None = setting(None, "file with the bearer token that requests need")
+    token_variable: str | None = setting(None, "environment variable with the bearer token")
+    certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
+    key_file: str | None = setting(None, "private key of the certificate (PEM)")
+    complete_turns: bool = setting(
+        True, "raw texts and ids that end at an end of turn get what the template has behind it"
+    )
+    reward_threshold: float | None = setting(
+        None, "/verify: reward 1 at or above this, else 0; null: the plain reward"
+    )
+    max_request_bytes: int = setting(
+        16 * 2**20, "largest request body in bytes; larger ones get a 413"
+    )
+    max_queue_rows: int = setting(8192, "most rows in flight; more get a 503 to retry later")
+    max_connections: int = setting(256, "most concurrent requests per backend")
+    timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
+    retry_s: float = setting(1.0, "seconds to wait for a backend before a 503")
+    drift_rows: int = setting(1000, "number of latest rows for the metrics of rewards")
+    exit_timeout_secs: int = setting(20, "seconds for requests in flight after SIGTERM")
+    ready_file: str | None = setting(None, "file that contains the URL while the gateway is ready")
+
+    def __post_init__(self) -> None:
+        with Checks("gateway", self) as checks:
+            checks.require(0 <= self.port < 65536, "port", "0 (any free port) to 65535")
+            checks.positive(
+                "max_request_bytes",
+                "max_queue_rows",
+                "max_connections",
+                "timeout_s",
+                "drift_rows",
+                "exit_timeout_secs",
+            )
+            checks.not_negative("retry_s")
+            both = (self.certificate_file is None) == (self.key_file is None)
+            checks.require(both, "key_file", "a key_file with a certificate_file, or neither")
+            checks.one_token("token")
+
+
+@dataclass
+class GatewayRunConfig:
+    """The whole of ``nemo-aligner gateway``."""
+
+    backends: list[str] = setting(["http://127.0.0.1:5555"], "URLs of servers of one model")
+    expect_contract: str | None = setting(None, "refuse backends whose contract has another hash")
+    backend_token_file: str | None = setting(None, "file with the bearer token of the backends")
+    backend_token_variable: str | None = setting(
+        None, "environment variable with the bearer token of the backends"
+    )
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    def __post_init__(self) -> None:
+        with Checks("", self) as checks:
+            checks.require(bool(self.backends), "backends", "the URL of a server, or several")
+            checks.one_token("backend_token")
+
+
+# Settings of what a server makes of a reward model's rewards for a trainer.
+
+
+class Standardize(Enum):
+    none = "none"
+    contract = "contract"
+    running = "running"
+    given = "given"
+
+
+class Combine(Enum):
+    mean = "mean"
+    min = "min"
+    lower_bound = "lower_bound"
+
+
+@dataclass
+class EnsembleConfig:
+    """More reward models beside ``rm_model_file``, and one reward of them all."""
+
+    files: list[str] = setting([], "more reward models that score the same texts")
+    combine: Combine = setting(
+        Combine.mean, "mean of the models, or lower_bound: mean minus k deviations"
+    )
+    k: float = setting(1.0, "number of deviations for lower_bound")
+
+    def __post_init__(self) -> None:
+        with Checks("ensemble", self) as checks:
+            checks.not_negative("k")
+
+
+@dataclass
+class ShapingConfig:
+    """Each is off by default; in this order, and the raw rewards stand beside."""
+
+    standardize: Standardize = setting(
+        Standardize.none,
+        "standardize by statistics of training, of all so far, or given ones",
+    )
+    mean: list[float] = setting([], "means for standardize=given, one per attribute")
+    std: list[float] = setting([], "deviations for standardize=given, one above 0 per attribute")
+    statistics_file: str | None = setting(
+        None, "file that keeps the statistics of standardize=running"
+    )
+    attribute_weights: dict[str, float] = setting(
+        {}, "weights by attribute for the combined reward"
+    )
+    spread_penalty: float = setting(
+        0.0, "k: reward minus k times its uncertainty, where the model has one"
+    )
+    length_penalty: float = setting(
+        0.0, "penalty per token of the reply beyond length_penalty_from"
+    )
+    length_penalty_from: int = setting(0, "tokens of a reply that are free")
+    clip: list[float] = setting([], "[low, high]: clip rewards to this range")
+    threshold: float | None = setting(None, "also report whether each reward reaches this value")
+
+    def __post_init__(self) -> None:
+        with Checks("shaping", self) as checks:
+            checks.not_negative("spread_penalty", "length_penalty", "length_penalty_from")
+            checks.require(
+                self.length_penalty > 0 or not self.length_penalty_from,
+                "length_penalty_from",
+                "0, or shaping.length_penalty beside it",
+            )
+            fits = not self.clip or (len(self.clip) == 2 and self.clip[0] < self.clip[1])
+            checks.require(fits, "clip", "[low, high], low below high")
+            is_given = self.standardize is Standardize.given
+            checks.require(is_given or not self.mean, "mean", "none, or shaping.standardize=given")
+            fits = len(self.std) == len(self.mean) and all(value > 0 for value in self.std)
+            wanted = "as many numbers above 0 as shaping.mean has"
+            checks.require(fits and is_given == bool(self.std), "std", wanted)
+            is_running = self.standardize is Standardize.running
+            checks.require(
+                self.statistics_file is None or is_running,
+                "statistics_file",
+                "null, or shaping.standardize=running",
+            )
+
+
+# Settings of the server.
 
 
 @dataclass
@@ -58,3 +212,136 @@ class ServeConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+
+
+# Settings of the server of PPO's critic; keys are NeMo-Aligner's where it has them.
+
+
+class WhileTraining(Enum):
+    wait = "wait"
+    refuse = "refuse"
+
+
+@dataclass
+class CriticCheckpointConfig:
+    """What the critic starts from."""
+
+    restore_from_path: str | None = setting(
+        None, "a reward model or a critic: .nemo, or the folder it unpacks to"
+    )
+
+
+@dataclass
+class PpoConfig:
+    """What the server does for PPO."""
+
+    combine_rm_and_critic_server: bool = setting(
+        False, "also give rewards, in critic_infer and as reward_model"
+    )
+    offload_idle_model: bool | None = setting(
+        None, "with combine: move the idle model to host memory; null: on a GPU"
+    )
+    infer_while_training: WhileTraining = setting(
+        WhileTraining.wait, "what to do with requests for values during training"
+    )
+    max_steps: int = setting(10000, "steps until the learning rate reaches its minimum")
+    gradient_clip_val: float = setting(1.0, "largest gradient norm; 0: no clipping")
+
+    def __post_init__(self) -> None:
+        with Checks("trainer.ppo", self) as checks:
+            checks.positive("max_steps")
+            checks.not_negative("gradient_clip_val")
+
+
+@dataclass
+class CriticTrainerConfig:
+    """Precision, and what is PPO's."""
+
+    precision: Precision | None = setting(
+        None, "precision of the critic; null: that of the scoring contract"
+    )
+    ppo: PpoConfig = field(default_factory=PpoConfig)
+
+
+@dataclass
+class CriticSchedulerConfig(SchedulerConfig):
+    """As in training; the rate ends at a tenth of what it begins with."""
+
+    min_lr: float = setting(9e-7, "final learning rate")
+
+
+@dataclass
+class CriticOptimConfig(OptimConfig):
+    """As in training, with the rates of NeMo-Aligner's critic."""
+
+    lr: float = setting(9e-6, "learning rate after warm-up")
+    weight_decay: float = setting(0.1, "applies to matrices, not to norms and biases")
+    sched: CriticSchedulerConfig = field(default_factory=CriticSchedulerConfig)
+
+
+@dataclass
+class CriticModelConfig(InvarianceConfig):
+    """How the critic is laid out over ranks, and how it learns."""
+
+    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
+    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    sequence_parallel: bool = setting(
+        False, "also split norms along the tokens; needs tensor parallelism"
+    )
+    activations_checkpoint_granularity: Recompute = setting(
+        Recompute.none, "which activations to recompute in the backward pass"
+    )
+    freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
+    global_batch_size: int = setting(64, "sequences per step; larger calls make several steps")
+    micro_batch_tokens: int = setting(4096, "tokens per forward and backward pass")
+    loss_clip_val: float = setting(0.2, "clip range of values around prev_values; 0: no clipping")
+    offload_adam_states: bool = setting(
+        False, "move optimizer and gradients off the GPU for inference"
+    )
+    seed: int = setting(1234, "random seed; a critic that loads weights needs none")
+    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
+
+    def __post_init__(self) -> None:
+        with Checks("model", self) as checks:
+            checks.positive(
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "global_batch_size",
+                "micro_batch_tokens",
+                "batch_invariant_rows",
+            )
+            checks.not_negative("freeze_layers", "loss_clip_val")
+            checks.seed("seed")
+
+
+@dataclass
+class CriticRunConfig(RunFolderConfig):
+    """Where critic_save writes, and a server that is started again goes on from."""
+
+    explicit_log_dir: str = setting("results/critic", "folder of the run")
+
+
+@dataclass
+class CriticServerConfig(ServerConfig):
+    """The PyTriton endpoint, at the port of NeMo-Aligner's critic."""
+
+    port: int = setting(5556, "0: any free port")
+    max_request_bytes: int = setting(256 * 2**20, "largest request in bytes; a rollout needs many")
+    prefix_cache_tokens: int = setting(
+        0, "with combine: tokens of text beginnings that the reward model keeps; 0 keeps none"
+    )
+
+
+@dataclass
+class ServeCriticConfig:
+    """The whole of ``nemo-aligner serve-critic``."""
+
+    rm_model_file: str | None = setting(
+        None, "with combine: the reward model; null: pretrained_checkpoint.restore_from_path"
+    )
+    expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
+    pretrained_checkpoint: CriticCheckpointConfig = field(default_factory=CriticCheckpointConfig)
+    trainer: CriticTrainerConfig = field(default_factory=CriticTrainerConfig)
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    exp_manager: CriticRunConfig = field(default_factory=CriticRunConfig)
+    server: CriticServerConfig = field(default_factory=CriticServerConfig)

@@ -1,22 +1,24 @@
-"""The demo set: small preference pairs that anyone can judge, balanced and split by what they ask.
-
-Pairs of an item (a question, a sum, a word) all fall on the same side of the split, so held-out
-prompts ask what no training prompt asks. In exactly half of the pairs of every kind the better
-reply is the shorter one, so that length tells nothing.
-"""
+"""The demo set: small preference pairs that anyone can judge, balanced and split by kind."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
-from nemo_aligner.data.demo_kinds import KINDS, REASONS, DemoPair
-from nemo_aligner.data.length_baseline import longer_wins
-from nemo_aligner.data.write import write_lines
-from nemo_aligner.errors import DataError
+from nemo_aligner.data.records import write_lines
+from nemo_aligner.data.report import longer_wins
+from nemo_aligner.utils.errors import DataError
+
+# The demo set: small preference pairs that anyone can judge, balanced and split by what they ask.
+#
+# Pairs of an item (a question, a sum, a word) all fall on the same side of the split, so held-out
+# prompts ask what no training prompt asks. In exactly half of the pairs of every kind the better
+# reply is the shorter one, so that length tells nothing.
 
 
 def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int = 1) -> str:
@@ -96,3 +98,332 @@ def _balanced(candidates: list[DemoPair], wanted: int, rng: random.Random) -> li
             f"{len(longer)} with the longer one; wanted {half} and {wanted - half}"
         )
     return rng.sample(shorter, half) + rng.sample(longer, wanted - half)
+
+
+# The ten kinds of pairs of the demo set, each with a reason that a reader can see.
+#
+# Every kind is made from items (a question, a sum, a word); all pairs of an item fall on the same
+# side of the split, so held-out prompts ask what no training prompt asks. In exactly half of the
+# pairs of every kind the better reply is the shorter one, so that length tells nothing.
+
+
+@dataclass(frozen=True)
+class DemoPair:
+    """One pair; ``item`` is what it asks about, whatever the wording."""
+
+    kind: str
+    item: str
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+def _table(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
+
+
+# question | short answer | long answer
+_QUESTIONS = _table("""
+How do I boil an egg? | Simmer it for eight minutes. | Put it in boiling water, wait eight minutes, then cool it in cold water.
+How can I fall asleep faster? | Keep the room dark and cool. | Go to bed at the same time, dim the lights and put your phone away.
+What is a good breakfast? | Oatmeal with fruit works well. | Try oatmeal with fruit and nuts, which keeps you full until lunch.
+How do plants make food? | They use sunlight. | They use sunlight to turn water and carbon dioxide into sugar.
+Why is the sky blue? | Air scatters blue light most. | Air scatters blue light more than red light, so blue reaches us from everywhere.
+How do I clean a window? | Use vinegar and a dry cloth. | Spray it with water and vinegar, then wipe it with a dry cloth.
+What does a bee make? | Bees make honey and wax. | Bees collect nectar from flowers and turn it into honey and wax.
+How do I remove a stain? | Rinse it soon with cold water. | Rinse the stain with cold water, rub in some soap and wash the shirt.
+Why do leaves fall in autumn? | Trees save water that way. | Trees drop their leaves to save water and energy during the winter.
+How can I learn to swim? | Take lessons at a local pool. | Take lessons at a local pool, and practise floating before you learn strokes.
+What is a library for? | You can borrow books there. | A library lends books and offers a quiet place to read and study.
+How do I plant a tomato? | Plant it deep in a sunny spot. | Choose a sunny spot, plant it deep and water it every other day.
+Why should I drink water? | Your body needs it to work. | Your body needs water to carry food to its cells and to stay cool.
+How do I wrap a gift? | Fold paper around it and tape it. | Cut the paper to size, fold it around the box and tape the ends.
+What causes rain? | Water drops in clouds get heavy. | Water vapour rises, cools into clouds and falls when the drops get heavy.
+How do I save money? | Spend less than you earn. | Write down what you spend and put a little aside every month.
+What is a compass used for? | It shows which way is north. | Its needle points north, so hikers and sailors can find their way.
+How do I train a puppy? | Reward it when it does well. | Keep lessons short, reward good behaviour and repeat them every day.
+Why do cats purr? | Mostly because they feel content. | Cats mostly purr when they feel content, and sometimes to calm themselves.
+How do I stop hiccups? | Hold your breath for a moment. | Hold your breath for ten seconds, or sip a glass of cold water slowly.
+What is recycling? | Turning waste into new things. | Recycling means turning used paper, glass or metal into new products.
+How do I write a thank-you note? | Say what you liked and sign it. | Name the gift, say why you liked it and sign with your name.
+Why do we have seasons? | Because the Earth is tilted. | The Earth is tilted, so each half gets more sunlight for part of the year.
+How do I fix a flat bike tyre? | Patch the hole in the tube. | Take out the tube, find the hole, patch it and pump the tyre up.
+What is a healthy snack? | An apple or some nuts. | A handful of nuts or an apple gives you energy without much sugar.
+How do I make tea? | Steep the leaves in hot water. | Boil some water, pour it over the leaves and wait three minutes.
+Why do birds fly south? | To find food in winter. | Many birds fly south because there is more food in warmer places in winter.
+How do I remember names? | Repeat the name aloud. | Repeat the name aloud, and link it to something about the person.
+What does a doctor do? | A doctor treats sick people. | A doctor examines patients, finds out what is wrong and treats them.
+How do I keep bread fresh? | Store it in a paper bag. | Store it in a paper bag for two days, and freeze what is left.
+Why do we brush our teeth? | To keep them free of decay. | Brushing removes food and bacteria that would otherwise cause decay.
+How do I pack for a trip? | Make a list and roll your clothes. | Make a list first, roll your clothes and put heavy things at the bottom.
+What is gravity? | A force that pulls things together. | Gravity is the force that pulls objects together and keeps us on the ground.
+How do I calm a crying baby? | Hold and rock it gently. | Check whether it is hungry, then hold it close and rock it gently.
+Why does ice float? | It is less dense than water. | Water expands when it freezes, so ice is less dense and floats.
+How do I cook rice? | Simmer it in twice as much water. | Rinse it, add twice as much water and simmer it with the lid on.
+What is a budget? | A plan for your money. | A budget is a plan that shows what you earn and what you spend.
+How do I improve my spelling? | Read often and note hard words. | Read every day, note the words you get wrong and write them again.
+Why do volcanoes erupt? | Pressure pushes magma up. | Gas builds up pressure below the ground until it pushes hot magma out.
+How do I tie a tie? | Follow a simple four-step knot. | Cross the wide end over, bring it up through the neck and pull it down.
+What is a vaccine for? | It prepares the body for germs. | A vaccine teaches the body to fight a germ before it meets the real one.
+How do I grow basil? | Give it sun and water. | Put the pot in a sunny window, water it often and pick the top leaves.
+Why do we dream? | Nobody is quite sure. | Nobody is quite sure, but dreams may help the brain to sort memories.
+How do I read a map? | Start with its legend. | Start with the legend, find north and then match what you see around you.
+What makes a good friend? | Someone who listens to you. | A good friend listens to you, keeps promises and helps when things go wrong.
+How do I sharpen a knife? | Draw it along a whetstone. | Hold it at a small angle and draw it along a wet whetstone several times.
+Why is exercise good? | It keeps your heart strong. | Exercise keeps your heart strong, lifts your mood and helps you to sleep.
+How do I make a paper boat? | Fold a sheet several times. | Fold the sheet in half, fold the corners down and open it from below.
+""")  # noqa: E501  (a table reads best with one row a line)
+
+# fact question | right answer | group: wrong answers come from the same group
+_FACTS = [
+    (f"What is the capital of {country}?", f"the capital of {country} is", city, "capital")
+    for country, city in _table("""
+France | Paris
+Italy | Rome
+Spain | Madrid
+Germany | Berlin
+Japan | Tokyo
+China | Beijing
+Egypt | Cairo
+Russia | Moscow
+Greece | Athens
+Portugal | Lisbon
+Austria | Vienna
+Poland | Warsaw
+Norway | Oslo
+Sweden | Stockholm
+Ireland | Dublin
+Cuba | Havana
+Peru | Lima
+Kenya | Nairobi
+Turkey | Ankara
+Canada | Ottawa
+Hungary | Budapest
+Belgium | Brussels
+Thailand | Bangkok
+Chile | Santiago
+""")
+] + [
+    (f"What is the opposite of {word}?", f"the opposite of {word} is", other, "opposite")
+    for word, other in _table("""
+hot | cold
+big | small
+tall | short
+fast | slow
+happy | sad
+early | late
+full | empty
+heavy | light
+hard | soft
+clean | dirty
+young | old
+rich | poor
+loud | quiet
+open | closed
+strong | weak
+wet | dry
+bright | dark
+sharp | blunt
+thick | thin
+near | far
+""")
+]
+
+_LANGUAGES = ("Spanish", "French", "German", "Italian")
+# English | one translation per language
+_PHRASES = _table("""
+thank you | gracias | merci | danke | grazie
+good morning | buenos días | bonjour | guten Morgen | buongiorno
+good night | buenas noches | bonne nuit | gute Nacht | buona notte
+please | por favor | s'il vous plaît | bitte | per favore
+water | agua | eau | Wasser | acqua
+bread | pan | pain | Brot | pane
+dog | perro | chien | Hund | cane
+apple | manzana | pomme | Apfel | mela
+friend | amigo | ami | Freund | amico
+milk | leche | lait | Milch | latte
+the sun | el sol | le soleil | die Sonne | il sole
+I love you | te quiero | je t'aime | ich liebe dich | ti amo
+""")
+
+_CATEGORIES = {
+    category: words.split()
+    for category, words in _table("""
+fruits | apple banana cherry grape lemon mango orange peach pear plum
+animals | bear cat deer dog fox goat horse lion mouse sheep
+colours | red blue green yellow black white pink brown grey purple
+vegetables | carrot onion pea potato spinach bean leek cabbage tomato beet
+tools | hammer saw drill wrench pliers chisel axe shovel rake file
+sports | tennis football golf rugby hockey rowing boxing judo skiing fencing
+countries | France Italy Spain Japan China Egypt Greece Kenya Peru Cuba
+drinks | water tea coffee milk juice cocoa lemonade cider soda wine
+instruments | piano violin flute guitar drum harp cello trumpet oboe banjo
+clothes | shirt coat hat scarf sock glove skirt belt dress shoe
+birds | robin crow eagle owl swan duck goose hawk parrot finch
+trees | oak pine elm birch maple cedar willow ash beech fir
+""")
+}
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
+
+
+def _sum_pairs(rng: random.Random) -> Iterator[DemoPair]:
+    for left, right in product(range(2, 20), repeat=2):
+        total = left + right
+        sum_text = f"{left} + {right}"
+        prompt = rng.choice(["What is {}?", "Compute {}.", "How much is {}?"]).format(sum_text)
+        wrong = total + rng.choice([step for step in (-10, -5, -3, 3, 5, 10) if total + step > 0])
+        for short, long in (("{}.", "The answer is {}."), ("It is {}.", f"{sum_text} = {{}}.")):
+            for right_form, wrong_form in ((short, long), (long, short)):
+                yield DemoPair("sum", sum_text, prompt, *_two(right_form, wrong_form, total, wrong))
+
+
+def _two(right_form: str, wrong_form: str, right: object, wrong: object) -> tuple[str, str]:
+    return right_form.format(right), wrong_form.format(wrong)
+
+
+def _fact_pairs(rng: random.Random) -> Iterator[DemoPair]:
+    for question, stem, right, group in _FACTS:
+        others = [fact[2] for fact in _FACTS if fact[3] == group and fact[2] != right]
+        sentence = f"{stem[0].upper()}{stem[1:]} {{}}."
+        for wrong in rng.sample(others, 5):
+            yield DemoPair("fact", question, question, *_two("It is {}.", sentence, right, wrong))
+            yield DemoPair("fact", question, question, *_two(sentence, "It is {}.", right, wrong))
+
+
+def _language_pairs(rng: random.Random) -> Iterator[DemoPair]:
+    for (english, *words), index in product(_PHRASES, range(len(_LANGUAGES))):
+        language = _LANGUAGES[index]
+        short, long = "You say '{}'.", f"In {language} you say '{{}}'."
+        prompts = (f"How do you say '{english}' in {language}?", f"Say '{english}' in {language}.")
+        for prompt, other in product(prompts, [word for word in words if word != words[index]]):
+            for right_form, wrong_form in ((short, long), (long, short)):
+                yield DemoPair("language", f"{english} {language}", prompt,
+                           *_two(right_form, wrong_form, words[index], other))  # fmt: skip
+
+
+def _count_pairs(rng: random.Random) -> Iterator[DemoPair]:
+    for (category, words), wanted in product(_CATEGORIES.items(), range(2, 6)):
+        prompt = f"Name exactly {_NUMBERS[wanted]} {category}."
+        for turn in range(10):
+            given = rng.choice(range(1, wanted) if turn % 2 else range(wanted + 1, 7))
+            right, wrong = rng.sample(words, wanted), rng.sample(words, given)
+            yield DemoPair("count", f"{category} {wanted}", prompt, _list(right), _list(wrong))
+
+
+def _list(words: list[str]) -> str:
+    return f"{words[0][0].upper()}{words[0][1:]}{''.join(f', {word}' for word in words[1:])}."
+
+
+def _format_pairs(rng: random.Random) -> Iterator[DemoPair]:
+    for category, words in _CATEGORIES.items():
+        for word in words:
+            other, another = rng.sample([name for name in words if name != word], 2)
+            for prompt, chosen, rejected in (
+                (
+                    f"In one word: name one of the {category}, but not '{word}'.",
+                    f"{other[0].upper()}{other[1:]}.",
+                    f"One of the {category} is '{other}', for example.",
+                ),
+                (
+                    f"In a full sentence: is '{word}' one of the {category}?",
+                    f"Yes, '{word}' is one of the {category}.",
+                    "Yes.",
+                ),
+                (
+                    f"Write '{word}' in capital letters, and nothing else.",
+                    word.upper(),
+                    f"Sure, here is the word: {word}",
+                ),
+                (
+                    f"List '{word}' and two more {category}, one per line, with dashes.",
+                    f"- {word}\n- {other}\n- {another}",
+                    _list([word, other, another]),
+                ),
+            ):
+                yield DemoPair("format", f"{category} {word}", prompt, chosen, rejected)
+
+
+# Kinds about a whole reply: all ask the questions above.
+
+_GREETINGS = ("", "Hi! ", "Please tell me: ")
+_POLITE = ("Happy to help! {}", "Good question! {}", "Sure. {}", "{} I hope that helps!")
+_RUDE = (
+    "What a stupid question. {}", "Ugh. {}", "{} Even a child knows that.", "{} Now go away.",
+    "Look it up yourself.", "Stop wasting my time with this.",
+)  # fmt: skip
+_REFUSALS = (
+    "I can't help with that.", "No comment.", "I'm sorry, but I cannot answer that question.",
+    "As an assistant I am not able to talk about this, so please ask somebody else.",
+)  # fmt: skip
+
+
+def _question_pairs(
+    kind: str, make: Callable[..., Iterator[tuple[str, str]]]
+) -> Callable[..., Iterator[DemoPair]]:
+    def pairs(rng: random.Random) -> Iterator[DemoPair]:
+        for number, (question, short, long) in enumerate(_QUESTIONS):
+            for chosen, rejected in make(rng, number, short, long):
+                for greeting in rng.sample(_GREETINGS, 2):
+                    yield DemoPair(kind, question, greeting + question, chosen, rejected)
+
+    return pairs
+
+
+def _tone(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+    for polite, rude in product(_POLITE, _RUDE):
+        yield polite.format(rng.choice([short, long])), rude.format(rng.choice([short, long]))
+
+
+def _topic(rng: random.Random, number: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+    others = [row for index, row in enumerate(_QUESTIONS) if index != number]
+    for _, other_short, other_long in rng.sample(others, 6):
+        yield short, other_long
+        yield long, other_short
+
+
+def _whole(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+    words = long.split()
+    for kept in range(len(words) // 2, len(words) - 1):
+        cut = " ".join(words[:kept]).rstrip(",")
+        yield short, cut
+        yield long, cut
+
+
+def _helpful(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+    yield from product((short, long), _REFUSALS)
+
+
+def _repetition(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+    words = long.rstrip(".").split()
+    for size, times in ((1, 4), (1, 6), (2, 2), (2, 5), (3, 2), (3, 4)):
+        start = rng.randrange(min(4, len(words) - size))
+        stuck = " ".join(words[: start + 1] + words[start + 1 : start + 1 + size] * times)
+        yield short, stuck
+        yield long, stuck
+
+
+REASONS = {
+    "sum": "the sum is right",
+    "fact": "the fact is right",
+    "language": "the word is in the language asked for",
+    "count": "it names as many as asked for",
+    "format": "it has the form asked for",
+    "tone": "it is polite",
+    "topic": "it answers this question and not another",
+    "whole": "it is not cut off",
+    "helpful": "it does not refuse a harmless question",
+    "repetition": "it does not get stuck",
+}
+
+KINDS: dict[str, Callable[[random.Random], Iterator[DemoPair]]] = {
+    "sum": _sum_pairs,
+    "fact": _fact_pairs,
+    "language": _language_pairs,
+    "count": _count_pairs,
+    "format": _format_pairs,
+    "tone": _question_pairs("tone", _tone),
+    "topic": _question_pairs("topic", _topic),
+    "whole": _question_pairs("whole", _whole),
+    "helpful": _question_pairs("helpful", _helpful),
+    "repetition": _question_pairs("repetition", _repetition),
+}

@@ -9,23 +9,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.dataset import label_columns, report_on
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.labels import far_labels
-from nemo_aligner.data.length_baseline import longer_chosen
-from nemo_aligner.data.malformed import MOST_LISTED
-from nemo_aligner.data.overlap import Prompts, check_overlap
-from nemo_aligner.data.reading import Reading, RecordFile, parse_file
+from nemo_aligner.data.readers import MOST_LISTED, Reading, RecordFile, parse_file
+from nemo_aligner.data.record_arrays import ArraysInMemory, far_labels
 from nemo_aligner.data.records import Comparison, Record
-from nemo_aligner.data.report import FileReport
+from nemo_aligner.data.report import (
+    FileReport,
+    FileSummary,
+    LabelSummary,
+    LengthSummary,
+    Prompts,
+    check_overlap,
+    longer_chosen,
+)
 from nemo_aligner.data.split import check_names
-from nemo_aligner.data.store.arrays import ArraysInMemory
-from nemo_aligner.data.store.index import IndexRules, make_index
-from nemo_aligner.data.summary import FileSummary, LabelSummary, LengthSummary
-from nemo_aligner.errors import DataError
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Text, messages_of, prompt_of, reply_of, said
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.data.token_cache import IndexRules, make_index
+from nemo_aligner.utils.errors import DataError
 
 # A tokenizer, and the contract that it is used by.
 TextRules = tuple[Tokenizer, ScoringContract]

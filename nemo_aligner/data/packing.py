@@ -1,30 +1,40 @@
-"""Records into PackedBatches under a token budget; a record is never split.
-
-As few packs as best fit makes (longest record first: of the packs with space enough, the one with
-the least), then filled anew so that each is the same work. The result depends on nothing but the
-arguments.
-
-What the replies of a record begin with, or several texts to score, is in a pack once: as attention
-is causal, the tokens of a common prefix have the same states in each. Equal token ids decide, so it
-holds for every template and for raw text.
-"""
+"""Pack records into PackedBatches under a token budget; a record is never split."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from nemo_aligner.batch import Group, PackedBatch, Tokens
-from nemo_aligner.cache_use import CachedPrefix, Stored
+from nemo_aligner.batch.packed import (
+    CachedPrefix,
+    Group,
+    LabelColumns,
+    PackedBatch,
+    Records,
+    Stored,
+    Tokens,
+    common_prefix,
+)
 from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.errors import DataError
-from nemo_aligner.prefix import common_prefix
+from nemo_aligner.utils.errors import DataError
+
+# Records into PackedBatches under a token budget; a record is never split.
+#
+# As few packs as best fit makes (longest record first: of the packs with space enough, the one with
+# the least), then filled anew so that each is the same work. The result depends on nothing but the
+# arguments.
+#
+# What the replies of a record begin with, or several texts to score, is in a pack once: as
+# attention is causal, the tokens of a common prefix have the same states in each. Equal token ids
+# decide, so it holds for every template and for raw text.
 
 # Where beginnings are cached, a pack has at most so many times its budget of keys, which a GPU's
 # kernel has one after the other.
@@ -392,3 +402,55 @@ def _fill(
         for entry in (*full, (cost + costs[index], group)):
             heappush(spent, entry)
     return [sorted(members) for members in groups]
+
+
+# Packs whose every token is a record: what a critic gives values of, and learns from.
+
+
+@dataclass(frozen=True)
+class TokenPacking:
+    """How sequences become packs of at most ``micro_batch_tokens`` tokens, of even work.
+
+    ``query_key_cost`` is that of attention between one query and one key
+    (``ModelShape.query_key_cost``).
+    """
+
+    micro_batch_tokens: int
+    query_key_cost: float = 0.0
+
+    def share(self, lengths: Sequence[int], count: int) -> list[list[int]]:
+        """Which of the sequences each of ``count`` ranks has."""
+        return share_out([self._cost(length) for length in lengths], count)
+
+    def pack(
+        self,
+        sequences: Sequence[np.ndarray],
+        members: Sequence[int],
+        labels: LabelColumns | None = None,
+    ) -> list[PackedBatch]:
+        """Packs of the sequences that are ``members``; none may exceed the budget.
+
+        Tokens are counted through all ``sequences``: ``rows`` are their numbers, and ``labels`` has
+        as many records. The largest pack is the first.
+        """
+        lengths = [len(sequence) for sequence in sequences]
+        starts = np.cumsum([0, *lengths])
+        sizes = [lengths[member] for member in members]
+        packs = []
+        for chosen in assign(sizes, [self._cost(size) for size in sizes], self.micro_batch_tokens):
+            own = [members[index] for index in chosen]
+            rows = np.concatenate([np.arange(starts[each], starts[each + 1]) for each in own])
+            pack = PackedBatch.pack([sequences[each] for each in own])
+            packs.append(_with_every_token(pack, torch.from_numpy(rows), labels))
+        return sorted(packs, key=lambda pack: -pack.num_tokens)
+
+    def _cost(self, length: int) -> float:
+        return length + self.query_key_cost * length * (length + 1) / 2
+
+
+def _with_every_token(pack: PackedBatch, rows: Tensor, labels: LabelColumns | None) -> PackedBatch:
+    count = pack.num_tokens
+    every = torch.arange(count + 1)
+    own = LabelColumns.none(count) if labels is None else labels.select(rows)
+    records = Records(rows, every, own, torch.zeros_like(rows))
+    return replace(pack, scored_tokens=every[:-1], rows=rows, records=records)

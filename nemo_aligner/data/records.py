@@ -1,13 +1,21 @@
-"""Preference data in memory: comparisons and ratings, each with the file and line it is from."""
+"""Preference records in memory, their rewards, and lines of JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from filecmp import cmp
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from nemo_aligner.errors import short
-from nemo_aligner.text.messages import Text, question_of, said
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.messages import Text, question_of, said
+from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
+
+# Preference data in memory: comparisons and ratings, each with the file and line it is from.
 
 
 @dataclass(frozen=True)
@@ -115,3 +123,145 @@ def _common_start(record: Record) -> str:
 
 def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
+
+
+# The rewards of held-out records as lines of JSON: the one shape that is written and compared.
+
+PAIR_COLUMNS = ("chosen", "rejected")
+RATED_COLUMN = "response"
+
+
+def reward_row(
+    kind: RecordKind,
+    origin: Origin,
+    source: str,
+    rewards: Mapping[str, float],
+    texts: Sequence[Text],
+    **more: Mapping[str, float],
+) -> dict[str, Any]:
+    """Where a record came from, its rewards and texts; ``more`` are labels and the like.
+
+    ``rewards`` are of a pair ``chosen`` and ``rejected``, of a rating by attribute. A number that
+    is not finite is null.
+    """
+    row: dict[str, Any] = {"record": str(origin), "rewards": _finite(rewards)}
+    if source:
+        row["source"] = source
+    sides = PAIR_COLUMNS if kind is RecordKind.comparison else (RATED_COLUMN,)
+    row["texts"] = dict(zip(sides, texts, strict=True))
+    return row | {name: _finite(values) for name, values in more.items() if values}
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a line for each row."""
+    write_lines(path, row_lines(rows))
+
+
+def row_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The line of each row."""
+    return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+# Lines of preference data, and records of a program, to a file.
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> str:
+    """Write the lines, in UTF-8, into a file whose folder is made if need be.
+
+    What to say of it: its path, and whether another file was there.
+
+    Raises:
+        ConfigError: there is something in the way of the folder, named ``output``.
+    """
+    text = "".join(f"{line}\n" for line in lines).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replaces = path.exists() and path.read_bytes() != text
+        path.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(
+            f"output: got {path.parent}, wanted a folder to write to: {error}"
+        ) from error
+    return f"{path} (in place of another)" if replaces else str(path)
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """``write_lines`` for a file that may be read, or left, at any time: it is whole, old or new.
+
+    Raises:
+        ConfigError: see ``write_lines``.
+    """
+    unnamed = path.with_name(f"{path.name}.partial")
+    write_lines(unnamed, lines)
+    os.replace(unnamed, path)
+
+
+def write_records(
+    path: Path, records: Iterable[Mapping[str, Any]], may_replace: bool = True
+) -> int:
+    """Write records of a program as JSON lines; how many there are.
+
+    Record N is line N, counted from 1. A file that holds the same already stays as it is, so that
+    what is known of it by its time does, too; no other one is replaced unless ``may_replace``.
+
+    Raises:
+        ConfigError: the file holds other records and may not be replaced, or its folder cannot be
+            written.
+        DataError: one of them is no mapping.
+    """
+    unnamed, count = path.with_name(f"{path.name}.partial"), 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unnamed.open("w", encoding="utf-8") as lines:
+            for count, record in enumerate(records, start=1):
+                if not isinstance(record, Mapping):
+                    raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
+                lines.write(f"{as_json(dict(record))}\n")
+        if path.exists() and cmp(unnamed, path, shallow=False):
+            return count
+        if path.exists() and not may_replace:
+            raise ConfigError(
+                f"{path}: it has the records that the run in this folder began with, and got "
+                "others; wanted the same, or another output"
+            )
+        os.replace(unnamed, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: it cannot be written: {error}") from error
+    finally:
+        unnamed.unlink(missing_ok=True)
+    return count
+
+
+def as_json(value: Mapping[str, Any]) -> str:
+    """A record as a line of JSON: NaN and infinity are null, numbers of numpy are numbers.
+
+    What JSON has no kind for, such as dates, becomes its text.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
+    except (ValueError, TypeError):
+        text = json.dumps(_without_nan(value), ensure_ascii=False, default=_plain)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which a reader refuses by its line
+        return json.dumps(_without_nan(value), default=_plain)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _without_nan(value: Any) -> Any:
+    """With null where JSON has no number, and text for keys that are none."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(each) for key, each in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

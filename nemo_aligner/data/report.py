@@ -1,18 +1,334 @@
-"""What became of one data file, told before the first step."""
+"""Report on data files before the first step: counts, lengths, overlaps, the length baseline."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
 
+import numpy as np
+import torch
+
+from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.console import fit_row
-from nemo_aligner.data.malformed import list_first, malformed_fraction
-from nemo_aligner.data.overlap import Prompts
-from nemo_aligner.data.records import MalformedRecord
-from nemo_aligner.data.summary import FileSummary
-from nemo_aligner.metrics.by_source import MAX_SOURCES
+from nemo_aligner.contract.messages import reply_of
+from nemo_aligner.data.readers import list_first, malformed_fraction
+from nemo_aligner.data.record_arrays import FarLabel, label_range
+from nemo_aligner.data.records import (
+    Comparison,
+    MalformedRecord,
+    Origin,
+    Rating,
+    Record,
+    prompt_key,
+)
+from nemo_aligner.metrics.table import MAX_SOURCES
+from nemo_aligner.utils.console import fit_row
+from nemo_aligner.utils.errors import DataError
+
+# Prompts that stand in training and validation files both, and records that stand in several.
+#
+# Both are known by a hash of 64 bits. Of 10 million the chance that any two that differ have the
+# same is 3 in a million (the birthday bound, n^2 / 2^65).
+
+# Keys that are looked up at once: what that takes does not grow with the data.
+_AT_ONCE = 1 << 18
+
+
+def short_hash(*parts: bytes) -> int:
+    """64 bits that are the same in every process."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def prompt_hash(record: Record) -> int:
+    """What records of the same prompt have in common, as ``records.prompt_key`` has it."""
+    return short_hash(prompt_key(record).encode(errors="surrogatepass"))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The P different prompts of a file, each with the first record that has it.
+
+    Attributes:
+        path: of the file.
+        keys: ``[P]`` uint64 in ascending order, as ``prompt_hash`` gives them.
+        lines: ``[P]`` int64 lines of the file.
+    """
+
+    path: str
+    keys: np.ndarray
+    lines: np.ndarray
+
+    @classmethod
+    def of(cls, path: str, records: Iterable[Record]) -> Prompts:
+        found = [(prompt_hash(record), record.origin.line) for record in records]
+        keys = np.array([key for key, _ in found], dtype=np.uint64)
+        lines = np.array([line for _, line in found], dtype=np.int64)
+        return cls(path, *first_of_each(keys, lines))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def first_of_each(keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different ``keys [N]`` in ascending order, and of each the first of its ``lines``."""
+    different, first = np.unique(keys, return_index=True)
+    return different, lines[first]
+
+
+def find_in(keys: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
+    """``[P]`` bool, which of ``keys`` stand in any of ``known``, which are in ascending order."""
+    found = np.zeros(len(keys), dtype=bool)
+    for start in range(0, len(keys), _AT_ONCE):
+        some = keys[start : start + _AT_ONCE]
+        for others in known:
+            if len(others):
+                at = np.searchsorted(others, some).clip(max=len(others) - 1)
+                found[start : start + _AT_ONCE] |= others[at] == some
+    return found
+
+
+def check_overlap(validation: FileReport, training: Sequence[FileReport], allowed: bool) -> int:
+    """How many prompts of a validation file stand in the training files, too.
+
+    Raises:
+        DataError: there are any, and they are not allowed.
+    """
+    prompts = validation.prompts
+    common = find_in(prompts.keys, [report.prompts.keys for report in training])
+    count = int(common.sum())
+    if count and not allowed:
+        at = np.flatnonzero(common)
+        first = at[prompts.lines[at].argmin()]
+        theirs = _find_origin(prompts.keys[first], [report.prompts for report in training])
+        raise DataError(
+            f"{validation.path}: {count} of its {len(prompts)} prompts stand in "
+            f"the training files, too, the first at {Origin(prompts.path, prompts.lines[first])} "
+            f"and {theirs}: metrics on them say little about new prompts. Split by prompt "
+            "(`nemo-aligner data split`), or set model.data.allow_prompt_overlap=true"
+        )
+    return count
+
+
+def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
+    """The first record with this prompt in the last of the files that have it."""
+    having = [prompts for prompts in training if find_in(key.reshape(1), [prompts.keys])[0]]
+    last = having[-1]
+    return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
+
+
+# What the length of a reply alone would score.
+
+
+def render_length_baseline(
+    train: Sequence[Record], heldout: Sequence[Record], attributes: Sequence[str]
+) -> list[str]:
+    """Lines: how often the longer reply of ``heldout`` is right, or Pearson r of its labels."""
+    if isinstance(heldout[0], Comparison):
+        lengths = [length for record in heldout for length in _lengths(record)]
+        wins = longer_chosen(heldout, lengths)
+        return [f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout"]
+    lines, values = [], []
+    for index, name in enumerate(attributes):
+        # A line fitted to the training lengths: of its slope only the sign matters to r.
+        sign = np.sign(_length_correlation(train, index))
+        values.append(sign * _length_correlation(heldout, index))
+        lines.append(
+            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths"
+        )
+    if values:
+        lines.append(f"mean over attributes: {np.mean(values):.3f}")
+    return lines
+
+
+def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | None:
+    """How often the better one of two completions is the longer; None where there are none.
+
+    ``lengths`` are of the replies of all texts of ``records``.
+    """
+    pairs = better_and_worse(records, lengths)
+    return longer_wins(pairs) if pairs else None
+
+
+def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The lengths of the better and of the worse one of any two completions; ties are left out.
+
+    ``lengths`` are as in ``longer_chosen``.
+    """
+    rest = iter(lengths)
+    pairs = []
+    for record in records:
+        ranked = sorted(zip(record.ranks, rest, strict=False))
+        pairs += [
+            (better, worse)
+            for (rank, better), (other, worse) in combinations(ranked, 2)
+            if rank < other
+        ]
+    return pairs
+
+
+def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
+    """How often the first of two is the longer one; a tie counts one half."""
+    return float(np.mean([0.5 if a == b else float(a > b) for a, b in lengths]))
+
+
+def _lengths(record: Record) -> tuple[int, ...]:
+    return tuple(len(reply_of(text)) for text in record.texts)
+
+
+def _length_correlation(records: Sequence[Record], index: int) -> float:
+    """Pearson r of the reply's characters with one label; 0 where either does not vary."""
+    points = [
+        (_lengths(record)[0], record.labels[index])
+        for record in records
+        if isinstance(record, Rating) and record.labels[index] is not None
+    ]
+    known = np.array(points, dtype=np.float64).reshape(-1, 2)
+    if len(known) < 2 or not known.std(axis=0).all():
+        return 0.0
+    return float(np.corrcoef(known.T)[0, 1])
+
+
+# What is to be told of a file's records, in so few numbers that a small JSON file holds them.
+
+# Of malformed records, of which a file may have any number.
+MOST_KEPT = 100
+_PERCENT = np.array([0, 5, 50, 95, 100])
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Of lengths the sum, and the smallest, those at 5, 50 and 95 percent, and the largest."""
+
+    total: int
+    quantiles: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> LengthSummary:
+        """Of ``[S]`` integers; no quantiles where there are none."""
+        if not len(lengths):
+            return cls(0, ())
+        at = np.rint(_PERCENT / 100 * (len(lengths) - 1)).astype(np.int64)
+        return cls(int(lengths.sum()), tuple(np.sort(lengths)[at].tolist()))
+
+    def __str__(self) -> str:
+        if not self.quantiles:
+            return "none"
+        low, p5, middle, p95, high = self.quantiles
+        return f"{low} to {high}, median {middle}, 90% within {p5} to {p95}"
+
+
+@dataclass(frozen=True)
+class LabelSummary:
+    """Of each label column how many are missing, and of the others the mean, and from what to what.
+
+    The last three are NaN where there are none.
+    """
+
+    missing: tuple[int, ...] = ()
+    means: tuple[float, ...] = ()
+    lows: tuple[float, ...] = ()
+    highs: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, labels: LabelColumns) -> LabelSummary:
+        if not labels.names:
+            return cls()
+        lows, highs = label_range(labels)
+        missing = torch.isnan(labels.values).sum(0).tolist()
+        return cls(tuple(missing), labels.measured_means(), tuple(lows), tuple(highs))
+
+
+@dataclass(frozen=True)
+class PrefixSummary:
+    """What it saves that the common beginning of a record's texts is computed once.
+
+    Attributes:
+        saved: tokens that are not computed again.
+        alone: records whose texts begin with nothing in common.
+    """
+
+    saved: int
+    alone: int
+
+
+@dataclass(frozen=True)
+class FileSummary:
+    """One file's records that were kept, and the others.
+
+    Attributes:
+        path, kind, format: the file, what it holds, and how it is written.
+        counts: ``read``, ``kept``, and every reason that occurred.
+        lengths: of every sequence.
+        reply_lengths: of every reply.
+        sources: records of every source; "" for those that name none.
+        labels: of the records, in columns that may be none.
+        longer_chosen: how often the better one of two completions is the longer; None where there
+            are none.
+        prefixes: None where nobody counted.
+        malformed: the first that stand where a record should.
+        far_labels: labels that are far out, the farthest first.
+    """
+
+    path: str
+    kind: RecordKind
+    format: str
+    counts: Mapping[str, int]
+    lengths: LengthSummary
+    reply_lengths: LengthSummary
+    sources: Mapping[str, int]
+    labels: LabelSummary
+    longer_chosen: float | None = None
+    prefixes: PrefixSummary | None = None
+    malformed: Sequence[MalformedRecord] = ()
+    far_labels: Sequence[FarLabel] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, without the path: a file may be moved with its index."""
+        values = asdict(self)
+        del values["path"]
+        values["kind"] = self.kind.value
+        values["malformed"] = [[bad.origin.line, bad.reason] for bad in self.malformed]
+        values["far_labels"] = [
+            [far.origin.line, far.name, far.value, far.median, far.times] for far in self.far_labels
+        ]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], path: str) -> FileSummary:
+        """The inverse of ``to_dict``, of the file at ``path``."""
+        prefixes = values["prefixes"]
+        parts: dict[str, Any] = {
+            "path": path,
+            "kind": RecordKind(values["kind"]),
+            "lengths": _record_lengths(values["lengths"]),
+            "reply_lengths": _record_lengths(values["reply_lengths"]),
+            "labels": LabelSummary(*(tuple(values["labels"][name]) for name in _LABELS)),
+            "prefixes": None if prefixes is None else PrefixSummary(**prefixes),
+            "malformed": [
+                MalformedRecord(Origin(path, line), reason) for line, reason in values["malformed"]
+            ],
+            "far_labels": [
+                FarLabel(Origin(path, line), *rest) for line, *rest in values["far_labels"]
+            ],
+        }
+        return cls(**{**values, **parts})
+
+
+_LABELS = ("missing", "means", "lows", "highs")
+
+
+def _record_lengths(values: Mapping[str, Any]) -> LengthSummary:
+    return LengthSummary(values["total"], tuple(values["quantiles"]))
+
+
+# What became of one data file, told before the first step.
 
 _DROPPED = ("malformed", "identical", "same_tokens", "tied", "empty_reply", "no_label", "overlong")
 _TIES = ("identical", "same_tokens", "tied")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_aligner.errors import DataError
+from nemo_aligner.utils.errors import DataError
 
 
 @dataclass(frozen=True)

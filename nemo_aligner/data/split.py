@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_aligner.config.common import Checks, Malformed, RecordKind
-from nemo_aligner.config.data import DataConfig
+from nemo_aligner.config.model import DataConfig
+from nemo_aligner.contract.messages import first_prompt
+from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.length_baseline import render_length_baseline
-from nemo_aligner.data.malformed import MalformedRule, list_first
-from nemo_aligner.data.reading import Reading, RecordFile, read_records
-from nemo_aligner.data.records import Record, prompt_key
-from nemo_aligner.data.sources import Line, read_lines
-from nemo_aligner.data.write import write_lines
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.messages import first_prompt
+from nemo_aligner.data.readers import MalformedRule, Reading, RecordFile, list_first, read_records
+from nemo_aligner.data.records import Record, prompt_key, write_lines
+from nemo_aligner.data.report import render_length_baseline
+from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
 # How far the held-out part may be from what was asked for, as a share of it.

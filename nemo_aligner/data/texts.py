@@ -7,13 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.data.formats.fields import checked
-from nemo_aligner.data.malformed import MOST_LISTED, list_first
-from nemo_aligner.data.reading import Reading, read_records
-from nemo_aligner.data.records import MalformedRecord, Origin
-from nemo_aligner.data.sources import AnyLine, BadLine, read_lines
-from nemo_aligner.errors import ConfigError, DataError, shown
-from nemo_aligner.text.messages import (
+from nemo_aligner.contract.messages import (
     as_json,
     messages_of,
     prompt_of,
@@ -22,6 +16,11 @@ from nemo_aligner.text.messages import (
     said,
     with_tools,
 )
+from nemo_aligner.data.files import AnyLine, BadLine, read_lines
+from nemo_aligner.data.formats.base import checked
+from nemo_aligner.data.readers import MOST_LISTED, Reading, list_first, read_records
+from nemo_aligner.data.records import MalformedRecord, Origin
+from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
 _MOST_SHOWN = 80
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.data.reward_rows import PAIR_COLUMNS
-from nemo_aligner.data.sources import BadLine, read_lines
-from nemo_aligner.data.write import write_lines
-from nemo_aligner.errors import DataError
-from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
-from nemo_aligner.text.messages import Text, reply_of
+from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.data.files import BadLine, read_lines
+from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
+from nemo_aligner.metrics.ranking import bootstrap_interval, mcnemar, wilson_interval
+from nemo_aligner.utils.errors import DataError
 
 ALL = "all"
 _BENCHMARK_SIDES = ("right", "wrong")

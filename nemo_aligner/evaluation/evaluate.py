@@ -7,31 +7,49 @@ and counted here by the same rules.
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.contract import EncodedText, NoTemplateError, OverlongError, one_reward
+from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.data.dataset import as_records, label_columns
-from nemo_aligner.data.malformed import MalformedRule, check_malformed
-from nemo_aligner.data.reading import Reading, RecordFile, read_records
-from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating
-from nemo_aligner.data.store.tokenize import are_same_tokens
-from nemo_aligner.errors import DataError
-from nemo_aligner.evaluation.sources.base import Measure, RewardSource, Score
-from nemo_aligner.metrics.paired import wilson_interval
+from nemo_aligner.data.readers import (
+    MalformedRule,
+    Reading,
+    RecordFile,
+    check_malformed,
+    list_first,
+    read_records,
+)
+from nemo_aligner.data.records import (
+    Comparison,
+    MalformedRecord,
+    Origin,
+    Rating,
+    reward_row,
+    write_lines,
+    write_rows,
+)
+from nemo_aligner.data.tokenize import are_same_tokens
+from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
+from nemo_aligner.losses import default_objective
+from nemo_aligner.losses.base import measure_set
+from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.metrics.regression import RatedRewards
-from nemo_aligner.metrics.table import measure_spreads
-from nemo_aligner.objectives import default_objective
-from nemo_aligner.objectives.measure import measure_set
-from nemo_aligner.text.contract import EncodedText, NoTemplateError, OverlongError
-from nemo_aligner.text.messages import Text, reply_of
-from nemo_aligner.text.one_reward import one_reward
+from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, find_metric, measure_spreads
+from nemo_aligner.utils.console import fit_row
+from nemo_aligner.utils.errors import DataError
 
 _HOW = Reading(rule=MalformedRule(section="data."))
 
@@ -304,3 +322,113 @@ def _reply_lengths(
     texts = [text for record in records for text in record.texts]
     lengths = [len(reply_of(text)) for text in texts] if measure is None else measure(texts)
     return torch.tensor(list(lengths), dtype=torch.int64)
+
+
+# An evaluation for people (a table) and for programs (JSON).
+
+_MALFORMED_SHOWN = 3
+
+
+def render_report(report: EvaluationReport, about: Mapping[str, str]) -> str:
+    """The report as a table; ``about`` says what was evaluated, with what."""
+    counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
+    lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
+    if report.malformed:
+        lines += ["left out as malformed:", *list_first(report.malformed, _MALFORMED_SHOWN)]
+    overall = {k: v for k, v in report.metrics.items() if not k.startswith(BY_SOURCE)}
+    width = max(map(len, overall)) + 2
+    lines.append("")
+    for name, value in overall.items():
+        row = find_metric(name)
+        number, meaning = f"{name:<{width}}{value:>10.4f}   ", row.meaning if row else ""
+        if name == "accuracy" and report.accuracy_interval is not None:
+            low, high = report.accuracy_interval
+            meaning = f"{low:.4f} to {high:.4f} with 95%; {meaning}"
+        lines.append(fit_row(number, meaning, len(number)).rstrip())
+    return "\n".join([*lines, *_source_lines(report)])
+
+
+def _source_lines(report: EvaluationReport) -> list[str]:
+    lines: list[str] = []
+    for metric in all_metrics():
+        if Shown.source not in metric.shown:
+            continue
+        found = {
+            name.removeprefix(BY_SOURCE).removesuffix(f"/{metric.name}"): value
+            for name, value in report.metrics.items()
+            if name.startswith(BY_SOURCE) and name.endswith(f"/{metric.name}")
+        }
+        if found:
+            width = max(map(len, found)) + 2
+            rows = [f"  {name:<{width}}{value:>10.4f}" for name, value in found.items()]
+            lines += ["", f"{metric.name} by source", *rows]
+    return lines
+
+
+def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str, Any]) -> None:
+    """Metrics and counts as one JSON object; a metric without a value is null."""
+    metrics = {name: _number(value) for name, value in report.metrics.items()}
+    content = {**about, "kind": report.kind.value, "metrics": metrics, "counts": report.counts}
+    write_lines(Path(path), [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
+
+
+def write_rewards(path: str | Path, report: EvaluationReport) -> None:
+    """One line per row: where it came from, rewards, texts; of ratings labels and spread, too."""
+    write_rows(Path(path), list(reward_rows(report)))
+
+
+def reward_rows(report: EvaluationReport) -> Iterator[dict[str, Any]]:
+    """What ``write_rewards`` writes of every row."""
+    for index, origin in enumerate(report.origins):
+        more = {}
+        if report.labels.shape[1]:
+            more["labels"] = _named(report, report.labels[index])
+        if report.spreads is not None:
+            more["spread"] = _named(report, report.spreads[index])
+        rewards, source = _named(report, report.rewards[index]), report.sources[index]
+        yield reward_row(report.kind, origin, source, rewards, report.texts[index], **more)
+
+
+def _named(report: EvaluationReport, row: np.ndarray) -> dict[str, float]:
+    return dict(zip(report.columns, row.tolist(), strict=True))
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# What training has gained on held-out data: the run's metrics before it, an evaluation after.
+
+
+def render_gain(run_folder: Path, evaluation: Path) -> str:
+    """The main metric of a run's first validation, and of the report of its reward model.
+
+    Raises:
+        DataError: the run has not one metrics.csv, or no validation of that metric in it.
+    """
+    after = json.loads(evaluation.read_text())
+    name = "accuracy" if "accuracy" in after["metrics"] else "pearson_mean"
+    before = _first_validation(run_folder, name)
+    text = (
+        f"held-out {name}, {after['counts']['kept']} records: {before:.3f} before training, "
+        f"{after['metrics'][name]:.3f} after"
+    )
+    if name == "accuracy":
+        longer = after["metrics"]["longer_reply_accuracy"]
+        text += f"\n(always taking the longer reply: {longer:.3f})"
+    return text
+
+
+def _first_validation(run_folder: Path, name: str) -> float:
+    paths = sorted(run_folder.rglob("metrics.csv"))
+    if len(paths) != 1:
+        raise DataError(f"{run_folder}: got {len(paths)} files metrics.csv, wanted one")
+    with paths[0].open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
+    for key in rows[0] if rows else ():
+        if key.startswith("validation-") and key.count("/") == 1 and key.endswith(f"/{name}"):
+            values = [row[key] for row in rows if row[key]]
+            if values:
+                return float(values[0])
+    raise DataError(f"{paths[0]}: got no validation, wanted one with {name}")

@@ -1,6 +1,6 @@
 """How far verdicts and rewards follow the style of a reply, and not what it says.
 
-The replies of pairs that have been scored are scored again as ``transformations.py`` changes them:
+The replies of pairs that have been scored are scored again with changes that keep what they say:
 both of a pair, by which no verdict should turn, and the rejected one alone, which should not win by
 that. Models turn at such changes: Liu et al. 2024 (RM-Bench, arXiv 2410.16184), Wu et al. 2025
 (reWordBench, arXiv 2503.11751).
@@ -9,20 +9,21 @@ that. Models turn at such changes: Liu et al. 2024 (RM-Bench, arXiv 2410.16184),
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_aligner.console import say
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.contract.messages import Text, messages_of, reply_of, with_messages
 from nemo_aligner.evaluation.evaluate import EvaluationReport
 from nemo_aligner.evaluation.run_task import TaskReport
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
-from nemo_aligner.evaluation.transformations import TRANSFORMATIONS, Transformation
-from nemo_aligner.metrics.paired import wilson_interval
-from nemo_aligner.text.messages import Text, messages_of, reply_of, with_messages
+from nemo_aligner.metrics.ranking import wilson_interval
+from nemo_aligner.utils.console import say, show_number
+from nemo_aligner.utils.errors import ConfigError, DataError
 
 BOTH = "both replies"
 REJECTED = "the rejected reply"
@@ -275,3 +276,204 @@ def _lengths(pairs: ScoredPairs) -> list[BestOfLength]:
 def _mean_of_best(n: int, rewards: np.ndarray, values: np.ndarray) -> float:
     """Of ``[N, 2]`` each."""
     return float(np.mean([best_of(n, *both) for both in zip(rewards, values, strict=True)]))
+
+
+# Changes of a reply that leave what it says as it is: its tone, its markdown, its length.
+#
+# Each takes the text of a reply, and gives it back as it was where there is nothing to change. Code
+# between fences is never touched. ``shortened`` alone takes something away: what comes last.
+
+_FENCE = "```"
+_AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)")
+# The last three are Chinese and Japanese.
+_ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
+# Two letters before the point: neither "1." nor "e.g." ends a sentence.
+_AFTER_SENTENCE = re.compile(r"(?<=\w\w[.!?])(?=\s|$)|(?<=[\u3002\uff01\uff1f])")
+_MARKS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"^[ \t]*(?:[-*_][ \t]*){3,}$\n?", re.MULTILINE), ""),  # rules
+    (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>(?!>)[ \t]?|[-*+][ \t]+)", re.MULTILINE), ""),
+    (re.compile(r"(\*{2,3})(?=\S)(.+?)(?<=\S)\1"), r"\2"),
+    (re.compile(r"(?<![\w*])\*(?=\S)([^*\n]+?)(?<=\S)\*(?![\w*])"), r"\1"),
+    (re.compile(r"(?<!`)`([^`\n]+)`(?!`)"), r"\1"),
+    (re.compile(r"!?\[([^\]\n]*)\]\([^)\s]*\)"), r"\1"),  # links
+)
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """A change of a reply; ``about`` says to people what it does."""
+
+    name: str
+    about: str
+    apply: Callable[[str], str]
+
+
+def add_politeness(reply: str) -> str:
+    """Phrases of courtesy before and after it."""
+    return (
+        f"Thank you for your question! I would be happy to help.\n\n{reply}\n\n"
+        "I hope this helps! Please let me know if there is anything else I can do for you."
+    )
+
+
+def add_flattery(reply: str) -> str:
+    """Praise of who asked, before it."""
+    return f"What a brilliant question! You clearly have a deep grasp of the subject.\n\n{reply}"
+
+
+def strip_markdown(reply: str) -> str:
+    """Headings, bullets, emphasis, inline code, links and rules without their marks."""
+    return "".join(block if _FENCE in block else _without_marks(block) for block in _blocks(reply))
+
+
+def add_markdown(reply: str) -> str:
+    """A heading, and the first sentence of each paragraph in bold, if it has no markdown yet."""
+    if _FENCE in reply or strip_markdown(reply) != reply:
+        return reply
+    return "## Answer\n\n" + "".join(map(_with_bold_start, _blocks(reply)))
+
+
+def double_sentence(reply: str) -> str:
+    """Its longest sentence a second time, right behind itself."""
+    blocks = [[block] if _FENCE in block else _sentences(block) for block in _blocks(reply)]
+    pieces = [piece for block in blocks for piece in block]
+    ended = [piece for piece in pieces if _FENCE not in piece and _is_ended(piece)]
+    if not ended:
+        return reply
+    index = pieces.index(max(ended, key=len))
+    pieces.insert(index + 1, f" {pieces[index].strip()}")
+    return "".join(pieces)
+
+
+def say_twice(reply: str) -> str:
+    """All of it a second time."""
+    return f"{reply}\n\nTo say it again:\n\n{reply}"
+
+
+def shorten(reply: str) -> str:
+    """The first half of its paragraphs; of a single one the first half of its sentences."""
+    blocks = _blocks(reply)
+    pieces = blocks if len(blocks) > 1 else _sentences(reply)
+    if len(pieces) < 2 or (len(blocks) == 1 and _FENCE in reply):
+        return reply
+    return "".join(pieces[: (len(pieces) + 1) // 2]).rstrip()
+
+
+def _blocks(text: str) -> list[str]:
+    """Paragraphs, and whole blocks of code, with the blank lines that follow them."""
+    blocks = [""]
+    for part in _AFTER_BLANK_LINE.split(text):
+        if blocks[-1].count(_FENCE) % 2 or not blocks[-1].strip():
+            blocks[-1] += part
+        else:
+            blocks.append(part)
+    return [block for block in blocks if block]
+
+
+def _sentences(block: str) -> list[str]:
+    """With the white space that goes before each; what follows the last one is a part of it."""
+    *pieces, last = _AFTER_SENTENCE.split(block)
+    if last.strip() or not pieces:
+        return [*pieces, last]
+    return [*pieces[:-1], pieces[-1] + last]
+
+
+def _is_ended(sentence: str) -> bool:
+    return sentence.rstrip().endswith(_ENDS)
+
+
+def _without_marks(block: str) -> str:
+    for marks, replacement in _MARKS:
+        block = marks.sub(replacement, block)
+    return block
+
+
+def _with_bold_start(block: str) -> str:
+    first = _sentences(block)[0]
+    body = first.strip()
+    return block.replace(body, f"**{body}**", 1) if body else block
+
+
+TRANSFORMATIONS = (
+    Transformation("politeness", "courtesies before and after it", add_politeness),
+    Transformation("flattery", "praise of who asked, before it", add_flattery),
+    Transformation("markdown_added", "a heading, and bold where there was none", add_markdown),
+    Transformation("markdown_stripped", "its markdown taken away", strip_markdown),
+    Transformation("sentence_doubled", "its longest sentence a second time", double_sentence),
+    Transformation("said_twice", "all of it a second time", say_twice),
+    Transformation("shortened", "the first half of its paragraphs or sentences", shorten),
+)
+
+
+# What was found of robustness, for people (a table) and for programs (JSON).
+
+T = TypeVar("T")
+
+
+def robustness_json(found: Robustness) -> dict[str, Any]:
+    """As plain JSON values, see ``Robustness``."""
+    return asdict(found)
+
+
+def read_robustness(value: Mapping[str, Any]) -> Robustness:
+    """What ``robustness_json`` has made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    return Robustness(
+        pairs=int(value["pairs"]),
+        pairs_read=int(value["pairs_read"]),
+        pairs_of_code=int(value["pairs_of_code"]),
+        margin_std=float(value["margin_std"]),
+        rows=[_read_row(RobustnessRow, row) for row in value["rows"]],
+        best_of=[_read_row(BestOfLength, row) for row in value["best_of"]],
+    )
+
+
+def _read_row(kind: type[T], row: Mapping[str, Any]) -> T:
+    for name, number in row.items():
+        is_name = name in ("change", "changed")
+        if not isinstance(number, str if is_name else int | float | None):
+            raise TypeError(f"{name}: got {number!r:.40}")
+    return kind(**row)
+
+
+def render_robustness(found: Robustness) -> str:
+    """The tables, for people."""
+    lines = [robustness_note(found)]
+    for side, heading in ((BOTH, "both changed"), (REJECTED, "rejected changed")):
+        lines += ["", f"{heading:<19}{_HEADER}"]
+        lines += [_line(row) for row in found.rows if row.changed == side]
+    lines += ["", "the best by reward      reward  characters"]
+    lines += [
+        f"  of {row.n:<15}{row.reward:>10.4f}{row.characters:>12.1f}" for row in found.best_of
+    ]
+    return "\n".join(lines)
+
+
+def robustness_note(found: Robustness) -> str:
+    """On how many pairs it was found, and the unit of shifts."""
+    of_code = f", {found.pairs_of_code} of code left out" * (found.pairs_of_code > 0)
+    return (
+        f"robustness: {found.pairs} of {found.pairs_read} pairs{of_code}; the standard deviation "
+        f"(sd) of their margins is {found.margin_std:.4f}"
+    )
+
+
+_HEADER = f"{'pairs':>6}  {'verdicts that turn':<22}{'shift':>9}{'in sd':>8}{'absolute':>10}"
+_HEADER += f"{'unchanged':>11}{'too long':>10}"
+
+
+def _line(row: RobustnessRow) -> str:
+    turned = "" if row.share is None else f"{row.share:.3f} ({row.low:.3f} to {row.high:.3f})"
+    shift, in_std = (_signed(value) for value in (row.shift, row.shift_in_std))
+    absolute = "" if row.absolute_shift is None else show_number(row.absolute_shift)
+    return (
+        f"  {row.change:<17}{row.pairs:>6}  {turned:<22}{shift:>9}{in_std:>8}{absolute:>10}"
+        f"{row.unchanged:>11}{row.too_long:>10}"
+    )
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{'+' * (value > 0)}{show_number(value)}"

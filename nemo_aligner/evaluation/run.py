@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.idle import idle_notes
 from nemo_aligner.config.load import config_to_dict, flatten
-from nemo_aligner.console import say
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.prompts import PromptWrapping
-from nemo_aligner.data.reading import Reading
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.evaluation.evaluate import evaluate_file
-from nemo_aligner.evaluation.measured import Evaluation, Measured, MeasuredRecords, MeasuredTask
-from nemo_aligner.evaluation.robustness import Robustness, check_pairwise, check_robustness
-from nemo_aligner.evaluation.robustness_report import render_robustness, robustness_json
-from nemo_aligner.evaluation.run_task import run_task
-from nemo_aligner.evaluation.sources.base import RewardSource
-from nemo_aligner.evaluation.sources.opening import open_source
+from nemo_aligner.data.readers import MalformedRule, PromptWrapping, Reading
+from nemo_aligner.distributed.collectives import on_main
+from nemo_aligner.evaluation.evaluate import (
+    EvaluationReport,
+    evaluate_file,
+    render_report,
+    reward_rows,
+    write_report,
+    write_rewards,
+)
+from nemo_aligner.evaluation.report.run_report import Reported, of_report, of_task
+from nemo_aligner.evaluation.robustness import (
+    Robustness,
+    ScoredPairs,
+    check_pairwise,
+    check_robustness,
+    render_robustness,
+    robustness_json,
+)
+from nemo_aligner.evaluation.run_task import (
+    TaskReport,
+    render_task,
+    run_task,
+    verdict_rows,
+    write_task,
+    write_verdicts,
+)
+from nemo_aligner.evaluation.sources import RewardSource, open_source
 from nemo_aligner.evaluation.tasks import find_task
-from nemo_aligner.evaluation.tasks.base import Task
-from nemo_aligner.parallel.collectives import on_main
+from nemo_aligner.evaluation.tasks.base import Level, Task
+from nemo_aligner.utils.console import say
+from nemo_aligner.utils.errors import ConfigError
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -130,7 +150,7 @@ def _write_page(
     config: EvaluateConfig, measured: Measured, robustness: Robustness | None, path: Path
 ) -> None:
     # Figures take a package that is not always there, and a second to import.
-    from nemo_aligner.evaluation.html.page import save_page
+    from nemo_aligner.evaluation.report.page import save_page
 
     settings = flatten(config_to_dict(config))
     reported = replace(measured.reported(path.stem), robustness=robustness, settings=settings)
@@ -147,3 +167,133 @@ def _reading(config: EvaluateConfig) -> Reading:
         prompts=PromptWrapping.of(data, "data"),
         rule=MalformedRule(data.malformed, data.max_malformed, section="data."),
     )
+
+
+# What scoring a file has found, of records or of a benchmark, and all that may be done with it.
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation has found, for programs; as text it is the table for people.
+
+    Attributes:
+        accuracy: of pairs, or a benchmark's overall figure; None of ratings.
+        interval: its 95% interval, low and high; None where there is none.
+        metrics: every figure by its name (docs/metrics.md), those of a benchmark by its rows.
+        counts: ``read``, ``kept`` and every reason for which a record was left out.
+        rows: one for each record or item, with its rewards and texts.
+        robustness: how far the verdicts follow the style of replies; None if nobody asked.
+    """
+
+    accuracy: float | None
+    interval: tuple[float, float] | None
+    metrics: Mapping[str, float]
+    counts: Mapping[str, int]
+    rows: Sequence[Mapping[str, Any]] = field(repr=False)
+    table: str = field(repr=False)
+    robustness: Robustness | None = None
+
+    def __str__(self) -> str:
+        return self.table
+
+
+class Measured(Protocol):
+    """``about`` says what was scored with what; the page of ``reported`` has the contract, too."""
+
+    def render(self) -> str:
+        """Tables for people."""
+        ...
+
+    def write(self, path: Path, more: Mapping[str, Any]) -> None:
+        """The figures as JSON, with ``more`` beside them."""
+        ...
+
+    def write_each(self, path: Path) -> None:
+        """A line of JSON for every record or item."""
+        ...
+
+    def reported(self, name: str) -> Reported:
+        """As a report has it, by this name."""
+        ...
+
+    def pairs(self) -> ScoredPairs:
+        """Its pairs, where it is of pairs."""
+        ...
+
+    def evaluation(self) -> Evaluation:
+        """For a program."""
+        ...
+
+
+@dataclass(frozen=True)
+class MeasuredRecords:
+    """Of a file of pairs or ratings."""
+
+    report: EvaluationReport
+    about: Mapping[str, str]
+    contract: ScoringContract | None
+
+    def render(self) -> str:
+        return render_report(self.report, self.about)
+
+    def write(self, path: Path, more: Mapping[str, Any]) -> None:
+        write_report(path, self.report, {**self.about, **more})
+
+    def write_each(self, path: Path) -> None:
+        write_rewards(path, self.report)
+
+    def reported(self, name: str) -> Reported:
+        return of_report(name, self.report, self.about, self.contract)
+
+    def pairs(self) -> ScoredPairs:
+        return ScoredPairs.of_report(self.report)
+
+    def evaluation(self) -> Evaluation:
+        report = self.report
+        return Evaluation(
+            accuracy=report.metrics.get("accuracy"),
+            interval=report.accuracy_interval,
+            metrics=report.metrics,
+            counts=report.counts,
+            rows=list(reward_rows(report)),
+            table=self.render(),
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredTask:
+    """Of a benchmark."""
+
+    report: TaskReport
+    about: Mapping[str, str]
+    contract: ScoringContract | None
+
+    def render(self) -> str:
+        return render_task(self.report, self.about)
+
+    def write(self, path: Path, more: Mapping[str, Any]) -> None:
+        write_task(path, self.report, {**self.about, **more})
+
+    def write_each(self, path: Path) -> None:
+        write_verdicts(path, self.report)
+
+    def reported(self, name: str) -> Reported:
+        return of_task(name, self.report, self.about, self.contract)
+
+    def pairs(self) -> ScoredPairs:
+        return ScoredPairs.of_task(self.report)
+
+    def evaluation(self) -> Evaluation:
+        report = self.report
+        overall = next(row for row in report.rows if row.level is Level.overall)
+        interval = None
+        if overall.low is not None and overall.high is not None:
+            interval = overall.low, overall.high
+        return Evaluation(
+            accuracy=overall.value,
+            interval=interval,
+            metrics={row.name: row.value for row in report.rows},
+            counts={"kept": len(report.judged), **report.left_out},
+            rows=list(verdict_rows(report)),
+            table=self.render(),
+        )

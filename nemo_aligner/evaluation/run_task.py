@@ -11,17 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.console import fit_row
-from nemo_aligner.data.reward_rows import write_rows
-from nemo_aligner.data.sources import BadLine, Line, read_lines
-from nemo_aligner.data.write import write_lines
-from nemo_aligner.errors import DataError
-from nemo_aligner.evaluation.sources.base import Score
+from nemo_aligner.contract.contract import OverlongError, one_reward
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.turns import TurnMarkError
+from nemo_aligner.data.files import BadLine, Line, read_lines
+from nemo_aligner.data.records import write_lines, write_rows
+from nemo_aligner.evaluation.sources import Score
 from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, TaskRow
-from nemo_aligner.text.contract import OverlongError
-from nemo_aligner.text.messages import Text
-from nemo_aligner.text.one_reward import one_reward
-from nemo_aligner.text.turn_marks import TurnMarkError
+from nemo_aligner.utils.console import fit_row
+from nemo_aligner.utils.errors import DataError
 
 
 @dataclass(frozen=True)

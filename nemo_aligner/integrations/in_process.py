@@ -7,15 +7,15 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from nemo_aligner.config.environment import RewardEnvironmentConfig
-from nemo_aligner.errors import ConfigError, DataError, ServingError
-from nemo_aligner.models.residence import Holds, ResidentPart
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import initialize_layout
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.config.evaluation import RewardEnvironmentConfig
+from nemo_aligner.contract.contract import EncodedText, ScoringContract
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import initialize_layout
+from nemo_aligner.models.offload import Holds, ResidentPart
 from nemo_aligner.serving.client import ScoredRows
-from nemo_aligner.text.contract import EncodedText, ScoringContract
-from nemo_aligner.text.messages import Text
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
 
 class InProcessScorer:

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from nemo_aligner.config.environment import RewardEnvironmentConfig
+from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
-from nemo_aligner.errors import ConfigError, DataError, short
-from nemo_aligner.serving.client import RewardClient, ScoredRows
-from nemo_aligner.serving.tokens import find_token
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_changes import check_expected
-from nemo_aligner.text.messages import (
+from nemo_aligner.contract.contract import ScoringContract, one_reward, reward_weights
+from nemo_aligner.contract.from_settings import check_expected
+from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
     Text,
@@ -28,7 +25,9 @@ from nemo_aligner.text.messages import (
     with_messages,
     with_tools,
 )
-from nemo_aligner.text.one_reward import one_reward, reward_weights
+from nemo_aligner.serving.client import RewardClient, ScoredRows
+from nemo_aligner.serving.tokens import find_token
+from nemo_aligner.utils.errors import ConfigError, DataError, short
 
 if TYPE_CHECKING:
     from torch import Tensor

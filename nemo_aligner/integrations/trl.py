@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nemo_aligner.contract.contract import one_reward, reward_weights
+from nemo_aligner.contract.messages import Conversation, Text
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.text.messages import Conversation, Text
-from nemo_aligner.text.one_reward import one_reward, reward_weights
 
 _PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
 

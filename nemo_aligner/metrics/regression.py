@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_aligner.metrics.statistics import correlation, nanmean, ranks
+from nemo_aligner.metrics.ranking import correlation, nanmean, ranks
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import Any
 
-from nemo_aligner.metrics import calibration, length, ranking, regression
-from nemo_aligner.metrics.by_source import BY_SOURCE
+from nemo_aligner.metrics import ranking, regression
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
 
@@ -99,37 +98,35 @@ PAIRS: list[Metric] = [
     Metric(
         "ece",
         "mean gap of sigmoid(|margin|) and the share of right verdicts",
-        calibration.expected_calibration_error,
+        ranking.expected_calibration_error,
         Better.lower,
         Shown.validation,
     ),
-    Metric("brier", "mean squared error of sigmoid(margin)", calibration.brier, Better.lower),
-    Metric(
-        "temperature", "T for which sigmoid(margin / T) is most likely", calibration.temperature
-    ),
+    Metric("brier", "mean squared error of sigmoid(margin)", ranking.brier, Better.lower),
+    Metric("temperature", "T for which sigmoid(margin / T) is most likely", ranking.temperature),
     Metric(
         "length_correlation",
         "Pearson r of reward and length of the reply",
-        length.length_correlation,
+        ranking.length_correlation,
     ),
     Metric(
         "accuracy_longer_chosen",
         "where people chose the longer reply",
-        length.accuracy_longer_chosen,
+        ranking.accuracy_longer_chosen,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "accuracy_shorter_chosen",
         "where people chose the shorter reply",
-        length.accuracy_shorter_chosen,
+        ranking.accuracy_shorter_chosen,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "longer_reply_accuracy",
         "what taking the longer reply would give",
-        length.longer_reply_accuracy,
+        ranking.longer_reply_accuracy,
     ),
 ]
 
@@ -248,3 +245,29 @@ def is_shown(name: str, where: Shown) -> bool:
         where in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
         for row in all_metrics()
     )
+
+
+# Metrics of every source of the records apart.
+
+MAX_SOURCES = 50
+BY_SOURCE = "by_source/"
+
+
+def by_source(
+    sources: Sequence[str], metrics: Callable[[Sequence[int]], dict[str, float]]
+) -> dict[str, float]:
+    """``by_source/<source>/<metric>`` for each of at least 2 and at most 50 sources.
+
+    ``metrics`` gives those of the records with the given numbers; a record without a source has "".
+    """
+    groups: dict[str, list[int]] = {}
+    for record, source in enumerate(sources):
+        groups.setdefault(source, []).append(record)
+    if not 2 <= len(groups) <= MAX_SOURCES:
+        return {}
+    unnamed = "(none)" if "none" in groups else "none"
+    return {
+        f"{BY_SOURCE}{source or unnamed}/{name}": value
+        for source, records in sorted(groups.items())
+        for name, value in metrics(records).items()
+    }

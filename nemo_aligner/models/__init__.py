@@ -1,3 +1,3 @@
 """The reward model on megatron-core: backbone, packed attention, head and step."""
 
-import nemo_aligner.parallel  # noqa: F401 - before the first import of megatron-core
+import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

@@ -23,8 +23,8 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from nemo_aligner.models.lora import LORA_A, LORA_B
-from nemo_aligner.parallel.cpu.products import invariant_linear_on_cpu
+from nemo_aligner.distributed.cpu_products import invariant_linear_on_cpu
+from nemo_aligner.models.shape import LORA_A, LORA_B
 
 
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:

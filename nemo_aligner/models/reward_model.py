@@ -1,33 +1,220 @@
-"""GPTRewardModel: a pretrained decoder with an fp32 head that reads each sequence's last token."""
+"""GPTRewardModel: a pretrained decoder with an fp32 reward head on each sequence's last token."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from functools import wraps
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.batch.packed import PackedBatch, ReplyRows
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.models.adapters import attach_adapters
+from nemo_aligner.contract.turns import reply_start
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
-from nemo_aligner.models.attention.pool import KeyValuePool
-from nemo_aligner.models.attention.segments import PackedSegments
+from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
-from nemo_aligner.models.dropout import LoraDropout
-from nemo_aligner.models.heads import RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
-from nemo_aligner.models.pooling import mean_of_replies
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.processes import is_main
+from nemo_aligner.models.linear import (
+    ColumnLinear,
+    RowLinear,
+    in_pieces,
+    invariant_linear,
+    rows_now,
+)
+from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.shape import HeadShape, ModelShape
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.processes import is_main
+
+# The reward head: hidden states of the scored tokens -> rewards, in fp32.
+
+_HEAD_INIT_STD = 0.02
+
+
+class _Layer(torch.nn.Module):
+    """A weight of fp32 and its bias, on this rank's device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(weight.to(device))
+        self.bias = None if bias is None else torch.nn.Parameter(bias.to(device))
+
+    def forward(self, hidden: Tensor, rows: int | None) -> Tensor:
+        """``[S, in] -> [S, out]``; ``rows`` as linear layers have them now (``rows_now``).
+
+        Whoever uses a weight calls its module: Megatron waits there for what is on its way.
+        """
+        if rows is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return invariant_linear(hidden, self.weight, self.bias, rows)
+
+
+class RewardHead(_Layer):
+    """``[S, hidden] -> [S, outputs]`` in fp32, whole on all TP ranks.
+
+    A linear map without bias, unless ``shape`` says more. Between two layers is a ReLU, which has
+    the same bits on every processor. ``invariant_rows`` as linear layers have them.
+    """
+
+    invariant_rows: int | None = None
+
+    def __init__(
+        self, hidden_size: int, num_outputs: int, seed: int, shape: HeadShape | None = None
+    ) -> None:
+        sizes = (shape or HeadShape()).tensors(num_outputs, hidden_size)
+        # Drawn on the CPU from its own generator: the same head on any device, at any layout.
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
+        super().__init__(drawn["weight"], drawn.get("bias"))
+        self.learned: torch.nn.Parameter | None = None
+        self.hidden = None
+        if "hidden.weight" in drawn:
+            self.hidden = _Layer(drawn["hidden.weight"], drawn.get("hidden.bias"))
+
+    def learn_beside(self, start: Sequence[float]) -> None:
+        """Have numbers that an objective learns stand behind the outputs of every text."""
+        if start:
+            numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
+            self.learned = torch.nn.Parameter(numbers)
+            self.learned.is_of_objective = True  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        outputs = self._outputs(hidden.float(), rows_now(self))
+        if self.learned is None:
+            return outputs
+        return torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
+
+    def _outputs(self, hidden: Tensor, rows: int | None) -> Tensor:
+        if self.hidden is not None:
+            hidden = self.hidden(hidden, rows).relu()
+        return super().forward(hidden, rows)
+
+
+def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
+    tensor = torch.zeros(size, dtype=torch.float32)
+    if len(size) == 1:
+        return tensor
+    # The layer between keeps the size of what it is given (He et al. 2015).
+    std = (2 / size[1]) ** 0.5 if name == "hidden.weight" else _HEAD_INIT_STD
+    return tensor.normal_(std=std, generator=generator)
+
+
+# The mean of a reply's hidden states, which is the same whatever stands beside it in a pack.
+
+
+def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
+    """Which tokens of a pack, on the host, are the reply of each of its S sequences.
+
+    Of a sequence that begins with cached tokens, these end before the last marker.
+    """
+    rows, lengths = [], []
+    for own in _sequences(batch):
+        start = reply_start(batch.tokens[own].numpy(), marker)
+        rows.append(own[start:])
+        lengths.append(len(own) - start)
+    return ReplyRows(torch.cat(rows), tuple(lengths))
+
+
+def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
+    """Of every sequence its tokens that are in the pack, as rows, in their order."""
+    bounds = batch.cu_seqlens.tolist()
+    cached = 0 if batch.cached is None else len(batch.cached.lengths)
+    chains = chains_of(batch.prefixes.tolist(), cached)
+    ends = torch.searchsorted(batch.cu_seqlens.long(), batch.scored_tokens, right=True) - 1
+    for segment in ends.tolist():
+        parts = [number - cached for number in chains[segment] if number >= cached]
+        spans = [torch.arange(bounds[part], bounds[part + 1]) for part in (*parts, segment)]
+        yield torch.cat(spans)
+
+
+def mean_of_replies(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    """``[M, hidden]``, the rows of replies of these lengths -> ``[S, hidden]`` fp32.
+
+    Each is summed alone: how a sum is rounded depends on its own length.
+    """
+    return torch.stack([reply.float().mean(dim=0) for reply in hidden.split(list(lengths))])
+
+
+# What of a model is trained, and how its gradients and weights travel.
+
+
+def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> None:
+    """Leave the embeddings and the first ``count`` layers as they are; 0 freezes nothing.
+
+    Raises:
+        ConfigError: ``count`` leaves no layer to train.
+    """
+    check_freezing(count, num_layers)
+    if count == 0:
+        return
+    if model.pre_process:
+        model.embedding.requires_grad_(False)
+    for layer in model.decoder.layers:
+        if layer.layer_number <= count:
+            layer.requires_grad_(False)
+
+
+def check_freezing(count: int, num_layers: int) -> None:
+    """Refuse to freeze all of a model; raises as ``freeze_lower_layers``."""
+    if count >= num_layers:
+        raise ConfigError(f"model.freeze_layers: got {count}, wanted less than {num_layers}")
+
+
+def wrap_for_training(
+    model: GPTRewardModel, bucket_size: int | None = None
+) -> DistributedDataParallel:
+    """Megatron's data parallel wrapper: fp32 gradients, sharded for the distributed optimizer.
+
+    Among several data parallel ranks the buffers are cut into buckets of about ``bucket_size``
+    parameters (Megatron's choice by default). A bucket's gradients are reduced while those before
+    it are computed, and its updated weights are gathered while those before it are used.
+    """
+    overlaps = parallel_state.get_data_parallel_world_size() > 1
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+        bucket_size=bucket_size,
+    )
+    wrapped = DistributedDataParallel(model.config, config, model)
+    if overlaps:
+        model.config.no_sync_func = wrapped.no_sync
+        _gather_in_order_of_use(wrapped)
+    return wrapped
+
+
+def unwrap_after_training(wrapped: DistributedDataParallel) -> None:
+    """Let go of model, gradients and process groups, in a process that goes on without them.
+
+    Megatron hangs its hooks on nodes of autograd, and these hold the wrapper: a cycle that Python's
+    collector cannot see. What the wrapper holds is therefore taken from it.
+    """
+    vars(wrapped).clear()
+
+
+def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
+    """Megatron goes through its buffers backwards, and has the fp32 head's at the beginning."""
+    index = {parameter: i for i, parameter in enumerate(wrapped.module.parameters())}
+    groups = sorted(wrapped.bucket_groups, key=lambda group: min(index[p] for p in group.params))
+    for group, following in zip_longest(groups, groups[1:]):
+        group.next_param_gather_bucket_group = following
+
+
+# GPTRewardModel: a pretrained decoder with an fp32 head that reads each sequence's last token.
 
 logger = logging.getLogger(__name__)
 
@@ -207,3 +394,56 @@ def build_reward_model(
     return GPTRewardModel(config, shape, layout, num_attributes, seed).to(
         torch.cuda.current_device()
     )
+
+
+# Batch invariance: a text's reward has the same bits alone and in any company.
+#
+# Here its products are given fixed shapes. What else it takes is always so in evaluation mode:
+# attention by blocks at fixed positions, packs filled up to whole vectors, threads that get whole
+# rows.
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "megatron.core.extensions.transformer_engine"
+
+
+def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
+    """Have all products of ``model`` computed ``rows`` rows at a time in evaluation mode.
+
+    None leaves them as they come.
+    """
+    engine = [each for each in model.modules() if type(each).__module__ == _ENGINE]
+    if rows is not None and engine and model.config.sequence_parallel:
+        if is_main():
+            logger.warning(
+                "model.batch_invariant does not hold: TransformerEngine gathers what sequence "
+                "parallelism has split inside its products; wanted model.sequence_parallel=false"
+            )
+        return
+    if rows is not None and engine and model.config.tensor_model_parallel_size > 2 and is_main():
+        logger.warning(
+            "model.batch_invariant may not hold: TransformerEngine's sums over more than two "
+            "tensor parallel ranks are in an order of NCCL's; wanted at most 2 of them"
+        )
+    for layer in model.modules():
+        if isinstance(layer, ColumnLinear | RowLinear | RewardHead):
+            layer.invariant_rows = rows
+    for layer in engine:
+        layer.invariant_rows = rows
+        if "forward" not in vars(layer):
+            layer.forward = _by_pieces(layer)  # type: ignore[method-assign]
+
+
+def _by_pieces(layer: Any) -> Any:
+    """Its ``forward``, in pieces of its ``invariant_rows``."""
+    forward = layer.forward
+
+    @wraps(forward)
+    def by_pieces(x: Tensor) -> tuple[Tensor, None]:
+        rows = rows_now(layer)
+        if rows is None:
+            return forward(x)
+        # What comes beside the output is a bias to be added later: these layers add their own.
+        return in_pieces(lambda piece: forward(piece)[0], x, rows), None
+
+    return by_pieces

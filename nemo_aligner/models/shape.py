@@ -1,16 +1,210 @@
-"""ModelShape: what ``model_config.yaml`` says of a model's architecture, checked and typed."""
+"""ModelShape, HeadShape and LoRA settings: the architecture in ``model_config.yaml``, checked and
+typed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from nemo_aligner.config.numbers import LEAST_NUMBER, MOST, MOST_NUMBER, read_count, read_number
-from nemo_aligner.errors import CheckpointError, ConfigError, shown
-from nemo_aligner.models.head_shape import HeadShape, read_head_shape
-from nemo_aligner.models.lora import LoraShape, read_lora
+from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_count, read_number
+from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
+
+# What a reward head is made of, where it is more than one matrix; without torch.
+
+# Of ``model_config.yaml``; heads of one matrix have no such key.
+_KEY = "reward_head"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """A head with a bias, or of two layers.
+
+    Attributes:
+        bias: every layer has one.
+        mlp_size: width of the layer between; None is a linear map.
+    """
+
+    bias: bool = False
+    mlp_size: int | None = None
+
+    @classmethod
+    def from_settings(cls, config: HeadConfig) -> HeadShape | None:
+        """None for a head of one matrix."""
+        head = cls(config.bias, config.mlp_size)
+        return None if head == cls() else head
+
+    def tensors(self, outputs: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of its tensors, by the names behind ``rm_head.``"""
+        width = hidden_size if self.mlp_size is None else self.mlp_size
+        found: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
+        if self.mlp_size is not None:
+            found["hidden.weight"] = (self.mlp_size, hidden_size)
+        if self.bias:
+            biases = {name.replace("weight", "bias"): size[:1] for name, size in found.items()}
+            found |= biases
+        return found
+
+    def __str__(self) -> str:
+        parts = ["linear" if self.mlp_size is None else f"two layers of {self.mlp_size}"]
+        return " ".join([*parts, *(["with bias"] * self.bias)])
+
+
+def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
+    """What a model config says; None for a head of one matrix.
+
+    Raises:
+        CheckpointError: a value is none that a head could have.
+    """
+    section = config.get(_KEY)
+    if section is None:
+        return None
+    where = f"model_config.yaml: {_KEY}"
+    if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
+        raise CheckpointError(f"{where}: got {shown(section)}, wanted bias and mlp_size")
+    bias, size = section.get("bias", False), section.get("mlp_size")
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{where}.bias: got {shown(bias)}, wanted true or false")
+    if size is not None:
+        size = read_count(size, f"{where}.mlp_size", f"a whole number from 1 to {MOST}")
+    head = HeadShape(bias, size)
+    return None if head == HeadShape() else head
+
+
+def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
+    """A model config of the same decoder with this head."""
+    others = {key: value for key, value in config.items() if key != _KEY}
+    return others if head is None else {**others, _KEY: asdict(head)}
+
+
+def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
+    """Refuse a head that is not one matrix.
+
+    Raises:
+        CheckpointError: it names the file ``where``, and ``who`` has no place for more.
+    """
+    if head is not None:
+        raise CheckpointError(
+            f"{where}: its head is {head}, wanted one matrix: {who} has no place for more"
+        )
+
+
+# LoRA as a model's settings have it: its rank, its scale, the linear layers that it is beside.
+
+# The section of model_config.yaml.
+LORA_KEY = "lora"
+# What a linear layer's two matrices are named behind its own name, as NeMo 2 names them.
+LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"
+# A layer's linear layers by the names that settings have for them, in the order of LORA_TARGETS.
+LINEARS = dict(
+    zip(
+        LORA_TARGETS,
+        ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
+         "mlp.linear_fc2"),
+        strict=True,
+    )
+)  # fmt: skip
+_WHERE = f"model_config.yaml: {LORA_KEY}"
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """``W x`` of the ``targets`` becomes ``W x + alpha / rank * B A x``.
+
+    ``A [rank, in]`` and ``B [out, rank]`` are what is trained (Hu et al. 2021, arXiv:2106.09685).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @classmethod
+    def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
+        """None where there is to be no LoRA."""
+        if settings.rank == 0:
+            return None
+        targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
+        return cls(settings.rank, float(settings.alpha), targets)
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+    @property
+    def linears(self) -> list[str]:
+        """The names of the linear layers inside a layer of the decoder."""
+        return [LINEARS[target] for target in self.targets]
+
+    def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The whole shapes of A and B beside a layer's ``weights``, by their names."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in self.linears:
+            outputs, inputs = weights[f"{name}.weight"]
+            found[f"{name}.{LORA_A}"] = (self.rank, inputs)
+            found[f"{name}.{LORA_B}"] = (outputs, self.rank)
+        return found
+
+    def to_config(self) -> dict[str, Any]:
+        """The section of ``model_config.yaml``."""
+        return {**asdict(self), "targets": list(self.targets)}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a tensor of a model is LoRA's, by its name."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
+    """LoRA of a NeMo model config, if it has any.
+
+    Raises:
+        CheckpointError: the section is not what ``LoraShape.to_config`` gives.
+    """
+    section = config.get(LORA_KEY)
+    if section is None:
+        return None
+    keys = {"rank", "alpha", "targets"}
+    if not isinstance(section, Mapping) or set(section) != keys:
+        raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
+    wanted = f"a whole number above 0 and of at most {MOST}"
+    rank = read_count(section["rank"], f"{_WHERE}.rank", wanted)
+    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", wanted))
+    targets = section["targets"]
+    names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]
+    if not names or len(names) != len(targets):
+        wanted = f"at least one of {', '.join(LORA_TARGETS)}, each once"
+        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {wanted}")
+    return LoraShape(rank, alpha, tuple(names))
+
+
+def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
+    """A NeMo model config with the section of ``lora``, or without one."""
+    rest = {key: value for key, value in config.items() if key != LORA_KEY}
+    return rest if lora is None else {**rest, LORA_KEY: lora.to_config()}
+
+
+def check_lora(stored: LoraShape | None, wanted: LoraShape | None, source: object) -> None:
+    """Refuse to train another LoRA than the one that a model comes with.
+
+    Raises:
+        CheckpointError: both are there, and differ.
+    """
+    if stored is not None and wanted is not None and stored != wanted:
+        raise CheckpointError(
+            f"{source}: it comes with LoRA of {stored}; model.lora has {wanted}. Wanted the same, "
+            "to go on with it; model.lora.rank=0 trains all weights with LoRA folded into them"
+        )
+
+
+# ModelShape: what ``model_config.yaml`` says of a model's architecture, checked and typed.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 # The first of each is what a config means that lacks the key.

@@ -13,13 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_aligner.batch import PackedBatch, Records
-from nemo_aligner.models.pooling import find_reply_rows
-from nemo_aligner.models.reward_model import GPTRewardModel
-from nemo_aligner.parallel.device import current_device
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.parallel.pipeline import PipelineMessages
-from nemo_aligner.transfer import to_device
+from nemo_aligner.batch.packed import PackedBatch, Records
+from nemo_aligner.distributed.collectives import PipelineMessages, current_device
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import GPTRewardModel, find_reply_rows
+from nemo_aligner.utils.host_transfer import to_device
 
 _MOST_PARTS = 50
 # Of every part, for each stage after the first: the stages wait for a sixteenth of the time.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import (
@@ -26,7 +27,6 @@ from nemo_aligner.planning.cost import (
     stage_layers,
     widths,
 )
-from nemo_aligner.precision import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import Recompute
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
+from nemo_aligner.models.shape import LoraShape, ModelShape
 from nemo_aligner.planning.cost import Machine, Plan, StepTime, even_packs, step_time
 from nemo_aligner.planning.memory import Memory, fullest_stage
+from nemo_aligner.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -131,3 +131,256 @@ class Planner:
         is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
         has_cap = self.shape.attn_logit_softcapping is not None
         return self.precision is Precision.fp32 and is_grouped and not has_cap
+
+
+# What is to be planned: the batch, the GPUs, and what is assumed of their speed.
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The settings of a plan; None is the default of training's settings.
+
+    ``gpu_memory`` and ``reserve`` (left to CUDA, NCCL and the allocator's gaps) are GiB, ``tflops``
+    the peak of a GPU in TFLOP/s of which ``mfu`` is reached, ``intra_node``, ``inter_node`` and
+    ``host`` GB/s of a GPU. ``global_batch_tokens`` goes before ``global_batch_size``.
+    """
+
+    gpu_memory: float = 80
+    reserve: float = 4
+    seq_length: int | None = None
+    global_batch_size: int | None = None
+    global_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = None
+    precision: str = "bf16"
+    freeze_layers: int = 0
+    lora_rank: int = 0
+    cpu_offload: bool = False
+    recompute: str = "auto"
+    tflops: float = 989
+    mfu: float = 0.4
+    intra_node: float = 450
+    inter_node: float = 50
+    host: float = 50
+    gpus_per_node: int = 8
+
+    def planner(self, shape: ModelShape) -> Planner:
+        """The planner of a model under these settings.
+
+        Raises:
+            ConfigError: one has a value that cannot be.
+        """
+        length = self.seq_length or DataConfig().seq_length
+        batch = self.global_batch_size or ModelConfig().global_batch_size
+        if self.global_batch_tokens is not None:
+            batch = max(1, self.global_batch_tokens // (2 * length))
+        self._check(shape, 2 * length)
+        lora = LoraShape.from_settings(LoraConfig(rank=self.lora_rank)) if self.lora_rank else None
+        return Planner(
+            replace(shape, lora=lora or shape.lora),
+            self._machine(),
+            usable=(self.gpu_memory - self.reserve) * GIB,
+            batch=batch,
+            length=length,
+            budget=self.micro_batch_tokens or max(ModelConfig().micro_batch_tokens, 2 * length),
+            precision=Precision(self.precision),
+            recompute=None if self.recompute == "auto" else Recompute(self.recompute),
+            freeze_layers=self.freeze_layers,
+            cpu_offload=self.cpu_offload,
+        )
+
+    def _machine(self) -> Machine:
+        return Machine(
+            flops=self.tflops * 1e12,
+            efficiency=self.mfu,
+            intra_node=self.intra_node * 1e9,
+            inter_node=self.inter_node * 1e9,
+            ranks_per_node=self.gpus_per_node,
+            host=self.host * 1e9,
+        )
+
+    def _check(self, shape: ModelShape, pair: int) -> None:
+        last, reserve = shape.num_layers - 1, self.reserve
+        budget = self.micro_batch_tokens or pair
+        above_zero = "a number above 0"
+        checks = [
+            ("tflops", self.tflops > 0, above_zero),
+            ("mfu", 0 < self.mfu <= 1, "more than 0, at most 1"),
+            ("intra_node", self.intra_node > 0, above_zero),
+            ("inter_node", self.inter_node > 0, above_zero),
+            ("host", self.host > 0, above_zero),
+            ("reserve", reserve >= 0, "0 or more"),
+            ("gpu_memory", self.gpu_memory > reserve, f"more than the {reserve:g} of reserve"),
+            ("micro_batch_tokens", budget >= pair, f"{pair} (a pair) or more"),
+            ("lora_rank", self.lora_rank >= 0, "0 (no LoRA) or more"),
+            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 beside LoRA"),
+            ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
+        ]
+        for name, is_good, wanted in checks:
+            if not is_good:
+                raise ConfigError(f"{name}: got {getattr(self, name):g}, wanted {wanted}")
+
+
+# Shapes of well-known models, to plan for one without having it.
+
+# layers, hidden, ffn, heads, query groups, channels of a head, vocabulary
+_SHAPES = {
+    "1B": ("Llama 3.2 1B", 16, 2048, 8192, 32, 8, 64, 128256),
+    "3B": ("Llama 3.2 3B", 28, 3072, 8192, 24, 8, 128, 128256),
+    "7B": ("Llama 2 7B", 32, 4096, 11008, 32, 32, 128, 32000),
+    "8B": ("Llama 3 8B", 32, 4096, 14336, 32, 8, 128, 128256),
+    "13B": ("Llama 2 13B", 40, 5120, 13824, 40, 40, 128, 32000),
+    "70B": ("Llama 3 70B", 80, 8192, 28672, 64, 8, 128, 128256),
+    "405B": ("Llama 3 405B", 126, 16384, 53248, 128, 8, 128, 128256),
+}
+PRESETS = tuple(_SHAPES)
+
+
+def preset(params: str) -> tuple[ModelShape, str]:
+    """The shape of a Llama of so many parameters (``8B``), and its name.
+
+    Raises:
+        ConfigError: ``params`` is none of ``PRESETS``.
+    """
+    known = {key.lower(): value for key, value in _SHAPES.items()}
+    if params.lower() not in known:
+        raise ConfigError(f"params: got {params}, wanted one of {', '.join(PRESETS)}")
+    name, layers, hidden, ffn, heads, groups, channels, vocabulary = known[params.lower()]
+    config = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": channels,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+    }
+    return ModelShape.from_config(config), name
+
+
+# A plan for people: what is assumed, the layouts that fit, and what would where none does.
+
+
+def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
+    """The model, the step and the machine that is assumed."""
+    shape = planner.shape
+    frozen = f", {planner.freeze_layers} layers frozen" if planner.freeze_layers else ""
+    frozen += "" if shape.lora is None else f", LoRA of {shape.lora}"
+    return (
+        f"{name}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
+        f"{shape.num_parameters() / 1e9:.2f} billion parameters, "
+        f"{planner.precision.value}{frozen}\n"
+        f"A step: {planner.batch} pairs of 2 x {planner.length} tokens, in packs of at most "
+        f"{planner.budget} tokens\n"
+        f"A GPU: {request.gpu_memory:g} GiB, of which {request.reserve:g} are left free; "
+        f"assumed: {request.tflops:g} TFLOP/s at {request.mfu:.0%}, "
+        f"{request.intra_node:g} GB/s in a node of {request.gpus_per_node}, "
+        f"{request.inter_node:g} GB/s beyond\n"
+    )
+
+
+def render_layouts(planner: Planner, gpus: int, top: int) -> str:
+    """The ``top`` fastest layouts on so many GPUs, and the settings of the first.
+
+    Raises:
+        ConfigError: none fits; the message says what would.
+    """
+    candidates = planner.candidates(gpus)
+    found = planner.ranked(candidates)
+    if not found:
+        raise ConfigError(_what_would_fit(planner, gpus, candidates))
+    shown = f", the fastest {top} of them above" if len(found) > top else ""
+    return "\n".join(
+        [
+            _render([_row(planner, each) for each in found[:top]]),
+            f"\n{len(found)} of {len(candidates)} layouts on {gpus} GPUs fit{shown}. "
+            "The first one:",
+            *(f"  {line}" for line in settings_of(found[0].plan)),
+        ]
+    )
+
+
+def render_best(planner: Planner, numbers: Sequence[int]) -> str:
+    """The best layout on each number of GPUs."""
+    rows = []
+    for gpus in numbers:
+        found = planner.ranked(planner.candidates(gpus))
+        row = _row(planner, found[0]) if found else {"layout": "none fits"}
+        rows.append({"GPUs": str(gpus), **row})
+    columns = max(rows, key=len)
+    return _render([{name: row.get(name, "") for name in columns} for row in rows])
+
+
+def settings_of(plan: Plan) -> list[str]:
+    """The layout as settings of a training run."""
+    settings = [
+        f"model.tensor_model_parallel_size={plan.tp}",
+        f"model.pipeline_model_parallel_size={plan.pp}",
+        f"model.sequence_parallel={str(plan.sequence_parallel).lower()}",
+        f"model.activations_checkpoint_granularity={plan.recompute.value}",
+    ]
+    if plan.cpu_offload:
+        settings.append("model.optim.cpu_offload=true")
+    if plan.recompute_layers is not None:
+        settings.append(f"model.activations_checkpoint_num_layers={plan.recompute_layers}")
+    return settings
+
+
+def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
+    plan, memory, time = candidate.plan, candidate.memory, candidate.time
+    parts = ("weights", "gradients", "optimizer", "activations", "transient")
+    sent = time.tensor + time.pipeline + time.data + time.host
+    return {
+        "layout": str(plan),
+        "recompute": _recompute(plan),
+        "packs": str(plan.packs.count),
+        **{part: f"{getattr(memory, part) / GIB:.1f}" for part in parts},
+        "GiB": f"{memory.total / GIB:.1f}",
+        "s/step": f"{time.total:.3g}",
+        "idle": f"{time.bubble / time.total:.0%}",
+        "sending": f"{sent / time.total:.0%}",
+        "tokens/s": f"{planner.tokens_per_second(candidate):,.0f}",
+    }
+
+
+def _recompute(plan: Plan) -> str:
+    """What is recomputed, and how many layers of a stage if not all."""
+    if plan.recompute_layers is None:
+        return plan.recompute.value
+    return f"{plan.recompute_layers} layers"
+
+
+def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
+    """Why no layout is left, and the least that would do."""
+    if not candidates:
+        return (
+            f"gpus: got {gpus}, wanted a number that the model's heads, query groups and layers "
+            f"divide into, with at most {planner.batch} data parallel ranks (the pairs of a step)"
+        )
+    least = min(candidates, key=lambda each: each.memory.total)
+    needs = (
+        f"no layout fits on {gpus} GPUs: the least is {least.plan} with recompute "
+        f"{_recompute(least.plan)}, which holds {least.memory.total / GIB:.1f} GiB of the "
+        f"{planner.usable / GIB:.1f} that are free"
+    )
+    enough = planner.least_gpus()
+    if enough is None:
+        return f"{needs}; no number of such GPUs is enough"
+    return f"{needs}; the least that fits is {enough.num_ranks} GPUs, as {enough}"
+
+
+def _render(rows: Sequence[Mapping[str, str]]) -> str:
+    """Columns as wide as their content; numbers on the right."""
+    names = list(rows[0])
+    lines = [names, *([row[name] for name in names] for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(names))]
+    left = {"layout", "recompute"}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for name, cell, width in zip(names, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )

@@ -1,22 +1,43 @@
-"""A server from its settings until it is told to stop."""
+"""Run a server from its settings until it is told to stop: reward model, critic or gateway."""
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.config.idle import idle_notes
-from nemo_aligner.config.serving import ServeConfig
-from nemo_aligner.console import say
-from nemo_aligner.errors import CheckpointError, ConfigError
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, initialize_layout
-from nemo_aligner.scoring.ensemble import RewardEnsemble
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
-from nemo_aligner.scoring.shaping import build_shaper
-from nemo_aligner.serving.services.reward_model import RewardModelServable
-from nemo_aligner.serving.transports.triton.server import check_front, serve
-from nemo_aligner.text.contract_changes import check_expected
+from nemo_aligner.config.serving import (
+    GatewayConfig,
+    GatewayRunConfig,
+    ServeConfig,
+    ServeCriticConfig,
+)
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import check_expected
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.critic import CriticServable
+from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
+from nemo_aligner.serving.engine.shaping import build_shaper
+from nemo_aligner.serving.http import build_app, open_socket, run_app
+from nemo_aligner.serving.protocols import PLAIN_ROUTES, ROUTES
+from nemo_aligner.serving.reward import RewardModelServable
+from nemo_aligner.serving.service import Servable
+from nemo_aligner.serving.tokens import find_token, say_who_may_ask
+from nemo_aligner.serving.triton import check_front, serve
+from nemo_aligner.training.critic import CriticRun, open_critic
+from nemo_aligner.utils.console import say
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError
+from nemo_aligner.utils.processes import environment, verb_command
+
+# A server from its settings until it is told to stop.
 
 
 def run_server(config: ServeConfig) -> int:
@@ -59,3 +80,161 @@ def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScore
         invariant_rows=config.model.invariant_rows,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
     )
+
+
+# The server of a critic from its settings to its end.
+
+
+def run_critic_server(config: ServeCriticConfig) -> int:
+    """Serve a critic on all ranks, and a reward model beside it where it is asked for; exit code.
+
+    Raises:
+        AlignerError: settings, model or run are unfit.
+    """
+    if config.pretrained_checkpoint.restore_from_path is None:
+        raise ConfigError(
+            "pretrained_checkpoint.restore_from_path: it is not set, wanted a reward model's .nemo"
+        )
+    with launch():
+        check_front(config.server)  # now, and not when a large model is loaded
+        layout = initialize_layout(
+            config.model.tensor_model_parallel_size,
+            config.model.pipeline_model_parallel_size,
+            config.model.sequence_parallel,
+            config.model.seed,
+        )
+        for note in idle_notes(config, layout.num_ranks):
+            say(note)
+        run = open_critic(config, layout)
+        try:
+            return serve(_servables(config, run, layout), config.server)
+        finally:
+            run.loggers.close()
+
+
+def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout) -> list[Servable]:
+    if not config.trainer.ppo.combine_rm_and_critic_server:
+        return [CriticServable(run, config)]
+    path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
+    say(f"loading the reward model {path} ...")
+    scorer = load_scorer(
+        path,
+        layout,
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        prefix_cache_tokens=config.server.prefix_cache_tokens,
+        invariant_rows=config.model.invariant_rows,
+    )
+    _check_reads_alike(path, scorer.contract, run.contract)
+    critic = CriticServable(run, config, scorer)
+    rewards = RewardModelServable(
+        scorer,
+        config.server,
+        prepare=critic.make_room_for_rewards,
+        turn_end=scorer.turn_end(),
+    )
+    return [critic, rewards]
+
+
+def _check_reads_alike(path: str, rewards: ScoringContract, critic: ScoringContract) -> None:
+    """Both read the same token ids; raises ConfigError where the reward model cannot."""
+    for name in ("tokenizer_fingerprint", "seq_length"):
+        got, wanted = getattr(rewards, name), getattr(critic, name)
+        if got != wanted:
+            raise ConfigError(
+                f"rm_model_file: {path}: got {name} {got}, wanted the critic's, {wanted}"
+            )
+
+
+# A gateway from its settings until it is told to stop.
+
+
+def run_gateway(config: GatewayRunConfig) -> int:
+    """Answer every protocol in front of the backends; the exit code.
+
+    It starts without them: ``/ready`` says whether one is there.
+
+    Raises:
+        AlignerError: the settings are unfit, or the port is taken.
+    """
+    # Answers say which rows are refused or cut: a line for each would only fill the log.
+    logging.getLogger("nemo_aligner.serving.client.calls").setLevel(logging.ERROR)
+    own = config.gateway
+    token = read_token(own)
+    backend_token = find_token(
+        config.backend_token_file, config.backend_token_variable, "backend_token"
+    )
+    client = RewardClient(
+        config.backends,
+        expect=config.expect_contract,
+        timeout_s=own.timeout_s,
+        wait_s=own.retry_s,
+        retry_s=own.retry_s,
+        max_connections=own.max_connections,
+        token=backend_token,
+        in_callers_loop=True,
+    )
+    with open_socket(own) as listening:
+        print(f"Backends: {', '.join(config.backends)}", flush=True)
+        say_who_may_ask(own.host, token, "gateway.token")
+        ends = client.turn_end_async if own.complete_turns else None
+        app = build_app(ROUTES, client, own, token, client.aclose, PLAIN_ROUTES, ends)
+        return run_app(app, listening, own)
+
+
+def read_token(config: GatewayConfig) -> str | None:
+    """The bearer token that requests must have, None if they need none.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or is none that a header can have.
+    """
+    return find_token(config.token_file, config.token_variable, "gateway.token")
+
+
+# A server as a process of its own, for as long as a block lasts.
+
+START_S = 300
+STOP_S = 60
+_SHOWN_OF_LOG = 3000
+
+
+@contextmanager
+def served(settings: Sequence[str], log: Path) -> Iterator[str]:
+    """The URL of a server with these settings, on a free port of this machine.
+
+    What it prints goes to ``log``.
+
+    Raises:
+        ServingError: it does not start; the message ends with the end of its log.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder, "ready")
+        own = ["server.port=0", f"server.ready_file={ready}"]
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                verb_command("serve", *settings, *own),
+                stdout=output,
+                stderr=output,
+                env=environment(),
+            )
+        try:
+            yield _wait_for(server, ready, log)
+        finally:
+            _stop(server)
+
+
+def _wait_for(server: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
+    end = time.monotonic() + START_S
+    while not ready.exists():
+        if server.poll() is not None or time.monotonic() > end:
+            said = log.read_text(errors="replace")[-_SHOWN_OF_LOG:]
+            raise ServingError(f"the server did not start; the end of {log}:\n{said}")
+        time.sleep(0.2)
+    return ready.read_text().strip()
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        server.kill()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError
 
 _WANTED = "one word of ASCII letters, digits and signs"
 

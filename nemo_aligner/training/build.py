@@ -7,38 +7,45 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.nemo.config_file import read_model_config
-from nemo_aligner.checkpoint.nemo.first_head import check_first_head, load_first_head
+from nemo_aligner.checkpoint.nemo.open import read_model_config
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
+    check_first_head,
+    load_first_head,
     load_pretrained,
     read_text_rules,
 )
+from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
-from nemo_aligner.checkpoint.runs import RunCheckpoints
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.console import say, show_bytes
-from nemo_aligner.data.loader import TrainLoader
-from nemo_aligner.data.training_data import TrainingData, build_training_data
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.models.adapters import train_adapters_alone
-from nemo_aligner.models.batch_invariant import make_batch_invariant
-from nemo_aligner.models.dropout import LoraDropout
-from nemo_aligner.models.head_shape import HeadShape, with_head_shape
-from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-from nemo_aligner.objectives.base import start_of_learned
-from nemo_aligner.parallel.device import current_device
-from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import build_contract, continue_contract
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
+from nemo_aligner.distributed.collectives import current_device
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.losses.base import start_of_learned
+from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
+from nemo_aligner.models.reward_model import (
+    freeze_lower_layers,
+    make_batch_invariant,
+    wrap_for_training,
+)
+from nemo_aligner.models.shape import (
+    HeadShape,
+    LoraShape,
+    ModelShape,
+    check_lora,
+    read_lora,
+    with_head_shape,
+    with_lora,
+)
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_changes import continue_contract
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
-from nemo_aligner.training.gauges import known_peak
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.training.loggers import known_peak
+from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.utils.console import say, show_bytes
+from nemo_aligner.utils.errors import ConfigError
 
 
 def build_data(config: TrainConfig) -> TrainingData:

@@ -8,30 +8,34 @@ from pathlib import Path
 
 import torch
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
-from nemo_aligner.checkpoint.runs import RunCheckpoints
+from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.console import show_bytes
-from nemo_aligner.data.loader import TrainLoader
-from nemo_aligner.data.store.prepare import IndexPlace, are_kept
-from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.data.token_cache import IndexPlace, are_kept
+from nemo_aligner.data.training_data import TrainingData, TrainLoader
+from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
+from nemo_aligner.losses.base import count_outputs
 from nemo_aligner.models.attention.packed import copies_keys
 from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.reward_model import check_freezing
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.trainable import check_freezing
-from nemo_aligner.objectives.base import count_outputs
-from nemo_aligner.parallel.layout import LayoutSizes, check_sizes
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
-from nemo_aligner.planning.request import GIB
-from nemo_aligner.precision import torch_dtype
+from nemo_aligner.planning.planner import GIB
 from nemo_aligner.training.build import build_data, build_loader, trained_model_config
-from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
-from nemo_aligner.training.run import check_settings, open_checkpoints, open_patience
+from nemo_aligner.training.run import (
+    check_settings,
+    describe_model,
+    describe_steps,
+    open_checkpoints,
+    open_patience,
+)
+from nemo_aligner.utils.console import show_bytes
+from nemo_aligner.utils.errors import ConfigError
 
 _STEPS_LOOKED_AT = 20
 # Adam's moments and an fp32 copy of each parameter.

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import csv
+import re
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.checkpoint.run import Saved
 from nemo_aligner.checkpoint.run_folder import METRICS_NAME
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import RunFolderConfig
-from nemo_aligner.console import say
-from nemo_aligner.errors import ConfigError, one_line
-from nemo_aligner.processes import is_main
-from nemo_aligner.training.metrics_file import MetricsFile
-from nemo_aligner.training.tracking import build_tracked_loggers
+from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, is_shown
+from nemo_aligner.planning.cost import peak_flops
+from nemo_aligner.training.tracking import MetricsFile, build_tracked_loggers
+from nemo_aligner.utils.console import Progress, join_fields, say, show_number
+from nemo_aligner.utils.errors import ConfigError, one_line
+from nemo_aligner.utils.processes import is_main
 
 
 def check_loggers(config: RunFolderConfig) -> None:
@@ -179,3 +187,217 @@ def _numbers(row: Mapping[str, str | None]) -> dict[str, float]:
         with suppress(TypeError, ValueError):
             values[key] = float(value)  # type: ignore[arg-type]
     return values
+
+
+# What a person sees of a run: its steps, and its validations.
+
+# So few are all shown, however fast they are.
+_FEW_STEPS = 20
+# Of what has a unit or a name of its own; others are ``name number``.
+_SHOWN_AS: dict[str, Callable[[float], str]] = {
+    "tokens_per_second": lambda rate: f"{show_number(rate)} tokens/s",
+    "mfu": lambda share: f"MFU {share:.1%}",
+    "gpu_memory_gb": lambda size: f"GPU {size:.1f} GB",
+    "gpu_power_watts": lambda power: f"{power:.0f} W",
+}
+
+
+class StepProgress(Progress):
+    """A line for the first step, the last, and one every few seconds; a bar below on a terminal.
+
+    There is a validation after every ``interval`` of steps, and after the last.
+    """
+
+    def __init__(self, total: int, start: int, interval: int | None) -> None:
+        interval = interval or total
+        self._validations = -(-total // interval) - start // interval
+        self._validated, self._validating_seconds = 0, 0.0
+        super().__init__("train", total, start)
+        self._always = {start + 1, total} if total - start > _FEW_STEPS else range(total + 1)
+
+    def begin(self) -> None:
+        """Count the time of steps from now on; a validation before them is one more."""
+        super().begin()
+        self._since -= self._validating_seconds
+        self._validations += self._validated
+
+    def show(self, step: int, metrics: Mapping[str, float], best: str | None = None) -> None:
+        """Come to ``step``, counted from 1; ``best`` says which checkpoint is the best so far."""
+        if self.line_is_due() or step in self._always:
+            fields = [f"step {step}/{self._total}", self.time_left(step), *_fields(metrics), best]
+            self.say(join_fields(field for field in fields if field))
+        self.move(step)
+
+    def add_validation(self, seconds: float) -> None:
+        """Say how long a validation took, which is not of the steps."""
+        self._validated += 1
+        self._validating_seconds += seconds
+
+    def seconds_left(self, done: int) -> float:
+        """At the pace of the steps, and of the validations as soon as there was one."""
+        steps = self._now() - self._since - self._validating_seconds
+        per_step = steps / (done - self._start)
+        per_validation = self._validating_seconds / max(1, self._validated)
+        left = self._validations - self._validated
+        return per_step * (self._total - done) + per_validation * left
+
+
+def _fields(metrics: Mapping[str, float]) -> list[str]:
+    return [_field(name.partition("/")[2], value) for name, value in metrics.items()]
+
+
+def _field(name: str, value: float) -> str:
+    shown_as = _SHOWN_AS.get(name)
+    return f"{name} {show_number(value)}" if shown_as is None else shown_as(value)
+
+
+def render_best(saved: Saved | None, monitor: str | None) -> str | None:
+    """The best checkpoint so far, as a field of a line; None where there is none."""
+    if saved is None or monitor is None:
+        return None
+    value = show_number(saved.state.metrics[monitor])
+    return f"best {monitor.partition('/')[2]} {value} at step {saved.state.step}"
+
+
+def render_validation(step: int, metrics: Mapping[str, float]) -> str:
+    """Every set's metrics that are for people, and below them those of its sources."""
+    sets: dict[str, list[str]] = {}
+    sources: dict[str, dict[str, list[str]]] = {}
+    for name, value in metrics.items():
+        prefix, _, rest = name.partition("/")
+        shown = sets.setdefault(prefix, [])
+        if not rest.startswith(BY_SOURCE):
+            if is_shown(rest, Shown.validation):
+                shown.append(f"{rest} {show_number(value)}")
+            continue
+        for metric in _of_sources():
+            if rest.endswith(f"/{metric}"):
+                source = rest.removeprefix(BY_SOURCE).removesuffix(f"/{metric}")
+                of_set = sources.setdefault(prefix, {}).setdefault(metric, [])
+                of_set.append(f"{source} {value:.3f}")
+    lines = []
+    for prefix, shown in sets.items():
+        lines += [f"step {step}: {prefix}", join_fields(shown, first="  ")]
+        for metric, values in sources.get(prefix, {}).items():
+            lines.append(join_fields([f"{metric} by source:", *values], "  ", "    "))
+    return "\n".join(lines)
+
+
+def _of_sources() -> list[str]:
+    return [metric.name for metric in all_metrics() if Shown.source in metric.shown]
+
+
+# What a step says of the GPU that it ran on: its share of the peak, its memory, its power.
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """The gauges of this rank's GPU; without one, or where it does not say, there is none.
+
+    Attributes:
+        peak: FLOP/s of all ranks' GPUs together, which are taken to be alike.
+        used_bytes: of the GPU's memory, by whomever.
+        watts: that the GPU draws now.
+    """
+
+    peak: float | None = None
+    used_bytes: Callable[[], int] | None = None
+    watts: Callable[[], float] | None = None
+
+    @classmethod
+    def of(cls, device: torch.device | str, precision: Precision) -> Gauges:
+        """Those of a device; power needs the package nvidia-ml-py."""
+        device = torch.device(device)
+        if not _is_gpu(device):
+            return cls()
+        peak = known_peak(device, precision)
+
+        def used_bytes() -> int:
+            free, total = torch.cuda.mem_get_info(device)
+            return total - free
+
+        def watts() -> float:
+            return torch.cuda.power_draw(device) / 1e3
+
+        return cls(
+            None if peak is None else peak * dist.get_world_size(),
+            used_bytes,
+            watts if _answers(watts) else None,
+        )
+
+    def read(self, flops: float | None, seconds: float) -> dict[str, float]:
+        """``mfu`` of a step of so many ``flops``, ``gpu_memory_gb`` and ``gpu_power_watts``.
+
+        Model FLOPs utilization (Chowdhery et al. 2022, appendix B): what is recomputed is no work.
+        """
+        found: dict[str, float] = {}
+        if self.peak is not None and flops is not None:
+            found["mfu"] = flops / seconds / self.peak
+        if self.used_bytes is not None:
+            found["gpu_memory_gb"] = self.used_bytes() / 1e9
+        if self.watts is not None:
+            found["gpu_power_watts"] = self.watts()
+        return found
+
+
+def known_peak(device: torch.device | str, precision: Precision) -> float | None:
+    """FLOP/s of a device, where a share of them can be told."""
+    if not _is_gpu(torch.device(device)):
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
+def _answers(gauge: Callable[[], float]) -> bool:
+    """Whether it can be read: NVML may be missing, or not know this of the GPU."""
+    try:
+        gauge()
+    except Exception:
+        # Among them pynvml's own, whose classes are there only where it is; a run goes on without.
+        return False
+    return True
+
+
+# The run's wall clock: a time limit, and how long each part of a step takes.
+
+_MAX_TIME = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
+
+
+def parse_max_time(text: str) -> float:
+    """Seconds of ``DD:HH:MM:SS``.
+
+    Raises:
+        ConfigError: another form.
+    """
+    match = _MAX_TIME.fullmatch(str(text).strip())
+    if match is None:
+        raise ConfigError(f"trainer.max_time: got {text!r}, wanted DD:HH:MM:SS, as in 00:03:45:00")
+    days, hours, minutes, seconds = (int(part) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+class Timers:
+    """Seconds spent in named parts, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the time of the block to ``name``."""
+        start = time.perf_counter()
+        yield
+        self.add_since(start, name)
+
+    def add_since(self, start: float, name: str) -> None:
+        """Add the time since ``start``, of ``time.perf_counter``, to ``name``."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """``timing/<name>`` -> seconds, and start anew."""
+        taken = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken

@@ -1,13 +1,20 @@
-"""A new run, or one that goes on: what must not have changed, and what has."""
+"""Start a run or resume it: what must not have changed, and the run's metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import platform
+import resource
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.runs import (
+import torch
+
+import nemo_aligner
+from nemo_aligner.checkpoint.run import (
     VALIDATED_ON,
     RunCheckpoints,
     RunState,
@@ -15,24 +22,29 @@ from nemo_aligner.checkpoint.runs import (
     check_same_run,
     same_validation,
 )
-from nemo_aligner.checkpoint.weights.run_weights import frozen_digest
+from nemo_aligner.checkpoint.run_folder import FACTS_NAME
+from nemo_aligner.checkpoint.weights.save import frozen_digest
 from nemo_aligner.config.load import config_to_dict, flatten, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
-from nemo_aligner.console import say, waiting_for
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import describe_differences
+from nemo_aligner.data.records import replace_lines
+from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.objectives import (
+from nemo_aligner.distributed.collectives import on_main
+from nemo_aligner.losses import (
     default_name,
     objective_name,
     objective_settings,
     settings_with_defaults,
 )
-from nemo_aligner.parallel.collectives import on_main
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_changes import describe_differences
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.build import trained_model_config
 from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.utils.console import say, waiting_for
+from nemo_aligner.utils.errors import ConfigError
+
+# A new run, or one that goes on: what must not have changed, and what has.
 
 _CONTRACT = "scoring contract"
 # With LoRA they are not in the checkpoint.
@@ -236,3 +248,72 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key)
     ]
+
+
+# What a report says of a run beside its numbers: versions, data, contract, memory.
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
+
+
+class RunFacts:
+    """``run_facts.json`` in the folder of a run, written at its start and after every validation.
+
+    ``described`` are lines that the start of the run says.
+    """
+
+    def __init__(self, run: Path, data: TrainingData, described: Sequence[str], ranks: int) -> None:
+        self._path = run / FACTS_NAME
+        self._facts = {
+            "ranks": ranks,
+            "described": list(described),
+            "data": [
+                describe_file(report) for dataset in data.datasets for report in dataset.reports
+            ],
+            "validation_records": {each.name: len(each) for each in data.validation},
+            **describe_contract(data.contract),
+            "versions": find_versions(),
+        }
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, with the memory that has been needed so far."""
+        content = json.dumps({**self._facts, "peak_memory": peak_memory()}, indent=2)
+        replace_lines(self._path, [content])
+
+
+def describe_file(report: FileReport) -> dict[str, Any]:
+    """The start-up table of a file, as plain JSON values."""
+    return {
+        "name": report.name,
+        "path": report.path,
+        "format": report.summary.format,
+        "rows": [[name, str(value)] for name, value in report.rows()],
+        "malformed": [str(each) for each in report.malformed],
+    }
+
+
+def describe_contract(contract: ScoringContract) -> dict[str, Any]:
+    """Its hash and its fields."""
+    return {"contract_hash": contract.hash, "contract": contract.to_dict()}
+
+
+def find_versions() -> dict[str, str]:
+    """Of this package, of what it computes with, of Python and of the machine."""
+    found = {"nemo_aligner": nemo_aligner.__version__, "Python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    found["system"] = f"{platform.system()} {platform.machine()}"
+    if torch.cuda.is_available():
+        found["GPU"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes that this process has needed at most: resident on the host, allocated on its GPU."""
+    found = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_available():
+        found["GPU"] = torch.cuda.max_memory_allocated()
+    return found

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
-from nemo_aligner.checkpoint.runs import RunCheckpoints
+from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
+from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
+from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.idle import idle_notes
+from nemo_aligner.config.model import Recompute
 from nemo_aligner.config.training import (
     CheckpointCallbackConfig,
     ExpManagerConfig,
     MonitorMode,
     TrainConfig,
 )
-from nemo_aligner.console import say, unfold, waiting_for
-from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.training_data import TrainingData, how_to_read
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
+from nemo_aligner.data.training_data import Imbalance, TrainingData, how_to_read
+from nemo_aligner.distributed.collectives import lacks_bf16
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import LayoutSizes, initialize_layout
+from nemo_aligner.losses import describe_objective
 from nemo_aligner.metrics.table import Better, better_values
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import initialize_layout
-from nemo_aligner.processes import is_main
+from nemo_aligner.models.shape import ModelShape, check_is_linear
 from nemo_aligner.training.build import build_data, build_learner
-from nemo_aligner.training.describe import describe_model, describe_steps
-from nemo_aligner.training.export import finish
-from nemo_aligner.training.facts import RunFacts
-from nemo_aligner.training.heldout import HeldoutRewards
 from nemo_aligner.training.learner import RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
-from nemo_aligner.training.patience import Patience
-from nemo_aligner.training.resume import check_goes_on, resume
-from nemo_aligner.training.stop import StopRequest
-from nemo_aligner.training.trainer import Outcome, SupervisedTrainer
+from nemo_aligner.training.resume import RunFacts, check_goes_on, resume
+from nemo_aligner.training.signals import StopRequest
+from nemo_aligner.training.trainer import HeldoutRewards, Outcome, Patience, SupervisedTrainer
+from nemo_aligner.utils.console import Counter, join_fields, say, show_number, unfold, waiting_for
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.processes import is_main, show_command
 
 
 def train(
@@ -191,3 +196,301 @@ def _find_mode(given: MonitorMode | None, monitor: str | None) -> MonitorMode:
             f"{better.name} values are better; wanted {own.value}, or null"
         )
     return given or own
+
+
+# The model that comes out of a run.
+
+_MOST_LISTED = 8
+
+
+def finish(
+    outcome: Outcome,
+    checkpoints: RunCheckpoints,
+    learner: RewardLearner,
+    pretrained: PretrainedModel,
+    average_best: int = 1,
+) -> dict[str, float]:
+    """Export the model of a run that came to its end; tell how to go on with one that did not.
+
+    Returns:
+        The model's metrics on the test sets, named ``set/metric``.
+    """
+    if outcome.step == 0:
+        say(f"stopped by {outcome.stopped_by} before the first step: there is nothing to save")
+        return {}
+    if outcome.stopped_by is None:
+        path = checkpoints.folder / MODEL_NAME
+        return export(path, checkpoints, learner, pretrained, average_best)
+    say(
+        f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved: the same "
+        f"command goes on from there; trainer.rm.max_steps={outcome.step} makes that step the "
+        f"last: it is validated, and {MODEL_NAME} is written"
+    )
+    return {}
+
+
+def export(
+    path: Path,
+    checkpoints: RunCheckpoints,
+    learner: RewardLearner,
+    pretrained: PretrainedModel,
+    average_best: int = 1,
+) -> dict[str, float]:
+    """Write the reward model's ``.nemo``: the best checkpoint's weights, else the newest's.
+
+    With ``average_best`` above 1 it is the mean of so many of the best, which is validated anew.
+
+    Returns:
+        Its metrics on the test sets, named ``set/metric``.
+
+    Raises:
+        CheckpointError: nothing was saved.
+    """
+    best, latest = checkpoints.best(), checkpoints.latest()
+    chosen = best or latest
+    if chosen is None:
+        raise CheckpointError(f"{checkpoints.folder}: there is no checkpoint to export")
+    averaged = checkpoints.ranked()[:average_best]
+    say(render_candidates(checkpoints, checkpoints.candidates(), latest, len(averaged) or 1))
+    say(f"writing {path} ...")
+    if len(averaged) > 1:
+        chosen, what = _average(averaged, checkpoints, learner)
+    else:
+        checkpoints.load_model(chosen, learner.model)
+        why = "the newest"
+        if best is not None:
+            why = f"the best {checkpoints.monitor}, {_value(chosen, checkpoints.monitor)}"
+        what = f"the weights of step {chosen.state.step} ({why})"
+    contract = _with_statistics(learner.data.contract, chosen)
+    config = {
+        **pretrained.config,
+        "reward_model_type": contract.reward_model_type,
+        # What NeMo makes the head's width.
+        "regression": {"num_attributes": len(contract.attributes) * contract.outputs_per_attribute},
+    }
+    with waiting_for(f"writing {path}"):
+        save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
+    say(f"wrote {path}\n  with {what}")
+    say(f"scoring contract: {contract.hash}")
+    tested: dict[str, float] = {}
+    if learner.data.test:
+        tested = learner.measure(learner.data.test, Counter("test", "records").show)
+    say(describe_heldout({**chosen.state.metrics, **tested}))
+    heldout = [*learner.data.test, *learner.data.validation]
+    say(next_commands(path, heldout, _can_export(contract, config)))
+    return tested
+
+
+def _can_export(contract: ScoringContract, config: Mapping[str, Any]) -> bool:
+    """Whether a reward model of Hugging Face has a place for this head."""
+    try:
+        check_plain_reading(contract, "", "")
+        check_is_linear(ModelShape.from_config(config).head, "", "")
+    except CheckpointError:
+        return False
+    return True
+
+
+def _average(
+    saved: Sequence[Saved], checkpoints: RunCheckpoints, learner: RewardLearner
+) -> tuple[Saved, str]:
+    """Load the mean of their weights: what it is as a checkpoint, and what people are told."""
+    _load_mean(saved, checkpoints, learner.model)
+    best = saved[0]
+    watch = Counter("validation of the mean", "records").show
+    mean = replace(best, state=replace(best.state, metrics=learner.validate(watch)))
+    steps = ", ".join(str(each.state.step) for each in saved)
+    name = checkpoints.monitor
+    return mean, (
+        f"the mean of the weights of steps {steps}: {name} {_value(mean, name)}, "
+        f"{_value(best, name)} of the best alone"
+    )
+
+
+def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) -> None:
+    """Put the mean of their weights in, summed in float64 in host memory and rounded once.
+
+    With LoRA it is that of its matrices, which is not the mean of what they add.
+    """
+    sums: dict[str, Tensor] = {}
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for each in saved:
+        checkpoints.load_model(each, model)
+        for name, parameter in trained.items():
+            value = parameter.detach().cpu().double()
+            sums[name] = sums[name] + value if name in sums else value
+    for name, parameter in trained.items():
+        parameter.data.copy_(sums[name] / len(saved))
+
+
+def render_candidates(
+    checkpoints: RunCheckpoints, ranked: Sequence[Saved], latest: Saved | None, chosen: int = 1
+) -> str:
+    """The checkpoints of a run, the best first, so many of them chosen, and how they are ranked."""
+    monitor, tie_break = checkpoints.monitor, checkpoints.tie_break
+    names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]
+    heading = "checkpoints"
+    if ranked:
+        heading += f", the best first by {names[0]}"
+        heading += "".join(f",\n  ties by {name}" for name in names[1:])
+    others = [latest] if latest is not None and latest not in ranked else []
+    lines = [heading + ":"]
+    for saved in (*ranked[:_MOST_LISTED], *others):
+        values = [f"{name.partition('/')[2]} {_value(saved, name)}" for name in names]
+        is_known = any(name in saved.state.metrics for name in names)
+        found = "  ".join(values) if is_known else "not validated"
+        lines.append(f"  step {saved.state.step:<8}{found}")
+    if len(ranked) > _MOST_LISTED:
+        lines.append(f"  and {len(ranked) - _MOST_LISTED} that are not as good")
+    lines[1 : 1 + chosen] = [f"{line}  (chosen)" for line in lines[1 : 1 + chosen]]
+    return "\n".join(lines)
+
+
+def _value(saved: Saved, name: str | None) -> str:
+    return f"{saved.state.metrics.get(str(name), math.nan):.4g}"
+
+
+def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContract:
+    """The contract with the rewards' mean and deviation on the first validation set."""
+    metrics = chosen.state.metrics
+    first = next((name for name in metrics if "/reward_mean/" in name), None)
+    if first is None:
+        return contract
+    prefix = first.partition("/")[0]
+    columns = [
+        [metrics[f"{prefix}/reward_{which}/{name}"] for name in contract.attributes]
+        for which in ("mean", "std")
+    ]
+    return contract.with_statistics(columns[0], columns[1], measured_on=prefix)
+
+
+# What is about to be trained, and how, for people.
+
+_STEPS_FOR_BALANCE, _MOST_EVEN = 20, 1.05
+# What a model is measured by, and what the length of a reply alone would give.
+_BASELINES = {
+    "accuracy": ("longer_reply_accuracy", "always the longer reply"),
+    "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
+}
+
+
+def describe_model(
+    config: TrainConfig, shape: ModelShape, layout: LayoutSizes, *, head_is_new: bool
+) -> str:
+    """The model, its layout, and what of it is trained."""
+    frozen = config.model.freeze_layers
+    made = "" if shape.head is None else f" ({shape.head})"
+    source = config.pretrained_checkpoint.load_rm_head_weights
+    lines = [
+        f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
+        f"{'a new head' if head_is_new else 'its own head'}{made}, "
+        f"{config.trainer.precision.value}, {layout}"
+    ]
+    if head_is_new and source is not None:
+        lines.append(f"the head begins as that of {source}")
+    if config.trainer.precision is not Precision.fp32 and lacks_bf16():
+        lines.append("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")
+    if shape.lora is not None:
+        lines.append(f"trained: LoRA of {shape.lora}, and the head")
+    if frozen:
+        lines.append(f"frozen: the embeddings and {frozen} of {shape.num_layers} layers")
+    return "\n".join(lines)
+
+
+def describe_steps(
+    config: TrainConfig,
+    data: TrainingData,
+    total_steps: int,
+    imbalance: Callable[[range], Imbalance],
+    checkpoints: RunCheckpoints,
+) -> str:
+    """The steps, what they learn, how evenly their work falls, and what becomes the model."""
+    options = config.model
+    some = min(total_steps, _STEPS_FOR_BALANCE)
+    lines = [
+        f"run: {total_steps} steps of {options.global_batch_size} records",
+        *_mixture(config, data),
+        f"objective: {describe_objective(options, data.objective)}",
+        *_uneven_work(imbalance(range(some)), some, config.model.pipeline_model_parallel_size),
+    ]
+    lines += [
+        f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones every time"
+        for each in data.validation
+        if len(each) < each.counts["kept"]
+    ]
+    if options.optim.sched.warmup_steps >= total_steps:
+        warmup = options.optim.sched.warmup_steps
+        lines += [
+            f"note: the run ends within its warm-up ({warmup} steps)",
+            "  lower model.optim.sched.warmup_steps, or model.global_batch_size for more steps",
+        ]
+    lines += idle_notes(config)
+    recomputed = options.activations_checkpoint_granularity is Recompute.full
+    if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
+        lines += [
+            "note: model.freeze_layers saves memory, and no time",
+            "  with model.activations_checkpoint_granularity=full the backward goes through them",
+        ]
+    lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
+    return "\n".join(lines)
+
+
+def _uneven_work(found: Imbalance, steps: int, stages: int) -> list[str]:
+    """A note where ranks wait for others, as one has more than its part of a step's work."""
+    most = {"the busiest rank": found.ranks}
+    if stages > 1:  # whose stages wait for the largest micro-batch; else it costs no time
+        most["the largest micro-batch"] = found.micro_batches
+    parts = [
+        f"{name} has {share - 1:.0%} more to do than the mean"
+        for name, share in most.items()
+        if share > _MOST_EVEN
+    ]
+    if not parts:
+        return []
+    return [
+        f"note: in the first {steps} steps {', and '.join(parts)}",
+        "  the others wait meanwhile; a larger model.global_batch_size evens it out",
+    ]
+
+
+def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
+    """How much of an epoch is of which file, where weights say it."""
+    weights, sizes = config.model.data.data_prefix.train_weights, data.train.file_sizes
+    if not weights:
+        return []
+    shares = weighted_order(sizes, config.model.seed, weights).shares()
+    return [
+        f"mixture: {share} of {sum(sizes)} records of an epoch are of {report.path}, which has "
+        f"{size} ({share / size:.2f} passes)"
+        for share, size, report in zip(shares, sizes, data.train.reports, strict=True)
+    ]
+
+
+def describe_heldout(metrics: Mapping[str, float]) -> str:
+    """The figures of the exported model on each validation set, beside the length-only baseline."""
+    if not metrics:
+        return "held out: it was not validated"
+    lines = []
+    for name in dict.fromkeys(key.partition("/")[0] for key in metrics):
+        fields = [
+            f"{metric} {show_number(metrics[f'{name}/{metric}'])} "
+            f"({what}: {show_number(metrics[f'{name}/{baseline}'])})"
+            for metric, (baseline, what) in _BASELINES.items()
+            if f"{name}/{metric}" in metrics and f"{name}/{baseline}" in metrics
+        ]
+        loss = f"loss {show_number(metrics[f'{name}/loss'])}"
+        lines += [f"held out: {name}", join_fields([*fields, loss], first="  ")]
+    return "\n".join(lines)
+
+
+def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: bool = True) -> str:
+    """Commands to type next: measure, serve and, if it can be, export the model of a run."""
+    paths = [report.path for dataset in heldout for report in dataset.reports]
+    measured = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
+    setting = f"rm_model_file={model}"
+    export = ["--input", str(model), "--output", str(model.with_suffix(".hf"))]
+    commands = {"evaluate": [setting, measured], "serve": [setting]}
+    if can_export:
+        commands["export"] = export
+    shown = [show_command(verb, arguments, "  ") for verb, arguments in commands.items()]
+    return "\n".join(["next:", *shown])

@@ -7,21 +7,21 @@ and how far it was logged: steps that are computed again after a checkpoint are 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_aligner.checkpoint.run_folder import METRICS_NAME, TRACKING_NAME
-from nemo_aligner.checkpoint.untrusted import read_json
+from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
-from nemo_aligner.data.write import replace_lines
-from nemo_aligner.errors import CheckpointError, ConfigError, one_line
-from nemo_aligner.training.metrics_file import read_metrics
+from nemo_aligner.data.records import replace_lines
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
 
 _LONGEST_PARAMETER = 250  # what Lightning cuts MLflow's to
 _WANDB_ID_BYTES = 4
@@ -260,3 +260,67 @@ def _write_known(path: Path, runs: Mapping[str, KnownRun]) -> None:
         for name, run in runs.items()
     }
     replace_lines(path, [json.dumps(content, indent=2)])
+
+
+# ``metrics.jsonl`` in the folder of a run: every number that is logged, a JSON object a line.
+
+
+class MetricsFile:
+    """Appends to the file of a run; a line is on its way to the disk before ``log`` returns.
+
+    What a run before this one had logged after ``start_step`` is cut off; at 0 that is all.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        _forget_after(path, start_step)
+        self._path, self._lines = path, path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A line of ``step`` and the metrics; null for NaN and infinity, which JSON has not.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        row = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        try:
+            self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+            self._lines.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: the metrics of step {step} cannot be written: {error.strerror}"
+            ) from error
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line, in the order of the file; the last one may be half of one.
+
+    A step has one line of its training, and others of its validation and of its checkpoint.
+    """
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            row = _as_row(line)
+            if row is not None:
+                yield row
+
+
+def _as_row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _forget_after(path: Path, last_step: int) -> None:
+    kept = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
+    replace_lines(path, map(json.dumps, kept))
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None

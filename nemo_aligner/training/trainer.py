@@ -1,28 +1,43 @@
-"""SupervisedTrainer: the loop, and nothing else."""
+"""SupervisedTrainer: the training loop, early stopping, and validation predictions on disk."""
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
-from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.console import Counter, Watch, say, waiting_for
-from nemo_aligner.errors import TrainingError
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
+from nemo_aligner.checkpoint.run_folder import HELDOUT_NAME
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.training import MonitorMode, TrainConfig
+from nemo_aligner.contract.contract import ScoringContract, one_reward
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.readers import Reading, parse_file
+from nemo_aligner.data.records import PAIR_COLUMNS, Origin, replace_lines, reward_row, row_lines
+from nemo_aligner.distributed.collectives import agree, agree_on, gather_objects, wait_for_device
+from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.metrics.table import Shown, all_metrics
-from nemo_aligner.parallel.collectives import agree, agree_on, gather_objects
-from nemo_aligner.parallel.cpu.malloc import FreedMemory
-from nemo_aligner.parallel.device import wait_for_device
-from nemo_aligner.training.clock import Timers
-from nemo_aligner.training.console import StepProgress, render_best, render_validation
-from nemo_aligner.training.gauges import Gauges
-from nemo_aligner.training.patience import Patience
-from nemo_aligner.training.stop import StopReason, StopRequest
+from nemo_aligner.training.loggers import (
+    Gauges,
+    StepProgress,
+    Timers,
+    render_best,
+    render_validation,
+)
+from nemo_aligner.training.signals import StopReason, StopRequest
+from nemo_aligner.utils.console import Counter, Watch, say, waiting_for
+from nemo_aligner.utils.errors import AlignerError, TrainingError
+
+# SupervisedTrainer: the loop, and nothing else.
 
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
@@ -247,3 +262,163 @@ class SupervisedTrainer:
 
     def _why_stopped(self) -> StopReason:
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
+
+
+# What the last validation made of every record, in files that ``nemo-aligner report`` reads.
+
+# Of HH's lengths some 6 MB, which every validation writes anew.
+MOST_RECORDS = 5000
+
+
+class HeldoutRewards:
+    """Writes ``<run>/heldout/<set>.jsonl``, whose lines are those of evaluate's ``output_rewards``.
+
+    Of a set of more than ``most`` records it is those drawn once by a fixed seed. The texts are
+    read again from the data's files, at the first validation.
+    """
+
+    def __init__(
+        self, run: Path, how: Reading, contract: ScoringContract, most: int = MOST_RECORDS
+    ) -> None:
+        self._folder = run / HELDOUT_NAME
+        self._how = how
+        self._contract = contract
+        self._most = most
+        self._texts: dict[str, list[tuple[Text, ...]]] = {}
+
+    def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
+        """Write the records of a set.
+
+        Args:
+            rewards: ``[S, A]`` of every sequence, label means added.
+        """
+        chosen = _draw(len(dataset), self._most)
+        if dataset.name not in self._texts:
+            self._texts[dataset.name] = self._read_texts([dataset.origins[i] for i in chosen])
+        texts = self._texts[dataset.name]
+        if texts:
+            is_pairs = dataset.kind is RecordKind.comparison
+            describe = self._pairs if is_pairs else self._ratings
+            rows = describe(dataset, rewards.double().cpu(), chosen, texts)
+            replace_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
+
+    def _pairs(
+        self,
+        dataset: TokenizedDataset,
+        rewards: Tensor,
+        chosen: Sequence[int],
+        texts: Sequence[tuple[Text, ...]],
+    ) -> list[dict[str, Any]]:
+        records = dataset.records.select(chosen)
+        of_texts = rewards[dataset.records.rows(chosen)].numpy()
+        merged = torch.from_numpy(one_reward(of_texts, self._contract.attribute_weights))
+        flat = [text for each in texts for text in each]
+        pairs = records.pairs()
+        found = torch.stack(pairs.of(merged.view(-1)), dim=1).tolist()
+        sides = torch.stack(pairs.of(torch.arange(len(flat))), dim=1).tolist()
+        owners = pairs.of_records(torch.tensor(chosen)).tolist()
+        return [
+            reward_row(
+                dataset.kind,
+                dataset.origins[owner],
+                dataset.sources[owner],
+                dict(zip(PAIR_COLUMNS, values, strict=True)),
+                [flat[side] for side in both],
+            )
+            for owner, values, both in zip(owners, found, sides, strict=True)
+        ]
+
+    def _ratings(
+        self,
+        dataset: TokenizedDataset,
+        rewards: Tensor,
+        chosen: Sequence[int],
+        texts: Sequence[tuple[Text, ...]],
+    ) -> list[dict[str, Any]]:
+        names, columns = self._contract.attributes, dataset.records.labels
+        order = [columns.names.index(name) for name in names]
+        labels = columns.values[:, order].tolist()
+        return [
+            reward_row(
+                dataset.kind,
+                dataset.origins[record],
+                dataset.sources[record],
+                dict(zip(names, rewards[record].tolist(), strict=True)),
+                own,
+                labels=dict(zip(names, labels[record], strict=True)),
+            )
+            for record, own in zip(chosen, texts, strict=True)
+        ]
+
+    def _read_texts(self, origins: Sequence[Origin]) -> list[tuple[Text, ...]]:
+        """Of every record its texts; none where a file is no longer what was tokenized."""
+        known: dict[Origin, tuple[Text, ...]] = {}
+        try:
+            for path in dict.fromkeys(origin.path for origin in origins):
+                known |= {each.origin: each.texts for each in parse_file(path, self._how).records}
+            return [known[origin] for origin in origins]
+        except (AlignerError, OSError, KeyError) as error:
+            say(f"held-out rewards are not kept for a report: the texts are not there: {error}")
+            return []
+
+
+def _draw(count: int, most: int) -> list[int]:
+    if count <= most:
+        return list(range(count))
+    return sorted(random.Random(0).sample(range(count), most))
+
+
+# A run ends early when its validations get no better (early stopping, Prechelt 1998).
+
+
+@dataclass
+class Patience:
+    """How long a run waits for a better validation.
+
+    Attributes:
+        monitor, mode: the metric, and which direction is better.
+        allowed: validations in a row without a better one that end the run; None: it goes on.
+        min_delta: by how much a value must be better to count.
+        best: the best value so far, None before the first validation.
+        since: validations after it.
+    """
+
+    monitor: str | None = None
+    mode: MonitorMode = MonitorMode.max
+    allowed: int | None = None
+    min_delta: float = 0.0
+    best: float | None = None
+    since: int = 0
+
+    def go_on_from(self, state: RunState) -> None:
+        """Where a run that was saved stood."""
+        self.best, self.since = state.best_value, state.validations_since_best
+
+    def put_into(self, state: RunState) -> RunState:
+        """The state with where this run stands."""
+        return replace(state, best_value=self.best, validations_since_best=self.since)
+
+    def see(self, metrics: Mapping[str, float]) -> None:
+        """Count a validation, if it has the metric; NaN is no better than anything."""
+        if self.monitor is None or self.monitor not in metrics:
+            return
+        value = metrics[self.monitor]
+        if not math.isnan(value) and self._is_better(value):
+            self.best, self.since = value, 0
+        else:
+            self.since += 1
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        gain = value - self.best if self.mode is MonitorMode.max else self.best - value
+        return gain > self.min_delta
+
+    @property
+    def is_over(self) -> bool:
+        return self.allowed is not None and self.since >= self.allowed
+
+    def describe(self) -> str:
+        """Why a run has ended, for people."""
+        best = "none" if self.best is None else f"{self.best:.4f}"
+        return f"{self.since} validations in a row without a better {self.monitor} than {best}"

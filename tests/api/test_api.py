@@ -21,8 +21,8 @@ import torch
 
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
-from nemo_aligner.data.write import as_json, write_records
-from nemo_aligner.errors import ConfigError, DataError, SettingsError, StoppedError
+from nemo_aligner.data.records import as_json, write_records
+from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError, StoppedError
 from tests import tiny
 from tests.environments import kept_environment, make_environment
 from tests.training import jobs
@@ -51,7 +51,7 @@ OF_DATASETS = """
 import sys
 import datasets
 from pathlib import Path
-from nemo_aligner.data.write import write_records
+from nemo_aligner.data.records import write_records
 rows = datasets.load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[3])
 print(write_records(Path(sys.argv[2]), rows))
 """

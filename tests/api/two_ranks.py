@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import nemo_aligner as na
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.processes import is_first_rank
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.processes import is_first_rank
 
 QUESTION = {"role": "user", "content": "what is the river"}
 TEXTS: list[Any] = [[QUESTION, {"role": "assistant", "content": "thank you"}], "a raw text"]

@@ -297,7 +297,7 @@ def put_common_among_pieces(folder: Path, common: Any) -> None:
     """Have a checkpoint hold ``common`` beside its tensors as since megatron-core 0.17."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-    from nemo_aligner.checkpoint.weights.index import read_metadata
+    from nemo_aligner.checkpoint.weights.torch_dist import read_metadata
 
     piece, key = folder / "__9_0.distcp", "common_state/shard_0_1"
     stored = io.BytesIO()

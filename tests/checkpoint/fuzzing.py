@@ -18,7 +18,7 @@ from typing import Any
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, load_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.errors import AlignerError
+from nemo_aligner.utils.errors import AlignerError
 from tests import tiny
 
 SECONDS = 60

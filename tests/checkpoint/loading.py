@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Tensors
@@ -50,7 +50,7 @@ def load(path: Path, layout: Any, attributes: int = 1) -> Any:
 
 def scores(model: Any, layout: Any) -> Tensor:
     """Of SEQUENCES."""
-    from nemo_aligner.batch import PackedBatch
+    from nemo_aligner.batch.packed import PackedBatch
     from nemo_aligner.models.step import infer
 
     return infer(model, [PackedBatch.pack(SEQUENCES)], layout)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.fuzzing import files_of, write_files
 
 LONGEST = 2000  # characters of an error

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import PackedBatch
-from nemo_aligner.checkpoint.attributes import attribute_names
+from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.checkpoint.decoder_tensors import attribute_names
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge_run, megatron_lm, nemo1, nemo1_tar_gz, nemo2
@@ -125,7 +125,7 @@ def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
 ) -> None:
     """Against NeMo-Aligner's own formula on the last hidden state of the same decoder."""
     from nemo_aligner.models.step import infer
-    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.serving.engine.scorer import load_scorer
 
     # The hidden states: an identity as the head. NeMo-Aligner applies no rope scaling.
     identity = {"rm_head.weight": torch.eye(64)}
@@ -233,7 +233,7 @@ def test_import_of_a_nemo_aligner_model_has_the_numbers_of_nemo_aligners_own_cri
     theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
     """Rewards, values and loss by the code of NeMo-Aligner 0.7.0, on the same hidden states."""
-    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.serving.engine.scorer import load_scorer
 
     rollout = critic_steps.make_rollout(3)
     tokens, lengths = torch.from_numpy(rollout.tokens), (rollout.tokens > 0).sum(1)

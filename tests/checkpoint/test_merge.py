@@ -18,9 +18,9 @@ from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.cli.checkpoint import merge_parser, run_merge
 from nemo_aligner.config.common import Precision
-from nemo_aligner.errors import CheckpointError, ConfigError
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint.refusals import refusals
 

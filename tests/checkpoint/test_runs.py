@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint import runs
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved, check_same_run
-from nemo_aligner.checkpoint.untrusted import read_json
+from nemo_aligner.checkpoint import run
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved, check_same_run
+from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.training import MonitorMode
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.launch import launch
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.refusals import refusals
 
 NAN = float("nan")
@@ -60,7 +60,7 @@ class Written:
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(runs, "start_saving", Written)
+    monkeypatch.setattr(run, "start_saving", Written)
     with launch():
         yield
 

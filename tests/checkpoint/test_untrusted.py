@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.untrusted import read_yaml
-from nemo_aligner.errors import CheckpointError, DataError
-from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.checkpoint.safe_load import read_yaml
+from nemo_aligner.contract.tokenizer import load_tokenizer
+from nemo_aligner.utils.errors import CheckpointError, DataError
 from tests.checkpoint.fuzzing import LAUGHS
 from tests.checkpoint.loading import load
 from tests.checkpoint.refusals import check_damages, overwrite

@@ -13,11 +13,15 @@ import pytest
 
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.quickstart import commands
-from nemo_aligner.quickstart.choices import LocalMachine, find_local_machine, training_settings
-from nemo_aligner.quickstart.commands import StepFailed
-from nemo_aligner.quickstart.run import Quickstart
+from nemo_aligner.tools import quickstart
+from nemo_aligner.tools.quickstart import (
+    LocalMachine,
+    Quickstart,
+    StepFailed,
+    find_local_machine,
+    training_settings,
+)
+from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
 SAVES = """
@@ -54,7 +58,7 @@ def test_quickstart_settings_are_settings_of_training() -> None:
 
 def test_quickstart_ends_with_a_step_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StepFailed, match="nemo-aligner plan ended with exit code 1, see above"):
-        commands.run("plan", "--params=9B", "--gpus=8")
+        quickstart.run("plan", "--params=9B", "--gpus=8")
     assert "--params: got 9B" in capfd.readouterr().err
 
 
@@ -69,7 +73,7 @@ def test_quickstart_interrupted_waits_for_the_step_which_may_have_to_save() -> N
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Timer(0, interrupt).start()
-        assert commands._wait(process) == (0, True)
+        assert quickstart._wait(process) == (0, True)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -12,8 +12,8 @@ import pytest
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser, fraction, names, positive
 from nemo_aligner.cli.serve import run_score, score_parser
-from nemo_aligner.errors import CheckpointError, ConfigError, DataError
-from nemo_aligner.subcommand import show_command
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.utils.processes import show_command
 from tests.launching import ROOT
 
 Captured = pytest.CaptureFixture[str]

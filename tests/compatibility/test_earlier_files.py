@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.scoring.scorer import load_scorer
-from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.serving.engine.scorer import load_scorer
 from tests import tiny
 from tests.training import jobs
 

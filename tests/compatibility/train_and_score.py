@@ -13,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nemo_aligner.cli.main import main
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import initialize_layout
-from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import initialize_layout
+from nemo_aligner.serving.engine.scorer import load_scorer
 
 
 def score(archive: str, texts: list[str]) -> list[list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nemo_aligner.config.load import load_config
-from nemo_aligner.errors import SettingsError
+from nemo_aligner.utils.errors import SettingsError
 
 
 def not_refused(

@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.config.common import Overlong, Precision
-from nemo_aligner.config.critic import ServeCriticConfig
-from nemo_aligner.config.describe import list_keys, render_keys
+from nemo_aligner.config.describe import (
+    PEER_NAMES,
+    list_keys,
+    render_keys,
+    suggest_setting,
+    suggestion,
+)
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import config_to_dict, load_config, load_values, save_config
-from nemo_aligner.config.serving import ServeConfig
-from nemo_aligner.config.suggest import PEER_NAMES, suggest_setting, suggestion
+from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.errors import ConfigError, SettingsError
+from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.config.refusals import not_refused
 from tests.tiny import ROOT
 

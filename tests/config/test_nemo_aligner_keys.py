@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.compat_keys import FILES, RULES
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.load import load_config, load_with_notes
 from nemo_aligner.config.model import Recompute, Schedule
-from nemo_aligner.config.nemo_aligner_keys import FILES, RULES
-from nemo_aligner.config.serving import ServeConfig
-from nemo_aligner.config.shaping import Standardize
+from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig, Standardize
 from nemo_aligner.config.training import MonitorMode, TrainConfig
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError
 from tests.config.nemo_aligner_files import SETTINGS, write_file
 from tests.config.refusals import not_refused
 

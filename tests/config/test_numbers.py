@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.config.numbers import MOST, read_count, read_number
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.config.common import MOST, read_count, read_number
+from nemo_aligner.utils.errors import CheckpointError
 
 NO_COUNTS = [0, -1, MOST + 1, 10**5000, 2.0, True, "7", None, [7]]
 NO_NUMBERS = [0, 0.0, -1.0, 1e13, float("nan"), float("inf"), 10**400, True, "7", None]

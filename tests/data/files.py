@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.data import DataPrefixConfig
-from nemo_aligner.data.reading import Reading, RecordFile, read_records
+from nemo_aligner.config.model import DataPrefixConfig
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.data.readers import Reading, RecordFile, read_records
 from nemo_aligner.data.training_data import TrainingData, build_training_data
-from nemo_aligner.text.contract import ScoringContract
 from tests import tiny
 from tests.contracts import Contracts
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.formats.base import Format, WantedLabels, has
-from nemo_aligner.data.formats.fields import read_conversation, read_pair_labels
+from nemo_aligner.data.formats.base import (
+    Format,
+    WantedLabels,
+    has,
+    read_conversation,
+    read_pair_labels,
+)
 from nemo_aligner.data.records import Comparison, Origin
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
-from nemo_aligner.config.data import DataPrefixConfig
+from nemo_aligner.config.model import DataPrefixConfig
 from nemo_aligner.data.packing import packed_size
 from nemo_aligner.data.training_data import build_training_data
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data.files import build, write

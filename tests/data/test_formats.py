@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
-from nemo_aligner.data.malformed import MalformedRule, check_malformed, list_first
-from nemo_aligner.data.reading import Reading, RecordFile, read_records
+from nemo_aligner.data.readers import (
+    MalformedRule,
+    Reading,
+    RecordFile,
+    check_malformed,
+    list_first,
+    read_records,
+)
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.data.split import Split
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import read
 from tests.text.refusals import assert_refused
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_aligner.batch import LabelColumns
+from nemo_aligner.batch.packed import LabelColumns
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
-from nemo_aligner.data.labels import far_labels, label_range
+from nemo_aligner.data.record_arrays import far_labels, label_range
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
-from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import Conversation
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import DataError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data.conftest import Run

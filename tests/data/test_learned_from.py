@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.readout import Readout
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.data.reading import Reading, read_records
+from nemo_aligner.data.readers import Reading, read_records
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.objectives.measure import measure_set, measure_step
-from nemo_aligner.readout import Readout
+from nemo_aligner.losses.base import measure_set, measure_step
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contracts import Contracts
 from tests.data.files import build, write
 from tests.data.ranked_format import FORMAT

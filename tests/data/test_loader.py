@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.data.loader import TrainLoader, validation_batches
-from nemo_aligner.data.mixture import EpochOrder, weighted_order
+from nemo_aligner.data.dataset import EpochOrder, weighted_order
 from nemo_aligner.data.packing import pack_records
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.data.training_data import TrainLoader, validation_batches
+from nemo_aligner.utils.errors import ConfigError
 from tests.data.test_packing import dataset, ids_of
 
 DATA = dataset([3] * 20)
@@ -129,7 +129,7 @@ def test_step_to_come_is_packed_once_and_ahead(monkeypatch: pytest.MonkeyPatch) 
             packed.append(tuple(record_ids))
         return pack_records(of, record_ids, *rest)
 
-    monkeypatch.setattr("nemo_aligner.data.loader.pack_records", counting)
+    monkeypatch.setattr("nemo_aligner.data.training_data.pack_records", counting)
     ahead = TrainLoader(data, 4, 30, 5, 0, 1)
     for step in range(4):
         ahead.plan(step)

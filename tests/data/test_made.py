@@ -15,9 +15,9 @@ import pytest
 from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.demo import build_demo_pairs, write_demo
-from nemo_aligner.data.hub import fetch
-from nemo_aligner.data.reading import Reading, read_records
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.data.files import fetch
+from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.data.conftest import Run
 from tests.data.files import rows_of

@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch import LabelColumns, PackedBatch, Records
-from nemo_aligner.cache_use import CachedPrefix
+from nemo_aligner.batch.packed import (
+    CachedPrefix,
+    LabelColumns,
+    PackedBatch,
+    Records,
+    prefix_of_all,
+)
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import (
+    TokenPacking,
     find_prefix_groups,
     largest_record,
     pack_records,
@@ -24,11 +30,9 @@ from nemo_aligner.data.packing import (
     share_out,
     take_oldest,
 )
+from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.data.records import Origin
-from nemo_aligner.data.token_packing import TokenPacking
-from nemo_aligner.data.views import TokenSequences
-from nemo_aligner.errors import DataError
-from nemo_aligner.prefix import prefix_of_all
+from nemo_aligner.utils.errors import DataError
 
 
 def dataset(lengths: list[int], kind: RecordKind = RecordKind.comparison) -> TokenizedDataset:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.prompts import PromptWrapping
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.messages import Text
+from nemo_aligner.data.readers import MalformedRule, PromptWrapping
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contracts import Contracts
 from tests.data.conftest import Run
 from tests.data.files import build, read, rows_of, write

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.contract.messages import Conversation, reply_of
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.formats.base import WantedLabels
-from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.reading import Reading, read_records
+from nemo_aligner.data.readers import MalformedRule, Reading, read_records
 from nemo_aligner.data.records import Comparison, Origin
-from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import Conversation, reply_of
+from nemo_aligner.utils.errors import DataError
 from tests.data.files import published, read
 from tests.text.refusals import assert_refused
 

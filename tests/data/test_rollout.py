@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.errors import DataError
+from nemo_aligner.utils.errors import DataError
 from tests.text.refusals import assert_refused
 
 

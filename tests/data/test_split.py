@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_aligner.data.split import Split, split_file
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.data.conftest import Run
 from tests.data.files import rows_of, write

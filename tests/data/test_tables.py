@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.reading import Reading, read_records
-from nemo_aligner.data.sources import AnyLine, BadLine, Line, read_lines
-from nemo_aligner.errors import DataError
+from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
+from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.utils.errors import DataError
 from tests.contracts import Contracts
 from tests.data.files import build
 from tests.text.refusals import assert_refused

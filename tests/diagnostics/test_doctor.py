@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.diagnostics import installed, machine
-from nemo_aligner.diagnostics.doctor import examine, render
-from nemo_aligner.diagnostics.finding import Finding, Verdict
+from nemo_aligner.tools import doctor
+from nemo_aligner.tools.doctor import Finding, Verdict, examine, render
 from tests import tiny
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 BROKEN = """
-from nemo_aligner.diagnostics.doctor import examine, render
+from nemo_aligner.tools.doctor import examine, render
 print(render(examine()))
 assert "megatron" not in sys.modules
 """
@@ -70,7 +69,7 @@ def test_doctor_gives_the_command_that_mends_a_version(
 ) -> None:
     changes = {"numpy": "2.1.0", "jinja2": None, "nvidia-pytriton": "0.6.0", "gguf": None}
     monkeypatch.setattr(importlib.metadata, "version", versions(changes))
-    found = list(installed.packages())
+    found = list(doctor.packages())
     assert named("numpy", found).verdict is Verdict.missing
     assert named("numpy", found).advice == "wanted <2: pip install 'numpy<2'"
     assert named("jinja2", found).advice == "pip install 'jinja2'"
@@ -86,7 +85,7 @@ def test_doctor_gives_the_command_that_mends_a_version(
     # What is not installed cannot say what it requires.
     for name in ("version", "requires", "metadata"):
         monkeypatch.setattr(importlib.metadata, name, nothing)
-    ours = named("nemo_aligner", installed.packages())
+    ours = named("nemo_aligner", doctor.packages())
     assert (ours.verdict, "pip install -e " in ours.advice) == (Verdict.note, True)
 
 
@@ -97,10 +96,10 @@ def test_doctor_misses_a_triton_that_may_not_run(
     binary.parent.mkdir(parents=True)
     binary.write_text("")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: spec)
-    assert installed._triton_binary().verdict is Verdict.missing
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    assert doctor._triton_binary().verdict is Verdict.missing
     binary.chmod(0o755)
-    assert installed._triton_binary().verdict is Verdict.ok
+    assert doctor._triton_binary().verdict is Verdict.ok
 
 
 def cuda(major: int, count: int = 2) -> Any:
@@ -116,48 +115,48 @@ def cuda(major: int, count: int = 2) -> Any:
 
 
 def test_doctor_names_gpus_with_memory_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_nvidia_driver", lambda: "570.1")
-    assert [each.value for each in machine.gpus(cuda(9))] == [
+    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: "570.1")
+    assert [each.value for each in doctor.gpus(cuda(9))] == [
         "A GPU, 80 GiB, bf16", "A GPU, 80 GiB, bf16", "torch's 12.6, driver 570.1"
     ]  # fmt: skip
-    old = named("GPU 0", machine.gpus(cuda(7)))
+    old = named("GPU 0", doctor.gpus(cuda(7)))
     assert (old.value, old.advice) == (
         "A GPU, 80 GiB, no bf16", "train with trainer.precision=fp16"
     )  # fmt: skip
-    unseen = named("GPU", machine.gpus(cuda(9, count=0)))
+    unseen = named("GPU", doctor.gpus(cuda(9, count=0)))
     assert (unseen.verdict, "build of torch for CUDA" in unseen.advice) == (Verdict.missing, True)
-    monkeypatch.setattr(machine, "_nvidia_driver", lambda: None)
-    assert named("GPU", machine.gpus(None)).verdict is Verdict.note
+    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: None)
+    assert named("GPU", doctor.gpus(None)).verdict is Verdict.note
 
 
 def test_doctor_says_what_a_cpu_without_bf16_means(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, verdict in (("avx2 fma", Verdict.note), ("avx512f amx_bf16", Verdict.ok)):
         said = f"model name\t: Zen\nflags\t: {flags}\n"
-        monkeypatch.setattr(machine, "_read", lambda path, said=said: said)
-        found = list(machine.processor(has_gpu=False))
+        monkeypatch.setattr(doctor, "_read", lambda path, said=said: said)
+        found = list(doctor.processor(has_gpu=False))
         assert named("CPU", found).value.startswith("Zen: ")
         assert named("CPU instructions", found).verdict is verdict, flags
-        assert named("CPU instructions", machine.processor(has_gpu=True)).verdict is Verdict.ok
+        assert named("CPU instructions", doctor.processor(has_gpu=True)).verdict is Verdict.ok
 
 
 def test_doctor_gives_the_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**20  # in kB
     files = {"/proc/meminfo": f"MemTotal: {64 * gib} kB\nMemAvailable: {60 * gib} kB\n"}
-    monkeypatch.setattr(machine, "_read", lambda path: files.get(path, ""))
-    assert named("memory", machine.space()).value == "60.0 of 64.0 GiB free"
+    monkeypatch.setattr(doctor, "_read", lambda path: files.get(path, ""))
+    assert named("memory", doctor.space()).value == "60.0 of 64.0 GiB free"
     files["/sys/fs/cgroup/memory.max"], files["/sys/fs/cgroup/memory.current"] = (
         str(8 * 2**30), str(6 * 2**30)
     )  # fmt: skip
-    assert named("memory", machine.space()).value == "2.0 of 8.0 GiB free"
+    assert named("memory", doctor.space()).value == "2.0 of 8.0 GiB free"
     files.clear()
-    assert named("memory", machine.space()).value == "unknown"
+    assert named("memory", doctor.space()).value == "unknown"
 
 
 def test_doctor_notes_little_room_a_taken_port_and_a_missing_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: Usage(2**36, 0, 2**26))
-    notes = [each for each in machine.space() if each.verdict is Verdict.note]
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**36, 0, 2**26))
+    notes = [each for each in doctor.space() if each.verdict is Verdict.note]
     assert len(notes) == 3
     assert "--shm-size" in notes[0].advice
     assert "TMPDIR" in notes[1].advice
@@ -165,12 +164,12 @@ def test_doctor_notes_little_room_a_taken_port_and_a_missing_compiler(
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         settings = SimpleNamespace(port=holder.getsockname()[1])
-        monkeypatch.setattr(machine, "ServerConfig", lambda: settings)
-        assert machine.port().verdict is Verdict.note
-    assert machine.port().value == "free on 127.0.0.1"
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.compiler(has_gpu=True).verdict is Verdict.missing
-    assert machine.compiler(has_gpu=False).verdict is Verdict.note
+        monkeypatch.setattr(doctor, "ServerConfig", lambda: settings)
+        assert doctor.port().verdict is Verdict.note
+    assert doctor.port().value == "free on 127.0.0.1"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor.compiler(has_gpu=True).verdict is Verdict.missing
+    assert doctor.compiler(has_gpu=False).verdict is Verdict.note
 
 
 def run_doctor(*options: str, expected: int = 0, **how: Any) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_aligner.diagnostics.check import Check, _choose_texts
-from nemo_aligner.diagnostics.invariance import (
+from nemo_aligner.distributed.layout import LayoutSizes
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.tools.check import Check, _choose_texts
+from nemo_aligner.tools.invariance import (
     FP32_BAR,
     Bar,
     Compared,
@@ -20,12 +22,10 @@ from nemo_aligner.diagnostics.invariance import (
     compare_all,
     fitting_layouts,
     render_rows,
+    run_world,
     summarise,
 )
-from nemo_aligner.diagnostics.worlds import run_world
-from nemo_aligner.errors import PeerError
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.layout import LayoutSizes
+from nemo_aligner.utils.errors import PeerError
 from tests import tiny
 
 SHAPE = ModelShape.from_config(

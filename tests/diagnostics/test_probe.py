@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch import Records
+from nemo_aligner.batch.packed import Records
 from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.diagnostics.probe import few_records, probe, swap_labels
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.tools.overfit_test import few_records, probe, swap_labels
 from tests import tiny
 from tests.data.test_packing import dataset
 

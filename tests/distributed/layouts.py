@@ -12,8 +12,8 @@ import numpy as np
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.serving.engine.scorer import load_scorer
 from tests import tiny
 from tests.data.files import rows_of, write
 from tests.training import jobs

@@ -17,8 +17,8 @@ import pytest
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_critic, read_text_rules
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import export
 from tests.distributed import layouts
 from tests.distributed.layouts import ATTRIBUTES, CASES, STEPS, archive, curve, validated

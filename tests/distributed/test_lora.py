@@ -15,9 +15,9 @@ import pytest
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.lora import LoraShape, is_of_adapter, read_lora
-from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.shape import LoraShape, is_of_adapter, read_lora
+from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.distributed import layouts
 from tests.environments import kept_environment, make_environment

@@ -13,17 +13,15 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.cli.main import load
-from nemo_aligner.config.critic import ServeCriticConfig
+from nemo_aligner.config.compat_keys import FILES
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.gateway import GatewayRunConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.nemo_aligner_keys import FILES
-from nemo_aligner.config.serving import ServeConfig
+from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.data import report
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
 from tests.config.nemo_aligner_files import write_file
 from tests.docs.pages import PAGES, commands, pieces, split_verb
 from tests.tiny import ROOT

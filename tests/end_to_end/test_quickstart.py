@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.quickstart import run as quickstart
-from nemo_aligner.subcommand import show_command
+from nemo_aligner.tools import quickstart
+from nemo_aligner.utils.processes import show_command
 from tests import tiny
 from tests.once import TURNS
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.reading import Reading, read_records
+from nemo_aligner.data.readers import Reading, read_records
 from tests import tiny
 from tests.data.files import published, rows_of
 from tests.scoring import company
@@ -153,11 +153,10 @@ def peak_memory(*command: str) -> int:
 def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None:
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
     from nemo_aligner.config.common import Precision
-    from nemo_aligner.config.data import DataConfig
-    from nemo_aligner.config.model import ModelConfig
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.text.contract_settings import build_contract
+    from nemo_aligner.config.model import DataConfig, ModelConfig
+    from nemo_aligner.contract.from_settings import build_contract
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
     reward_model = tmp_path / "rm.nemo"
     with launch():

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import DataError
 from nemo_aligner.evaluation.compare import compare_files, render_compared
-from nemo_aligner.evaluation.gain import render_gain
+from nemo_aligner.evaluation.evaluate import render_gain
 from nemo_aligner.evaluation.run_task import run_task, write_verdicts
 from nemo_aligner.evaluation.tasks import find_task
-from nemo_aligner.metrics.paired import mcnemar, wilson_interval
+from nemo_aligner.metrics.ranking import mcnemar, wilson_interval
+from nemo_aligner.utils.errors import DataError
 from tests.evaluation.refusals import refusal
 
 QUESTION = {"role": "user", "content": "2+2?"}

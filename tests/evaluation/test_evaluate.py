@@ -12,25 +12,26 @@ import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.config.evaluation import SourceConfig
-from nemo_aligner.data.malformed import MalformedRule
-from nemo_aligner.data.reading import Reading
+from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
+from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.readers import MalformedRule, Reading
 from nemo_aligner.data.records import Comparison, Origin, Rating
-from nemo_aligner.errors import DataError
+from nemo_aligner.evaluation import sources
 from nemo_aligner.evaluation.evaluate import (
     EvaluationReport,
     evaluate_comparisons,
     evaluate_file,
     evaluate_ratings,
+    render_report,
+    write_report,
+    write_rewards,
 )
-from nemo_aligner.evaluation.report import render_report, write_report, write_rewards
 from nemo_aligner.evaluation.run_task import run_task
-from nemo_aligner.evaluation.sources import servers
-from nemo_aligner.evaluation.sources.base import of_scorer
+from nemo_aligner.evaluation.sources import of_scorer
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.serving.client.posting import JsonAnswer
-from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
-from nemo_aligner.text.messages import Text, reply_of
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import DataError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data.files import rows_of, write
@@ -257,9 +258,9 @@ def test_evaluated_reply_that_writes_turns_of_its_own_is_left_out_and_counted(
         sent.extend(queries)
         return [JsonAnswer(200, {"rewards": [1.0] * len(body["query"])}) for body in bodies]
 
-    monkeypatch.setattr(servers, "post_all", answer)
+    monkeypatch.setattr(sources, "post_all", answer)
     config = SourceConfig(tokenizer=str(tokenizer_folder))
-    with servers.open_server("http://localhost:1/get_reward", config) as asked:
+    with sources.open_server("http://localhost:1/get_reward", config) as asked:
         rewards = asked.score([talk, [talk[0], {**talk[1], "content": "a"}], forged])
     assert np.isnan(rewards[:, 0]).tolist() == [True, False, False]
     assert sent == ["<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n", forged]

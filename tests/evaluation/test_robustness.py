@@ -9,34 +9,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.evaluation.robustness import (
     BOTH,
     REJECTED,
+    TRANSFORMATIONS,
     Robustness,
     RobustnessRow,
     ScoredPairs,
+    add_markdown,
     change_reply,
     check_pairwise,
     check_robustness,
-)
-from nemo_aligner.evaluation.robustness_report import (
+    double_sentence,
     read_robustness,
     render_robustness,
     robustness_json,
-)
-from nemo_aligner.evaluation.run_task import run_task
-from nemo_aligner.evaluation.tasks import TASKS
-from nemo_aligner.evaluation.transformations import (
-    TRANSFORMATIONS,
-    add_markdown,
-    double_sentence,
     say_twice,
     shorten,
     strip_markdown,
 )
-from nemo_aligner.metrics.paired import wilson_interval
-from nemo_aligner.text.messages import Text, reply_of
+from nemo_aligner.evaluation.run_task import run_task
+from nemo_aligner.evaluation.tasks import TASKS
+from nemo_aligner.metrics.ranking import wilson_interval
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.evaluation.refusals import NOT_REFUSED, refusal
 

@@ -10,9 +10,9 @@ import pytest
 from nemo_aligner.cli.train import run_train, train_parser
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.errors import ConfigError, SettingsError
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.evaluation.tasks import find_task
+from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests import tiny
 from tests.data.files import rows_of, write
 from tests.evaluation.refusals import refusal

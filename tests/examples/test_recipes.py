@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.data.reading import Reading, read_records
+from nemo_aligner.data.readers import Reading, read_records
 from tests import tiny
 from tests.data.files import write
 

@@ -46,7 +46,7 @@ def installed(modules: dict[str, str | None]) -> Iterator[None]:
 
 
 def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
-    from nemo_aligner.parallel.layout import destroy_layout
+    from nemo_aligner.distributed.layout import destroy_layout
     from tests.gpu_rehearsal import scenes
 
     watch.phases.clear()

@@ -17,38 +17,39 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from nemo_aligner.batch import Group, PackedBatch, Records
-from nemo_aligner.checkpoint.runs import RunCheckpoints
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
+from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.model import OptimConfig, Recompute
-from nemo_aligner.models.pointwise import _RMSNorm
-from nemo_aligner.models.residence import Residence
-from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.step import forward_backward, gather_rewards, infer
-from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.parallel import host_copies
-from nemo_aligner.parallel.host_memory import host_zeros
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import (
+from nemo_aligner.config.serving import ServeCriticConfig
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import (
     LayoutSizes,
     ParallelLayout,
     destroy_layout,
     initialize_layout,
 )
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.models.layers import _RMSNorm
+from nemo_aligner.models.offload import Residence
+from nemo_aligner.models.reward_model import (
+    build_reward_model,
+    freeze_lower_layers,
+    wrap_for_training,
+)
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import pack_activations
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
-from nemo_aligner.serving.services.critic import TRAIN, VALUES
-from nemo_aligner.serving.services.critic_ranks import CriticServable
-from nemo_aligner.training.clock import Timers
-from nemo_aligner.training.critic import CriticLearner
-from nemo_aligner.training.critic_run import open_critic
+from nemo_aligner.serving.critic import TRAIN, VALUES, CriticServable
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.training.critic import CriticLearner, open_critic
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.training.loggers import Timers
+from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.utils import host_transfer
+from nemo_aligner.utils.host_transfer import host_zeros
 from tests.gpu_rehearsal.streams import Streams, play_streams
 from tests.gpu_rehearsal.watch import CUDA, Watch
 from tests.training.critic_steps import make_rollout
@@ -127,8 +128,8 @@ def save(watch: Watch, unheeded: list[str]) -> Found:
         for name in unheeded:
             without.enter_context(mock.patch(name))
         weights.add_(1)
-        arrived = host_copies.copy_beside(zip(host, [weights], strict=True))
-        host_copies.before_writing()
+        arrived = host_transfer.copy_beside(zip(host, [weights], strict=True))
+        host_transfer.before_writing()
         weights.add_(1)
         arrived()
     return {"races": streams.races, "copies": streams.copies}

@@ -20,7 +20,7 @@ MODEL_AND_STATE = 15
 # By phase for what the host may wait in one call of it, in which file, and how often; a step has
 # several packs.
 REWARDS = "copy to host at models/step.py"
-NORM = "copy to host at training/optimizer/gradients.py"
+NORM = "copy to host at training/optimizer/optimizer.py"
 # Megatron asks on the host whether there is anything to divide by.
 COUNT = "item at models/step.py"
 DECISIONS = {
@@ -30,8 +30,8 @@ DECISIONS = {
     "values": {REWARDS: 1},
     "critic step": {NORM: 1, COUNT: 1, "copy to host at training/critic.py": 1},
     "save": {
-        "broadcast_object_list at parallel/collectives.py": 3,
-        "synchronize at training/optimizer/host_moments.py": 1,
+        "broadcast_object_list at distributed/collectives.py": 3,
+        "synchronize at training/optimizer/offload.py": 1,
         "all_gather_object at checkpoint/weights/save.py": 1,
         "broadcast_object_list at checkpoint/weights/save.py": 1,
         "gather_object at checkpoint/weights/save.py": 1,
@@ -39,17 +39,17 @@ DECISIONS = {
         # The thread that writes, when the copies are there.
         "synchronize at checkpoint/weights/save.py": 1,
         # Where torch's AdamW counts its steps; fp16's loss scale.
-        "copy to host at training/optimizer/megatron_internals.py": 1,
+        "copy to host at training/optimizer/offload.py": 1,
         "copy to host at training/optimizer/optimizer.py": 1,
     },
-    "move": {"synchronize at parallel/device.py": 4},
+    "move": {"synchronize at distributed/collectives.py": 4},
 }
 # A loss scale is asked for, and whether the gradient has overflowed.
 FP16 = {"item at training/optimizer/optimizer.py": 2}
 # A copy that begins while weights are computed, and who forgets to wait for what, if anybody.
 LEFT_OUT = {
     "": [],
-    "nemo_aligner.parallel.host_copies.before_writing": ["writes what another stream reads"],
+    "nemo_aligner.utils.host_transfer.before_writing": ["writes what another stream reads"],
     "tests.gpu_rehearsal.streams.Stream.wait_stream": [
         "reads what another stream writes",
         "writes what another stream reads",

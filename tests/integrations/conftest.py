@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from tests import tiny
 from tests.once import Once
 from tests.serving.servers import FAKE, QUICK, running

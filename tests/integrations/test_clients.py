@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from nemo_aligner.scoring.scorer import RewardScorer
+from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny
 from tests.environments import package
 from tests.integrations.clients import openrlhf_client, verl_client

@@ -15,13 +15,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from nemo_aligner.errors import ConfigError
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
 from nemo_aligner.integrations.nemo_gym.reward_model.reward_server import (
     RewardServerError,
     RewardServers,
 )
-from nemo_aligner.scoring.scorer import RewardScorer
+from nemo_aligner.serving.engine.scorer import RewardScorer
+from nemo_aligner.utils.errors import ConfigError
 from tests.integrations import gym
 
 QUESTION = "what is the river"

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.errors import ConfigError, DataError, ServingError, SettingsError
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Conversation, messages_of
+from nemo_aligner.contract.messages import said as said_by
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvironment
-from nemo_aligner.scoring.scorer import load_scorer
 from nemo_aligner.serving.client import ScoredRows
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Conversation, messages_of
-from nemo_aligner.text.messages import said as said_by
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, SettingsError
 from tests.serving.fake_server import CONTRACT, total
 
 PLAIN = SimpleNamespace(system_prompt=None, prompt=None)

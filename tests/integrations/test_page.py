@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import yaml
 
-from nemo_aligner.config.environment import RewardEnvironmentConfig
+from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
-from nemo_aligner.errors import ConfigError
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
-from nemo_aligner.scoring.scorer import RewardScorer
+from nemo_aligner.serving.engine.scorer import RewardScorer
+from nemo_aligner.utils.errors import ConfigError
 from tests.docs.pages import blocks
 from tests.launching import ROOT
 from tests.serving.test_page import curls

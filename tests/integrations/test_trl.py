@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ConfigError, ServingError
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import ScoredRows
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT, total
 
 

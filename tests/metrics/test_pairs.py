@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.metrics.calibration import brier, expected_calibration_error, fit_temperature
-from nemo_aligner.metrics.ranking import PairRewards, margin_quantile, share_right
+from nemo_aligner.metrics.ranking import (
+    PairRewards,
+    brier,
+    expected_calibration_error,
+    fit_temperature,
+    margin_quantile,
+    share_right,
+)
 from nemo_aligner.metrics.table import measure_pairs
 
 MARGINS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0, 0.0, -0.2, 1.5], dtype=torch.float64)

@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.metrics.paired import bootstrap_interval, mcnemar, wilson_interval
+from nemo_aligner.metrics.ranking import (
+    bootstrap_interval,
+    correlation,
+    mcnemar,
+    nanmean,
+    ranks,
+    wilson_interval,
+)
 from nemo_aligner.metrics.regression import RatedRewards
-from nemo_aligner.metrics.statistics import correlation, nanmean, ranks
 from nemo_aligner.metrics.table import measure_ratings
 
 MISSING = math.nan

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from nemo_aligner.metrics import table
-from nemo_aligner.metrics.by_source import by_source
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.table import (
     Better,
     Shown,
     better_values,
+    by_source,
     find_metric,
     is_shown,
     measure_pairs,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.batch import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_critic,
     load_pretrained,
@@ -23,13 +23,13 @@ from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
+from nemo_aligner.distributed.collectives import on_main
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.models.reward_model import wrap_for_training
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
-from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.parallel.collectives import on_main
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from tests.families import SEQUENCES
 
 LAYOUTS: dict[str, tuple[int, int, bool]] = {
@@ -125,7 +125,7 @@ def received_late(layout: ParallelLayout) -> list[bool]:
     """Whether what one stage sends, and goes on, is what the other one receives afterwards."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from nemo_aligner.parallel.pipeline import PipelineMessages
+    from nemo_aligner.distributed.collectives import PipelineMessages
 
     shapes = [(100_000, 1, 8), (3, 1, 8)]
     config = ModelParallelConfig(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from nemo_aligner.distributed.launch import launch
 from nemo_aligner.models.linear import sum_in_rank_order
-from nemo_aligner.parallel.launch import launch
 
 
 def main() -> None:

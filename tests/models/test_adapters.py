@@ -13,28 +13,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.lora import LORA_TARGETS, LoraConfig
-from nemo_aligner.config.model import ModelConfig, OptimConfig, Recompute, SchedulerConfig
-from nemo_aligner.errors import CheckpointError, SettingsError
-from nemo_aligner.models.adapters import (
+from nemo_aligner.config.model import (
+    LORA_TARGETS,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    Recompute,
+    SchedulerConfig,
+)
+from nemo_aligner.models.lora import (
+    LoraDropout,
     draw_adapters,
     fold_adapters,
     folded,
     has_adapters,
     train_adapters_alone,
 )
-from nemo_aligner.models.batch_invariant import make_batch_invariant
-from nemo_aligner.models.dropout import LoraDropout
-from nemo_aligner.models.head_shape import HeadShape
-from nemo_aligner.models.lora import LoraShape, check_lora, is_of_adapter, read_lora, with_lora
-from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.models.reward_model import (
+    GPTRewardModel,
+    build_reward_model,
+    make_batch_invariant,
+    wrap_for_training,
+)
+from nemo_aligner.models.shape import (
+    HeadShape,
+    LoraShape,
+    ModelShape,
+    check_lora,
+    is_of_adapter,
+    read_lora,
+    with_lora,
+)
+from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.utils.errors import CheckpointError, SettingsError
 from tests import tiny
 from tests.planning.test_cost import CONFIG
 

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from nemo_aligner.batch import PackedBatch, Records
+from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.checkpoint import decoder_tensors
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, infer
-from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
 from tests.families import CASES, GROUPS, SEQUENCES, WINDOW
 from tests.models import layouts

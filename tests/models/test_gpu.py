@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch import Group, PackedBatch
-from nemo_aligner.cache_use import CachedPrefix, CacheUse
+from nemo_aligner.batch.packed import CachedPrefix, CacheUse, Group, PackedBatch
 from nemo_aligner.models.attention.packed import _attend_one_by_one
-from nemo_aligner.models.attention.pool import KeyValuePool
-from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from nemo_aligner.models.attention.varlen import varlen_kernel
 from tests import families, tiny
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch import PackedBatch
+from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.merge import merge_checkpoints
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
@@ -21,16 +21,18 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     save_reward_model,
 )
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.lora import LORA_TARGETS
-from nemo_aligner.config.model import HeadConfig
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.head_shape import HeadShape, read_head_shape, with_head_shape
-from nemo_aligner.models.heads import RewardHead
-from nemo_aligner.models.lora import LoraShape
-from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.config.model import LORA_TARGETS, HeadConfig
+from nemo_aligner.models.reward_model import RewardHead, build_reward_model
+from nemo_aligner.models.shape import (
+    HeadShape,
+    LoraShape,
+    ModelShape,
+    read_head_shape,
+    with_head_shape,
+)
 from nemo_aligner.planning.cost import Packs, Plan, head_size
-from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint.hf.exporting import export
 from tests.once import Once
@@ -45,8 +47,8 @@ def archive(once: Once) -> Path:
     """A reward model of two attributes whose head has two layers and biases that are not 0."""
 
     def build(folder: Path) -> None:
-        from nemo_aligner.parallel.launch import launch
-        from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+        from nemo_aligner.distributed.launch import launch
+        from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
         tiny.write_reward_nemo(folder / "linear.nemo")
         with launch():

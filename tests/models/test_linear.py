@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.distributed import cpu_products
 from nemo_aligner.models.linear import in_pieces, invariant_linear
-from nemo_aligner.parallel.cpu import products
 
 
 def test_product_in_pieces_that_are_filled_up_and_cut_off() -> None:
@@ -43,20 +43,20 @@ def test_product_takes_other_numbers_of_rows_where_a_trial_finds_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of this product, those that divide by 64 have the same."""
-    product, seen = products._any_product, []
+    product, seen = cpu_products._any_product, []
 
     def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append(rows.size(0))
         return product(rows, weight, bias) + (rows.size(0) % 64)
 
-    monkeypatch.setattr(products, "_any_product", by_company)
-    monkeypatch.setattr(products, "_TRIED", {})
+    monkeypatch.setattr(cpu_products, "_any_product", by_company)
+    monkeypatch.setattr(cpu_products, "_TRIED", {})
     x, weight = torch.randn(600, 8), torch.randn(4, 8)
-    products.invariant_linear_on_cpu(x, weight, None, 256)  # with the trials
+    cpu_products.invariant_linear_on_cpu(x, weight, None, 256)  # with the trials
     seen.clear()
-    products.invariant_linear_on_cpu(x, weight, None, 256)
+    cpu_products.invariant_linear_on_cpu(x, weight, None, 256)
     assert seen == [512, 256]  # of 96, the rest, others were found
     seen.clear()
-    products.invariant_linear_on_cpu(x[:120], weight, None, 256)
-    products.invariant_linear_on_cpu(x[:120], weight, None, 256)
+    cpu_products.invariant_linear_on_cpu(x[:120], weight, None, 256)
+    cpu_products.invariant_linear_on_cpu(x[:120], weight, None, 256)
     assert seen[-1] == 128

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.models.pointwise import (
+from nemo_aligner.models.layers import (
     by_whole_rows,
     gated_gelu,
     gated_silu,

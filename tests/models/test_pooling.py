@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch import Group, PackedBatch
+from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_critic,
     load_reward_model,
     save_reward_model,
 )
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.pooling import find_reply_rows, mean_of_replies
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.turns import make_reply_marker, reply_start
+from nemo_aligner.models.reward_model import find_reply_rows, mean_of_replies
 from nemo_aligner.models.step import infer_values
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
-from nemo_aligner.text.messages import Text
-from nemo_aligner.text.reply_marker import make_reply_marker, reply_start
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint.hf.exporting import export
 from tests.once import Once
@@ -40,8 +40,8 @@ def archive(once: Once) -> Path:
     """A reward model of two attributes that reads the mean of the reply."""
 
     def build(folder: Path) -> None:
-        from nemo_aligner.parallel.launch import launch
-        from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
+        from nemo_aligner.distributed.launch import launch
+        from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
         tiny.write_reward_nemo(folder / "last.nemo")
         with launch():

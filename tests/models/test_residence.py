@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nemo_aligner.models.residence import Holds, Residence, ResidentPart
+from nemo_aligner.models.offload import Holds, Residence, ResidentPart
 
 
 def test_views_of_what_left_have_the_same_bits_when_it_is_back() -> None:

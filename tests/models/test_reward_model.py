@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.batch import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
 from nemo_aligner.models.step import count_parts, forward_backward, infer, infer_in_parts
-from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-from nemo_aligner.parallel.layout import ParallelLayout
+from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import LabelColumns, Records
-from nemo_aligner.objectives.base import Objective, count_outputs
-from nemo_aligner.objectives.measure import mean_loss
+from nemo_aligner.batch.packed import LabelColumns, Records
+from nemo_aligner.losses.base import Objective, count_outputs, mean_loss
 
 
 def ranked(*ranks: Sequence[int], label_margins: Sequence[float] | None = None) -> Records:

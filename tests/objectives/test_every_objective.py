@@ -8,17 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_aligner.batch import Records
-from nemo_aligner.objectives.base import Objective, count_outputs
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.objectives.davidson import Davidson
-from nemo_aligner.objectives.huber import Huber
-from nemo_aligner.objectives.masked_mse import MaskedMse
-from nemo_aligner.objectives.ordinal_bins import OrdinalBins
-from nemo_aligner.objectives.plackett_luce import PlackettLuce
-from nemo_aligner.objectives.quantiles import Quantiles
-from nemo_aligner.objectives.ranking_and_regression import RankingAndRegression
-from nemo_aligner.objectives.rao_kupper import RaoKupper
+from nemo_aligner.batch.packed import Records
+from nemo_aligner.losses.base import Objective, count_outputs
+from nemo_aligner.losses.listwise import PlackettLuce
+from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
+from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
+from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
 from tests.objectives.hand_made import check_any_batch, check_gradient, ranked, rated
 
 NAMES = ("help", "brief")

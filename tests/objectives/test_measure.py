@@ -7,13 +7,11 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.batch.packed import LabelColumns, Records
+from nemo_aligner.losses.base import Objective, label_limits, mean_loss, measure_set, measure_step
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.regression import MaskedMse, Quantiles
 from nemo_aligner.metrics.table import PAIRS
-from nemo_aligner.objectives.base import Objective, label_limits
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.objectives.masked_mse import MaskedMse
-from nemo_aligner.objectives.measure import mean_loss, measure_set, measure_step
-from nemo_aligner.objectives.quantiles import Quantiles
 from tests.objectives.hand_made import rated
 
 MISSING = math.nan

@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nemo_aligner.batch import Records
-from nemo_aligner.objectives.base import Objective, count_outputs
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.objectives.davidson import Davidson
-from nemo_aligner.objectives.plackett_luce import PlackettLuce
-from nemo_aligner.objectives.rao_kupper import RaoKupper
+from nemo_aligner.batch.packed import Records
+from nemo_aligner.losses.base import Objective, count_outputs
+from nemo_aligner.losses.listwise import PlackettLuce
+from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from tests.objectives.hand_made import accepted, check_any_batch, check_gradient, loss_of, ranked
 
 MISSING = math.nan

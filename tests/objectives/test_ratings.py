@@ -10,17 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import LabelColumns, Records
+from nemo_aligner.batch.packed import LabelColumns, Records
+from nemo_aligner.contract.readout import Readout
+from nemo_aligner.losses.base import count_outputs, label_limits, rewards_of, spreads_of
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
+from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
+from nemo_aligner.losses.value import ClippedValueLoss
 from nemo_aligner.metrics.table import PAIRS
-from nemo_aligner.objectives.base import count_outputs, label_limits, rewards_of, spreads_of
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.objectives.clipped_value import ClippedValueLoss
-from nemo_aligner.objectives.huber import Huber
-from nemo_aligner.objectives.masked_mse import MaskedMse
-from nemo_aligner.objectives.ordinal_bins import OrdinalBins
-from nemo_aligner.objectives.quantiles import Quantiles
-from nemo_aligner.objectives.ranking_and_regression import RankingAndRegression
-from nemo_aligner.readout import Readout
 from tests.objectives.hand_made import accepted, check_any_batch, check_gradient, learn, rated
 
 NAMES = ("help", "brief")

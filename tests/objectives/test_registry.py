@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import Records
+from nemo_aligner.batch.packed import Records
 from nemo_aligner.config.common import RecordKind, RewardModelType
-from nemo_aligner.config.data import RegressionConfig
-from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.objectives import (
+from nemo_aligner.config.model import ModelConfig, RegressionConfig
+from nemo_aligner.losses import (
     OBJECTIVES,
     build_objective,
     default_name,
@@ -23,9 +21,10 @@ from nemo_aligner.objectives import (
     objective_settings,
     settings_with_defaults,
 )
-from nemo_aligner.objectives.base import PairObjective
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.losses.base import PairObjective
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.regression import MaskedMse
+from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
 

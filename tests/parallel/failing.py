@@ -9,9 +9,9 @@ import sys
 
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.parallel.collectives import barrier, gather_objects
-from nemo_aligner.parallel.launch import launch
+from nemo_aligner.distributed.collectives import barrier, gather_objects
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.utils.errors import ConfigError, DataError
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nemo_aligner.parallel import host_copies
+from nemo_aligner.utils import host_transfer
 
 _LONGEST_S = 1.0  # that a thread waits for an update, which may not come
 
@@ -73,7 +73,7 @@ def play_late_copies(patch: Callable[[Any, str, Any], None]) -> LateStream:
         with stream:
             yield
 
-    patch(host_copies, "_stream", lambda: beside)
+    patch(host_transfer, "_stream", lambda: beside)
     patch(torch.cuda, "current_stream", lambda: compute)
     patch(torch.cuda, "stream", on)
     patch(torch.cuda, "Event", _Event)

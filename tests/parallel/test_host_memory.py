@@ -7,8 +7,7 @@ import gc
 import pytest
 import torch
 
-from nemo_aligner.parallel.host_copies import before_writing, copy_beside
-from nemo_aligner.parallel.host_memory import host_zeros
+from nemo_aligner.utils.host_transfer import before_writing, copy_beside, host_zeros
 from tests.parallel.late_copies import play_late_copies
 
 

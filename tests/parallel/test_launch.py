@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.parallel import launch as launching
-from nemo_aligner.parallel.launch import launch, single_process
-from nemo_aligner.parallel.layout import LayoutSizes, ParallelLayout, check_sizes
-from nemo_aligner.processes import Process
+from nemo_aligner.distributed import launch as launching
+from nemo_aligner.distributed.launch import launch, single_process
+from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, check_sizes
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.processes import Process
 from tests import tiny
 from tests.launching import TORCHRUN, run_code
 
@@ -46,7 +46,7 @@ def test_conversion_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp32_stays_fp32_where_the_environment_asks_for_tf32() -> None:
     code = (
         "import torch\n"
-        "from nemo_aligner.parallel.launch import launch\n"
+        "from nemo_aligner.distributed.launch import launch\n"
         "print(torch.get_float32_matmul_precision())\n"
         "with launch(): print(torch.get_float32_matmul_precision())"
     )

@@ -46,9 +46,9 @@ def wait_for_two(folder: Path) -> None:
 def test_local_ranks_meet_and_succeed(tmp_path: Path) -> None:
     program = """
 import torch.distributed as dist
-from nemo_aligner.console import say
-from nemo_aligner.parallel.collectives import gather_objects
-from nemo_aligner.parallel.launch import launch
+from nemo_aligner.utils.console import say
+from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.distributed.launch import launch
 for _ in range(2):
     with launch() as world:
         say(str(gather_objects((world.rank, world.local_rank, world.world_size))))
@@ -117,7 +117,7 @@ while True:
 
 def test_local_ranks_are_ended_where_one_cannot_be_started(tmp_path: Path) -> None:
     program = """
-from nemo_aligner.parallel import local
+from nemo_aligner.distributed import local
 plain, started = local._start, []
 def start(*given):
     if started:

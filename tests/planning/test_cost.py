@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_aligner.batch import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.lora import LORA_TARGETS
-from nemo_aligner.config.model import Recompute
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.models.adapters import train_adapters_alone
+from nemo_aligner.config.model import LORA_TARGETS, Recompute
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.lora import train_adapters_alone
+from nemo_aligner.models.reward_model import (
+    build_reward_model,
+    freeze_lower_layers,
+    wrap_for_training,
+)
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-from nemo_aligner.parallel.layout import ParallelLayout
 from nemo_aligner.planning.cost import (
     Machine,
     Packs,
@@ -30,12 +31,13 @@ from nemo_aligner.planning.cost import (
     even_packs,
     pack_flops,
     parameters,
+    peak_flops,
     step_time,
     traffic,
 )
 from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
-from nemo_aligner.planning.peaks import peak_flops
 from nemo_aligner.planning.planner import Planner
+from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
 CONFIG = {

@@ -40,9 +40,9 @@ def write_models(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def rewards(folder: Path) -> np.ndarray:
     """Of CHATS, by the archive."""
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+    from nemo_aligner.serving.engine.scorer import load_scorer
 
     with launch():
         scorer = load_scorer(folder / "rm.nemo", initialize_layout())

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.evaluation.run_task import TaskReport, run_task
 from nemo_aligner.evaluation.tasks import find_task
-from nemo_aligner.text.messages import Text
-from nemo_aligner.text.tokenizer import load_tokenizer
 from tests import tiny
 from tests.data.files import published, rows_of, write
 from tests.environments import kept_environment, make_environment
@@ -165,7 +165,7 @@ def tiny_model(once: Once) -> Path:
 def test_rewardbench_verdicts_on_its_default_data_set(
     tiny_model: Path, rewardbench_python: Path, layout: Any, tmp_path: Path
 ) -> None:
-    from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+    from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 
     parts = core_parts(PAIRS)
     scorer = load_scorer(tiny_model / "rm.nemo", layout, micro_batch_tokens=8192)

@@ -15,12 +15,11 @@ import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision, RewardModelType
-from nemo_aligner.config.data import DataConfig, RegressionConfig
-from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.models.attention.pool import KeyValuePool
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.scoring.scorer import RewardScorer
-from nemo_aligner.text.contract_settings import build_contract
+from nemo_aligner.config.model import DataConfig, ModelConfig, RegressionConfig
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.attention.segments import KeyValuePool
+from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests.scoring.company import print_at_layouts, traffic
 
 LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2")

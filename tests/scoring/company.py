@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.scoring import BATCH_INVARIANT_ROWS
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
+from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 
 LAYOUTS: dict[str, tuple[int, int, bool]] = {
     "one": (1, 1, False),

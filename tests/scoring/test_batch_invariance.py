@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.config.common import Precision
+from nemo_aligner.distributed import cpu_products
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import blocks, packed
-from nemo_aligner.parallel.cpu import products
-from nemo_aligner.parallel.layout import ParallelLayout
 from tests import tiny
 from tests.once import Once
 from tests.scoring.company import (
@@ -108,15 +108,15 @@ def test_rewards_by_products_that_depend_on_their_rows(
     short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on processors not at hand; and that this test would tell them."""
-    product = products._any_product
+    product = cpu_products._any_product
 
     def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product(rows, weight, bias) * (1 + 2**-20 * (rows.size(0) % 96))
 
-    monkeypatch.setattr(products, "_any_product", by_company)
-    monkeypatch.setattr(products, "_TRIED", {})
+    monkeypatch.setattr(cpu_products, "_any_product", by_company)
+    monkeypatch.setattr(cpu_products, "_TRIED", {})
     assert few_changed(short, layout) == 0
-    monkeypatch.setattr(products, "_has_same_bits", lambda *unused: True)
+    monkeypatch.setattr(cpu_products, "_has_same_bits", lambda *unused: True)
     assert few_changed(short, layout) > 10
     monkeypatch.undo()
     monkeypatch.setattr(blocks, "attend", packed._attend_on_cpu)

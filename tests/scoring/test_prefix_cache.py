@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from nemo_aligner.batch import PackedBatch
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.scoring.prefix_cache import BLOCK_TOKENS, PrefixCache, PrefixIndex, as_key
+from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.serving.engine.prefix_cache import BLOCK_TOKENS, PrefixCache, PrefixIndex, as_key
 from tests.scoring.company import draw, traffic
 
 BUDGET = 512

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.models.attention.pool import pool_bytes
+from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
+from nemo_aligner.models.attention.segments import pool_bytes
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.layout import LayoutSizes, ParallelLayout
 from tests import families, tiny
 from tests.once import Once
 from tests.scoring import cached_layouts

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.config.shaping import Combine, EnsembleConfig, ShapingConfig, Standardize
-from nemo_aligner.errors import ConfigError, SettingsError
-from nemo_aligner.readout import Readout
-from nemo_aligner.scoring.ensemble import check_alike
-from nemo_aligner.scoring.shaping import RewardShaper, build_shaper
-from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, Standardize
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.readout import Readout
+from nemo_aligner.serving.engine.scorer import check_alike
+from nemo_aligner.serving.engine.shaping import RewardShaper, build_shaper
+from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.evaluation.refusals import refusal
 from tests.serving.fake_server import CONTRACT
 

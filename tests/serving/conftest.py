@@ -62,7 +62,7 @@ def model_server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(scope="module")
 def scorer(archive: Path, layout: Any) -> Any:
     """That model in this process."""
-    from nemo_aligner.scoring.scorer import load_scorer
+    from nemo_aligner.serving.engine.scorer import load_scorer
 
     return load_scorer(archive, layout, micro_batch_tokens=128)
 

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.errors import DataError
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.processes import report
-from nemo_aligner.scoring.scorer import TokenCounts
-from nemo_aligner.serving.services.reward_model import RewardModelServable
-from nemo_aligner.serving.transports.triton.server import serve
-from nemo_aligner.text.contract import EncodedText, ScoringContract
+from nemo_aligner.contract.contract import EncodedText, ScoringContract
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.serving.engine.scorer import TokenCounts
+from nemo_aligner.serving.reward import RewardModelServable
+from nemo_aligner.serving.triton import serve
+from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.processes import report
 
 SEQ_LENGTH = 64
 

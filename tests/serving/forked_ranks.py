@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.ranks import ModelRanks
+from nemo_aligner.serving.engine.executor import ModelRanks
+from nemo_aligner.utils.errors import ServingError
 
 HEARTBEAT_SECS, TIMEOUT_SECS = 0.1, 2.0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.client import RefusedError, ScoredRows
-from nemo_aligner.text.contract import ScoringContract
 from tests.serving.fake_server import CONTRACT, total
 
 

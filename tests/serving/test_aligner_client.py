@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from nemo_aligner.scoring.scorer import RewardScorer
+from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny
 from tests.once import Once
 from tests.serving.servers import Server

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.batcher import Batcher
-from nemo_aligner.serving.meter import Meter
+from nemo_aligner.serving.engine.batcher import Batcher
+from nemo_aligner.serving.metrics import Meter
+from nemo_aligner.utils.errors import ServingError
 
 WAIT_S = 30
 

@@ -12,9 +12,9 @@ import pytest
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RewardCriticClient
-from nemo_aligner.serving.wire.critic import DEFAULT_URL
+from nemo_aligner.serving.protocols.critic import DEFAULT_URL
+from nemo_aligner.utils.errors import ServingError
 from tests import tiny
 from tests.docs.pages import blocks
 from tests.once import Once

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.describe import list_keys
-from nemo_aligner.config.gateway import GatewayRunConfig
+from nemo_aligner.config.serving import GatewayRunConfig
 from tests.docs.pages import blocks
 from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
@@ -21,7 +21,7 @@ from tests.serving.servers import Server, gateway
 
 pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
-from nemo_aligner.serving.wire.protocols import ROUTES
+from nemo_aligner.serving.protocols import ROUTES
 
 README, SERVING, GATEWAY = ROOT / "README.md", ROOT / "docs/serving.md", ROOT / "docs/gateway.md"
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ServingError
-from nemo_aligner.serving import ranks as ranks_module
-from nemo_aligner.serving.ranks import ModelRanks, RanksLostError
+from nemo_aligner.serving.engine import executor as ranks_module
+from nemo_aligner.serving.engine.executor import ModelRanks, RanksLostError
+from nemo_aligner.utils.errors import ServingError
 from tests import tiny
 from tests.serving.forked_ranks import led
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
-from nemo_aligner.config.gateway import GatewayConfig
-from nemo_aligner.errors import ConfigError, DataError, ServingError
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.readout import Readout
 from nemo_aligner.integrations.in_process import InProcessScorer
-from nemo_aligner.readout import Readout
-from nemo_aligner.scoring.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.process import served
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.serving.run import served
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from tests import tiny
 from tests.serving.gateway_calls import call
 from tests.serving.servers import SERVE, Server, running
@@ -140,8 +140,8 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
     model_server: Server, rewards: np.ndarray
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.transports.http import build_app
-    from nemo_aligner.serving.wire.protocols import ROUTES
+    from nemo_aligner.serving.http import build_app
+    from nemo_aligner.serving.protocols import ROUTES
 
     raw = TEXTS[0]
     chat = next(text for text in TEXTS if not isinstance(text, str))
@@ -218,8 +218,8 @@ def _refusals(
     row: dict[str, Any],
 ) -> dict[str, str]:
     """What each door says of a conversation, or of a row of a file."""
-    from nemo_aligner.serving.transports.http import build_app
-    from nemo_aligner.serving.wire.protocols import ROUTES
+    from nemo_aligner.serving.http import build_app
+    from nemo_aligner.serving.protocols import ROUTES
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
@@ -310,8 +310,8 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     """Of a head with two bins for one attribute, read by the same rule everywhere."""
     pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.transports.http import build_app
-    from nemo_aligner.serving.wire.protocols import ROUTES
+    from nemo_aligner.serving.http import build_app
+    from nemo_aligner.serving.protocols import ROUTES
 
     texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
     loaded = load_reward_model(archive, scorer._layout)

@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.config.critic import ServeCriticConfig
-from nemo_aligner.config.gateway import GatewayConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.serving import ServeConfig
-from nemo_aligner.errors import ConfigError, ServingError, SettingsError
+from nemo_aligner.config.serving import GatewayConfig, ServeConfig, ServeCriticConfig
+from nemo_aligner.serving import triton
 from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
-from nemo_aligner.serving.gateway import read_token
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.run import read_token
 from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
-from nemo_aligner.serving.transports.triton import model
-from nemo_aligner.serving.wire import kserve
+from nemo_aligner.utils.errors import ConfigError, ServingError, SettingsError
 from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import FAKE, QUICK, Server, gateway, json_request, running
@@ -61,12 +59,12 @@ def test_token_is_asked_for_by_every_endpoint_before_it_answers() -> None:
     endpoint = Endpoint("critic_train", [], [], answer)
     right, wrong = {"Authorization": f"Bearer {TOKEN}"}, {"authorization": f"Basic {TOKEN}"}
     sent = [right, None, {}, wrong, right | wrong]
-    ask = model._infer_function(endpoint, TOKEN)
+    ask = triton._infer_function(endpoint, TOKEN)
     found = asyncio.run(ask([Asked(parameters) for parameters in sent]))
     assert found[0] == {}
     assert all(b"INVALID_ARG" in each["error"][0] for each in found[1:])
     assert len(answered) == 1
-    assert asyncio.run(model._infer_function(endpoint, None)([Asked(None)])) == [{}]
+    assert asyncio.run(triton._infer_function(endpoint, None)([Asked(None)])) == [{}]
 
 
 def test_warning_of_a_server_that_others_reach(capsys: pytest.CaptureFixture[str]) -> None:

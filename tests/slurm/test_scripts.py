@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.processes import find_process
-from nemo_aligner.training.metrics_file import read_metrics
+from nemo_aligner.training.tracking import read_metrics
+from nemo_aligner.utils.processes import find_process
 from tests import tiny
 
 SLURM = tiny.ROOT / "scripts/slurm"

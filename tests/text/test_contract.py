@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Overlong, Precision
-from nemo_aligner.errors import CheckpointError, ConfigError, DataError
-from nemo_aligner.readout import Readout
-from nemo_aligner.text.contract import EncodedText, OverlongError, ScoringContract
-from nemo_aligner.text.contract_changes import check_expected
-from nemo_aligner.text.contract_fields import MAX_TEMPLATE
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
+from nemo_aligner.contract.fields import MAX_TEMPLATE
+from nemo_aligner.contract.from_settings import build_contract, check_expected
+from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from tests.contracts import Contracts
 from tests.text.refusals import assert_refused
 
@@ -352,7 +351,7 @@ def test_message_that_writes_turns_of_its_own_is_refused(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
     """It would have the ids of the longer dialogue, by every way from texts to ids."""
-    from nemo_aligner.text.turn_marks import TurnMarkError
+    from nemo_aligner.contract.turns import TurnMarkError
 
     contract = contracts()
     longer = contract.encode(tokenizer, talk("why", "bad", "thanks", "welcome")).token_ids

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.readout import Readout
-from nemo_aligner.text.contract_changes import continue_contract, describe_differences
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.contract.from_settings import (
+    build_contract,
+    continue_contract,
+    describe_differences,
+)
+from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import ConfigError
 from tests.contracts import Contracts
 from tests.text.test_contract import FIXED
 

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from nemo_aligner.errors import DataError
-from nemo_aligner.text import tokenizer as tokenizers
-from nemo_aligner.text.contract import OverlongError, ScoringContract
-from nemo_aligner.text.long_texts import TextBounds
-from nemo_aligner.text.shared_text import common_start
-from nemo_aligner.text.tokenizer import load_tokenizer
-from nemo_aligner.text.word_memo import WordMemo
+from nemo_aligner.contract import tokenizer as tokenizers
+from nemo_aligner.contract.contract import OverlongError, ScoringContract
+from nemo_aligner.contract.tokenizer import TextBounds, WordMemo, common_start, load_tokenizer
+from nemo_aligner.utils.errors import DataError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.serving.fake_server import CONTRACT
@@ -228,7 +225,7 @@ def test_words_are_tokenized_once_and_few_are_kept(
         ["the"], [" cat", f" {long}", " sings"],
         ["a"], [" bird", f" {long}"],
     ]  # fmt: skip
-    monkeypatch.setattr("nemo_aligner.text.word_memo._MOST_WORDS", 1)
+    monkeypatch.setattr("nemo_aligner.contract.tokenizer._MOST_WORDS", 1)
     words.encode(["a tree"])
     words.encode(["a tree"])
     assert asked[-3:] == [[" tree"], ["a"], [" tree"]]

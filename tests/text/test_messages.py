@@ -11,10 +11,9 @@ import pytest
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import ScoredPosition
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.messages import (
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.messages import (
     ALL_ROLES,
     Conversation,
     as_json,
@@ -24,9 +23,10 @@ from nemo_aligner.text.messages import (
     read_text,
     reply_of,
 )
-from nemo_aligner.text.reply_marker import find_marker, make_reply_marker, reply_start
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.turns import find_marker, make_reply_marker, reply_start
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contracts import Contracts
 from tests.text.refusals import assert_refused
 

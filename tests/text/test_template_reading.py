@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.contract_settings import build_contract
-from nemo_aligner.text.messages import joined_content, read_text
-from nemo_aligner.text.template_reading import template_reading
-from nemo_aligner.text.templates import (
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.messages import joined_content, read_text
+from nemo_aligner.contract.template_probe import template_reading
+from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
     canonical_kwargs,
     check_template,
@@ -25,8 +24,9 @@ from nemo_aligner.text.templates import (
     resolve_template,
     with_kwargs_inside,
 )
-from nemo_aligner.text.tokenizer import Tokenizer
-from nemo_aligner.text.turn_marks import write_conversation
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.turns import write_conversation
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contracts import Contracts
 from tests.text.chat_templates import (
     CALL,

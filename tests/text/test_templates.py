@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text import templates
-from nemo_aligner.text.templates import (
+from nemo_aligner.contract import templates
+from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
     check_template,
     end_of_turn,
@@ -17,7 +16,8 @@ from nemo_aligner.text.templates import (
     render,
     resolve_template,
 )
-from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.text.refusals import assert_refused
 
 CHAT = [

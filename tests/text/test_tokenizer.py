@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.errors import DataError
-from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.utils.errors import DataError
 from tests.text.refusals import assert_refused
 
 
@@ -243,7 +243,7 @@ def test_tokenizer_with_added_tokens_that_are_special_if_they_say_so(
 def test_imports_for_reading_records_are_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, nemo_aligner.data.records, nemo_aligner.data.formats, "
-        "nemo_aligner.text.contract, nemo_aligner.precision; "
+        "nemo_aligner.contract.contract, nemo_aligner.config.dtypes; "
         "print([name for name in ('torch', 'transformers', 'jinja2') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, render
-from nemo_aligner.text.tokenizer import Tokenizer
-from nemo_aligner.text.turn_end import TurnEnd
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, render
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.turns import TurnEnd
 
 CONVERSATION = [
     {"role": "user", "content": "What is red?"},

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import Conversation
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES, Frames, find_frames, render
-from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.text.turn_marks import TurnMarkError, TurnMarks
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, Frames, find_frames, render
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.contract.turns import TurnMarkError, TurnMarks
+from nemo_aligner.utils.errors import DataError
 
 # Room for thoughts before the last reply, which an earlier one is written without.
 THINKING = (

@@ -58,9 +58,9 @@ def rollouts() -> list[Rollout]:
 
 
 def open_run(archive: str, folder: Path, layout: Any, *more: str) -> Any:
-    from nemo_aligner.config.critic import ServeCriticConfig
     from nemo_aligner.config.load import load_config
-    from nemo_aligner.training.critic_run import open_critic
+    from nemo_aligner.config.serving import ServeCriticConfig
+    from nemo_aligner.training.critic import open_critic
 
     where = [
         f"pretrained_checkpoint.restore_from_path={archive}",
@@ -93,9 +93,9 @@ def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, 
 def main(archive: str, folder: str, names: str) -> None:
     import torch
 
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import destroy_layout, initialize_layout
-    from nemo_aligner.processes import is_main
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+    from nemo_aligner.utils.processes import is_main
 
     with launch(timeout_seconds=60):
         for name in names.split(","):

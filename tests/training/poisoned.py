@@ -8,23 +8,20 @@ from typing import Any
 
 import torch
 
-from nemo_aligner.batch import Records
+from nemo_aligner.batch.packed import Records, prefix_of_all
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import OptimConfig, SchedulerConfig
 from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.loader import TrainLoader
+from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.data.records import Origin
-from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.data.views import TokenSequences
-from nemo_aligner.errors import TrainingError
-from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.data.training_data import TrainingData, TrainLoader
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.prefix import prefix_of_all
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.utils.errors import TrainingError
 from tests import tiny
 
 SHAPE = ModelShape.from_config(tiny.SMALLEST)

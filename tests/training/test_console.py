@@ -9,17 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
 from nemo_aligner.cli.main import load
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.data.loader import Imbalance
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.training.console import StepProgress, render_best, render_validation
-from nemo_aligner.training.describe import describe_heldout, describe_steps, next_commands
-from nemo_aligner.training.export import render_candidates
-from nemo_aligner.training.gauges import Gauges
+from nemo_aligner.data.training_data import Imbalance
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.training.loggers import Gauges, StepProgress, render_best, render_validation
+from nemo_aligner.training.run import (
+    describe_heldout,
+    describe_steps,
+    next_commands,
+    render_candidates,
+)
 
 STEP = {
     "train/loss": 0.693147,

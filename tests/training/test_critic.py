@@ -14,8 +14,8 @@ from transformers import LlamaForSequenceClassification
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.errors import CheckpointError, ConfigError, TrainingError
-from nemo_aligner.training.critic_run import CriticRun
+from nemo_aligner.training.critic import CriticRun
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 from tests import tiny
 from tests.once import Once
 from tests.training.critic_steps import PROBES, open_run, rollouts

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from nemo_aligner.batch import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.errors import AlignerError
 from nemo_aligner.training.dry_run import _kept_keys, check_run
+from nemo_aligner.utils.errors import AlignerError
 from tests import tiny
 
 

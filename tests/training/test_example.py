@@ -13,7 +13,7 @@ import torch
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.weights.store import open_weights
 from nemo_aligner.checkpoint.weights.tensor_store import is_optimizer_state
-from nemo_aligner.models.lora import is_of_adapter
+from nemo_aligner.models.shape import is_of_adapter
 from tests import tiny
 from tests.config.nemo_aligner_files import write_file
 from tests.training import jobs

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.batch import LabelColumns
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+from nemo_aligner.batch.packed import LabelColumns
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
-from nemo_aligner.data.loader import validation_batches
-from nemo_aligner.errors import TrainingError
+from nemo_aligner.data.training_data import validation_batches
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import infer
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.training.finite import StepRecords, check_rewards, check_validation
-from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.learner import (
+    RewardLearner,
+    StepRecords,
+    check_rewards,
+    check_validation,
+)
+from nemo_aligner.utils.errors import TrainingError
 from tests.evaluation.refusals import NOT_REFUSED, refusal
 from tests.training import poisoned
 

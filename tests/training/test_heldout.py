@@ -11,8 +11,8 @@ import torch
 
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
 from nemo_aligner.data.training_data import TrainingData, how_to_read
-from nemo_aligner.training.facts import RunFacts
-from nemo_aligner.training.heldout import HeldoutRewards
+from nemo_aligner.training.resume import RunFacts
+from nemo_aligner.training.trainer import HeldoutRewards
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data import files

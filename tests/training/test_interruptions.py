@@ -16,7 +16,7 @@ Where = tuple[str, str, str]
 Numbers = dict[tuple[str, int], float]
 
 STEPS = 6
-RUN_STATE = "nemo_aligner.checkpoint.runs"
+RUN_STATE = "nemo_aligner.checkpoint.run"
 TORCH = "torch.distributed.checkpoint.filesystem"
 FORWARD_BACKWARD = "nemo_aligner.training.learner:forward_backward"
 WRITE = f"{TORCH}:FileSystemWriter.write_data"

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.batch import LabelColumns
+from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import ExpManagerConfig, MonitorMode
 from nemo_aligner.data.packing import pack_records
-from nemo_aligner.data.views import TokenSequences
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.objectives.bradley_terry import BradleyTerry
-from nemo_aligner.objectives.masked_mse import MaskedMse
+from nemo_aligner.data.record_arrays import TokenSequences
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.regression import MaskedMse
 from nemo_aligner.training.learner import (
     RewardLearner,
     as_one_pack,
@@ -24,6 +23,7 @@ from nemo_aligner.training.learner import (
 )
 from nemo_aligner.training.resume import changed_settings
 from nemo_aligner.training.run import open_checkpoints
+from nemo_aligner.utils.errors import ConfigError
 from tests.data.test_packing import dataset
 from tests.training import poisoned
 

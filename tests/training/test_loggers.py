@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 
 from nemo_aligner.config.training import ExpManagerConfig
-from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.training import loggers
 from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
-from nemo_aligner.training.metrics_file import MetricsFile, read_metrics
+from nemo_aligner.training.tracking import MetricsFile, read_metrics
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:

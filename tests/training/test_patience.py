@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint.runs import RunState, Saved
+from nemo_aligner.checkpoint.run import RunState, Saved
 from nemo_aligner.config.load import config_to_dict, load_config
 from nemo_aligner.config.training import MonitorMode, TrainConfig
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.training.patience import Patience
 from nemo_aligner.training.resume import changes_since, find_latest, go_on, new_state
+from nemo_aligner.training.trainer import Patience
+from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data.files import build

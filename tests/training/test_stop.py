@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.training import stop as stop_module
-from nemo_aligner.training.clock import Timers, parse_max_time
-from nemo_aligner.training.stop import StopReason, StopRequest
+from nemo_aligner.training import signals as stop_module
+from nemo_aligner.training.loggers import Timers, parse_max_time
+from nemo_aligner.training.signals import StopReason, StopRequest
+from nemo_aligner.utils.errors import ConfigError
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import pytest
 
 from nemo_aligner.config.training import ExpManagerConfig
-from nemo_aligner.errors import CheckpointError, ConfigError
 from nemo_aligner.training import tracking
 from nemo_aligner.training.loggers import build_loggers
-from nemo_aligner.training.metrics_file import read_metrics
+from nemo_aligner.training.tracking import read_metrics
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.environments import kept_environment, make_environment
 

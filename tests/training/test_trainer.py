@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint import runs
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState, Saved
+from nemo_aligner.checkpoint import run
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig
-from nemo_aligner.console import Watch
-from nemo_aligner.errors import TrainingError
-from nemo_aligner.parallel.cpu.malloc import FreedMemory
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.training.patience import Patience
+from nemo_aligner.distributed.cpu_products import FreedMemory
+from nemo_aligner.distributed.launch import launch
 from nemo_aligner.training.resume import go_on
-from nemo_aligner.training.stop import StopRequest
-from nemo_aligner.training.trainer import SupervisedTrainer
+from nemo_aligner.training.signals import StopRequest
+from nemo_aligner.training.trainer import Patience, SupervisedTrainer
+from nemo_aligner.utils.console import Watch
+from nemo_aligner.utils.errors import TrainingError
 
 Moment = tuple[str, int]  # "step", "validation" or "end of validation", and its step
 
@@ -307,7 +306,7 @@ def test_resumed_run_has_the_best_checkpoint_and_the_end_of_one_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it was stopped, and as often as a validation that is made up is left."""
-    monkeypatch.setattr(runs, "start_saving", Saving)
+    monkeypatch.setattr(run, "start_saving", Saving)
     alone = judge(tmp_path / "alone", None)
     assert (alone[:2], alone[2] and alone[2].step) == ((True, 8), 4)
     moments = [("step", step) for step in range(1, 9)]

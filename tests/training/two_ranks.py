@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
-from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
+from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.parallel.collectives import gather_objects
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.processes import is_main
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer.build import build_optimizer
-from nemo_aligner.training.optimizer.optimizer import Optimizer
+from nemo_aligner.training.optimizer.optimizer import Optimizer, build_optimizer
+from nemo_aligner.utils.processes import is_main
 from tests.data.test_packing import dataset
 from tests.parallel.late_copies import play_late_copies
 from tests.training import poisoned

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.contract.contract import ScoringContract
 
 _CARD = """---
 license: {license}

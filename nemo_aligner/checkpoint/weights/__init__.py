@@ -1,3 +1,3 @@
 """Tensors of a checkpoint, on disk and in memory."""
 
-import nemo_aligner.parallel  # noqa: F401 - before the first import of megatron-core
+import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

@@ -1,13 +1,18 @@
-"""Model weights into a distributed checkpoint, as megatron-core writes it."""
+"""Save weights as a distributed checkpoint: sharded, in the background, or one tensor at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -23,19 +28,20 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nemo_aligner.checkpoint.weights.background import in_background
-from nemo_aligner.checkpoint.weights.common import write_common
-from nemo_aligner.checkpoint.weights.own_storage import InPlaceSavePlanner
-from nemo_aligner.checkpoint.weights.private_names import rank_collectives, torch_tensors
+from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX
+from nemo_aligner.checkpoint.weights.safe_pickle import rank_collectives, torch_tensors
 from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, without_objects
-from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.collectives import on_main
-from nemo_aligner.parallel.host_copies import Wait, copy_beside
-from nemo_aligner.parallel.host_memory import host_zeros
+from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST, write_common
+from nemo_aligner.distributed.collectives import gather_objects, on_main
+from nemo_aligner.models.shape import is_of_adapter
+from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.host_transfer import Wait, copy_beside, host_zeros
+
+# Model weights into a distributed checkpoint, as megatron-core writes it.
 
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
@@ -164,3 +170,184 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {'; '.join(failures)}") from error
     except (OSError, CheckpointingException) as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+# A save without a second copy of what it writes.
+
+
+class InPlaceSavePlanner(MCoreSavePlanner):
+    """megatron-core's planner, which hands the writer memory that it need not copy.
+
+    torch's ``FileSystemWriter`` clones every tensor that is a part of a larger storage, and holds
+    all clones until its file is written: as much again as the optimizer's flat state.
+    """
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        data = super().resolve_data(write_item)
+        return with_own_storage(data) if isinstance(data, Tensor) else data
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage holds nothing else.
+
+    ``tensor`` itself where that is so already, or where it cannot be had: on a GPU, or with holes.
+    """
+    is_part = tensor.untyped_storage().size() != tensor.nbytes
+    if not is_part or not tensor.is_cpu or not tensor.is_contiguous():
+        return tensor
+    # As bytes, for numpy has no bf16. A tensor from an array has a storage of just its bytes.
+    content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
+
+
+# Disk work that training does not wait for.
+
+T = TypeVar("T")
+
+
+def in_background(function: Callable[[], T]) -> Future[T]:
+    """Run ``function`` in a thread of its own; a process that ends waits for it.
+
+    It must make no collectives: they could meet those of the foreground in another order on each
+    rank.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
+    return future
+
+
+# Tensors into a distributed checkpoint one at a time, for a conversion.
+
+
+@dataclass(frozen=True)
+class UnreadTensor:
+    """A tensor whose ``shape`` and ``dtype`` are known, and which ``read`` brings into memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    def outline(self) -> Tensor:
+        """The tensor without its numbers, on torch's meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def dtype_of_matrices(tensors: Iterable[UnreadTensor]) -> torch.dtype:
+    """The dtype that holds every number of the matrices; norms and biases do not count."""
+    dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+class _ReadingPlanner(MCoreSavePlanner):
+    """Plans with outlines; a tensor is read when it is to be written."""
+
+    def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], UnreadTensor]) -> None:
+        super().__init__(**PLANNING)
+        self._tensors = tensors
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None, index
+        tensor = self._tensors[index.fqn, tuple(index.offset)]
+        data = tensor.read()
+        assert (tuple(data.shape), data.dtype) == (tensor.shape, tensor.dtype), index
+        # Where a key holds all layers, a layer has one axis more in the file.
+        return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
+
+
+def save_unread(
+    tensors: Mapping[str, UnreadTensor],
+    layers: Mapping[str, Sequence[UnreadTensor]],
+    folder: Path,
+) -> None:
+    """Write ``tensors``, and ``layers`` stacked under one key each, reading one after the other.
+
+    One process calls it, where torch.distributed is initialised. torch's writer holds on to the
+    last tensor of every key, so that the most in memory is ``tensors`` and two layers.
+
+    Raises:
+        CheckpointError: the folder cannot be written to, or a tensor not be read.
+    """
+    request: dict[str, Any] = {}
+    unread = {}
+    for key, tensor in tensors.items():
+        request[key] = ShardedTensor.from_rank_offsets(key, tensor.outline())
+        unread[key, (0,) * len(tensor.shape)] = tensor
+    for key, stack in layers.items():
+        for number, tensor in enumerate(stack):
+            request[f"{number}.{key}"] = ShardedTensor.from_rank_offsets(
+                key, tensor.outline(), (0, number, len(stack)), prepend_axis_num=1
+            )
+            unread[key, (number, *(0,) * len(tensor.shape))] = tensor
+    folder.mkdir(parents=True, exist_ok=True)
+    PendingSave(request, folder, _ReadingPlanner(unread)).finish()
+
+
+# The model in a training run's checkpoints: all of it, or with LoRA what is trained.
+
+_PREFIX = "model."
+# Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state,
+# and a stack with holes cannot be saved.
+_PER_LAYER = {"non_homogeneous_layers": True}
+
+
+class ShardedModel(Protocol):
+    """A Megatron module."""
+
+    def sharded_state_dict(
+        self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
+    ) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = ...) -> Any: ...
+
+
+def sharded_weights(model: ShardedModel) -> dict[str, Any]:
+    """Megatron's sharded view of what a checkpoint has of ``model``.
+
+    Beside adapters the weights are those of the pretrained checkpoint, and are not written again.
+    """
+    entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
+    if not any(map(is_of_adapter, entries)):
+        return entries
+    return {key: entry for key, entry in entries.items() if is_of_adapter(key) or _is_head(key)}
+
+
+def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
+    """Put what was loaded for ``sharded_weights`` into the model.
+
+    Raises:
+        CheckpointError: something is missing, or has no place in it; it names the checkpoint.
+    """
+    plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(plain, strict=False)
+    is_partial = any(map(is_of_adapter, plain))
+    wanted = [key for key in missing if not is_partial or is_of_adapter(key) or _is_head(key)]
+    # TransformerEngine's opaque state is never saved.
+    lost = [key for key in wanted if "_extra_state" not in key]
+    if lost or unexpected:
+        raise CheckpointError(f"{path}: not loaded: {', '.join([*lost, *unexpected])}")
+
+
+def frozen_digest(model: ShardedModel) -> str:
+    """What tells the weights beside adapters from others, at any layout; every rank calls it.
+
+    It is a sum over all tensors of the bits of their numbers, times what their names are worth;
+    rows of zeros, which pad a vocabulary, add nothing.
+    """
+    entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
+    total = 0
+    for name, entry in entries.items():
+        is_tensor = isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        is_trained = is_of_adapter(name) or _is_head(name)
+        if is_tensor and not is_trained and is_main_replica(entry.replica_id):
+            total += zlib.crc32(entry.key.encode()) * _sum_of_bits(entry.data.detach())
+    return f"{sum(gather_objects(total)) % 2**64:016x}"
+
+
+def _sum_of_bits(values: Tensor) -> int:
+    integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
+    return int(values.view(integers).sum(dtype=torch.int64))
+
+
+def _is_head(key: str) -> bool:
+    return key.removeprefix(_PREFIX).startswith(HEAD_PREFIX)

@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
 
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.collectives import gather_objects
+from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.utils.errors import CheckpointError
 
 ShardedStateDict = dict[str, Any]
 # Name -> (global shape, dtype).

@@ -1,20 +1,44 @@
-"""Weights that are stored as torch_dist: the pieces of all tensors in a few files, and an index."""
+"""Read torch_dist checkpoints of anyone: a checked index, shards whole and in bounds, and plain
+data beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from io import BufferedReader
-from pathlib import Path
+import math
+import pickle
+import sys
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from io import BufferedReader, BytesIO, RawIOBase
+from pathlib import Path, PurePosixPath
+from types import FunctionType
+from typing import Any, BinaryIO
 
+import torch
 from torch import Size, Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from nemo_aligner.checkpoint.weights.index import read_metadata
-from nemo_aligner.checkpoint.weights.pieces import FileSlice, check_pieces, read_piece
-from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
-from nemo_aligner.errors import CheckpointError, short
+from nemo_aligner.checkpoint.weights.safe_pickle import (
+    Outline,
+    PythonUnpickler,
+    load_plain,
+    outline_of,
+    torch_archive,
+    with_small_ones,
+)
+from nemo_aligner.checkpoint.weights.tensor_store import TensorStore, is_optimizer_state
+from nemo_aligner.utils.errors import CheckpointError, short, shown
+
+# Weights that are stored as torch_dist: the pieces of all tensors in a few files, and an index.
 
 TORCH_DIST = "torch_dist"
 
@@ -67,3 +91,369 @@ class TorchDistStore(TensorStore):
         with (self.folder / info.relative_path).open("rb") as file:
             piece = BufferedReader(FileSlice(file, info.offset, info.offset + info.length))
             read_piece(piece, item.storage_offsets, stored.sizes, box)
+
+
+# The index of a distributed checkpoint, read without running what anyone may have put into it.
+#
+# ``.metadata`` is a pickle, and torch reads it with ``pickle.load``. Here only the record types of
+# torch.distributed.checkpoint can be built, so a file that passes may be handed to torch
+# afterwards. What it hashes or calls with is bounded by ``pickles``.
+
+INDEX_NAME = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+_ALLOWED = {
+    f"{_DCP}.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    f"{_DCP}.planner": {
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+    "torch": {"Size", "device", "strided", "contiguous_format", "preserve_format", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+    "collections": {"OrderedDict"},
+    "builtins": {"set"},
+    "__builtin__": {"set"},
+}  # fmt: skip
+
+
+def _enum_member(owner: Any, name: Any) -> Any:
+    """What ``getattr`` may do in an index: Python 3.11.0 to 3.11.3 write enum members with it."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"it asks for attribute {shown(name)} of {shown(owner)}")
+
+
+class _AllowListUnpickler(PythonUnpickler):
+    dispatch = with_small_ones(PythonUnpickler.dispatch)
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no record is written with these
+        del dispatch[_code[0]]
+
+    def load_build(self) -> None:
+        # A pickle may set attributes of what it made, but not of the classes it named.
+        if isinstance(self.stack[-2], type | FunctionType):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return _enum_member
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of the distributed checkpoint in ``folder``, once it is known to be harmless.
+
+    Raises:
+        CheckpointError: there is no index, it holds more than an index needs, or it points to a
+            file outside ``folder``.
+    """
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: got no {INDEX_NAME} file, wanted a distributed checkpoint (torch_dist)"
+        )
+    try:
+        with path.open("rb") as stream:
+            metadata = _AllowListUnpickler(stream).load()
+        _check_structure(metadata)
+    except Exception as error:  # a broken pickle may raise anything, and lack anything
+        raise CheckpointError(f"{path}: refused or unreadable: {short(error)}") from error
+    _check_locations(path, metadata)
+    return metadata
+
+
+def _check_structure(metadata: Any) -> None:
+    """Raise an exception of any kind where an index is not what its types promise."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"got {type(metadata).__name__}, wanted a checkpoint index")
+    for name, entry in metadata.state_dict_metadata.items():
+        _check_name(name)
+        if isinstance(entry, TensorStorageMetadata):
+            shapes = [entry.size]
+            for chunk in entry.chunks:
+                shapes += [chunk.offsets, chunk.sizes]
+            dtype = entry.properties.dtype
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
+            if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
+                raise ValueError(f"{shown(name)}: a shape has other than whole numbers")
+    for index, info in (metadata.storage_data or {}).items():
+        _check_name(index.fqn)
+        numbers = info.offset, info.length
+        if not isinstance(info.relative_path, str) or any(
+            type(number) is not int or number < 0 for number in numbers
+        ):
+            got = ", ".join(type(value).__name__ for value in (info.relative_path, *numbers))
+            raise ValueError(
+                f"{shown(index.fqn)}: got {got}, wanted a file, an offset in it and a length"
+            )
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"got {type(name).__name__}, wanted the name of a tensor")
+
+
+def _check_locations(path: Path, metadata: Metadata) -> None:
+    for info in (metadata.storage_data or {}).values():
+        name = info.relative_path
+        if name in ("", ".", "..") or PurePosixPath(name).name != name:
+            raise CheckpointError(f"{path}: the data file {shown(name)} is not in its folder")
+        if (path.parent / name).is_symlink():
+            raise CheckpointError(
+                f"{path}: the data file {shown(name)} is a link, wanted a plain file"
+            )
+
+
+# The pieces that a distributed checkpoint's tensors are stored in: whole, in bounds, undamaged.
+
+_BLOCK_BYTES = 2**24
+_STORAGES = {
+    f"torch.{name}Storage": dtype
+    for name, dtype in (
+        ("Double", torch.float64), ("Float", torch.float32), ("Half", torch.float16),
+        ("BFloat16", torch.bfloat16), ("Long", torch.int64), ("Int", torch.int32),
+        ("Short", torch.int16), ("Char", torch.int8), ("Byte", torch.uint8), ("Bool", torch.bool),
+    )
+}  # fmt: skip
+
+
+def check_pieces(folder: Path, metadata: Metadata, *, read: bool) -> None:
+    """Find what is missing or damaged before any tensor is used.
+
+    The index has to lay each tensor out without a gap, inside its files. To ``read`` is to compare
+    content, too: each piece is a zip file of torch's, which has a CRC-32. Optimizer state is left
+    out: it is never read.
+
+    Raises:
+        CheckpointError: a piece is missing, cut off, of another size, or damaged.
+    """
+    pieces = defaultdict(list)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
+            try:
+                for info, least in _pieces(metadata, name, entry):
+                    pieces[info.relative_path].append((info, least, name))
+            except (KeyError, ValueError) as error:
+                raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
+    for file, found in pieces.items():
+        _check_file(folder / file, found, read)
+
+
+def _pieces(
+    metadata: Metadata, name: str, entry: TensorStorageMetadata
+) -> Iterator[tuple[Any, int]]:
+    """Where each piece of a tensor is stored, and the least bytes that it takes."""
+    size, item = tuple(entry.size), entry.properties.dtype.itemsize
+    volumes = []
+    for chunk in entry.chunks:
+        bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        if any(start + length > whole for start, length, whole in bounds):
+            raise ValueError(f"a piece of shape {tuple(chunk.sizes)} lies outside {size}")
+        volumes.append(math.prod(chunk.sizes))
+        info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("it is stored in another form than torch's own")
+        yield info, volumes[-1] * item
+    starts = {tuple(chunk.offsets) for chunk in entry.chunks}
+    if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
+        raise ValueError(f"its pieces do not make up its shape {size}")
+
+
+def _check_file(path: Path, pieces: list[tuple[Any, int, str]], read: bool) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file, wanted the data of {pieces[0][2]}")
+    end = 0
+    with path.open("rb") as file:
+        for info, least, name in sorted(pieces, key=lambda piece: piece[0].offset):
+            where = f"{path}: {name}"
+            if info.offset < end or least > info.length:
+                raise CheckpointError(
+                    f"{where}: got {info.length} bytes at {info.offset}, wanted at least {least} "
+                    f"from {end} on"
+                )
+            end = info.offset + info.length
+            if end > path.stat().st_size:
+                raise CheckpointError(
+                    f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
+                )
+            if read:
+                _check_piece(FileSlice(file, info.offset, end), where)
+
+
+def _check_piece(stored: FileSlice, where: str) -> None:
+    try:
+        with zipfile.ZipFile(BufferedReader(stored)) as piece:
+            if any(member.compress_type for member in piece.infolist()):
+                raise ValueError("it is compressed, wanted torch's own form")
+            damaged = piece.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+        raise CheckpointError(f"{where}: damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{where}: damaged: {damaged} has another CRC-32")
+
+
+def read_piece(
+    stored: BinaryIO, offsets: Sequence[int], shape: Sequence[int], target: Tensor
+) -> None:
+    """Copy a box of a piece into ``target``; of the file no other rows are read than the box's.
+
+    Args:
+        stored: the piece, as ``torch.save`` wrote it.
+        offsets: where in the piece the box begins.
+        shape: of the whole piece, by the index.
+        target: of the box's shape, any dtype and any device.
+
+    Raises:
+        Exception: of many kinds, where the piece is damaged, has another shape, or would cost more
+            to read than it should.
+    """
+    place = _place_of(stored, tuple(shape))
+    if place is None:
+        whole = load_plain(stored)
+        if not isinstance(whole, Tensor) or whole.shape != torch.Size(shape):
+            raise ValueError(f"got another piece than the index says, wanted {list(shape)}")
+        target.copy_(whole[_slices(offsets, target.shape)])
+        return
+    start, dtype = place
+    while target.dim() > 1 and target.size(0) == 1:  # one of stacked layers: its rows
+        start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
+        shape, offsets, target = shape[1:], offsets[1:], target[0]
+    if target.dim() == 0:
+        shape, offsets, target = (1,), (0,), target.view(1)
+    row, inside = math.prod(shape[1:]) * dtype.itemsize, _slices(offsets[1:], target.shape[1:])
+    stored.seek(start + offsets[0] * row)
+    for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
+        content = bytearray(rows.size(0) * row)
+        if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
+            raise ValueError("the file ends within it")
+        block = torch.frombuffer(content, dtype=dtype).view(rows.size(0), *shape[1:])
+        rows.copy_(block[(slice(None), *inside)])
+
+
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    bounds = zip(offsets, lengths, strict=True)
+    return tuple(slice(start, start + length) for start, length in bounds)
+
+
+def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtype] | None:
+    """Where in a piece its numbers begin, if they lie row by row, and their dtype.
+
+    None for what torch has to put together: of another byte order, with holes, of a rare dtype.
+    """
+    found = outline_of(stored)
+    if not isinstance(found, Outline) or found.name != "torch._utils._rebuild_tensor_v2()":
+        return None
+    storage, first, size, stride, *_ = found.parts
+    _, of_type, key, *_ = storage.parts[0]
+    dtype = _STORAGES.get(getattr(of_type, "name", ""))
+    archive, name = torch_archive(stored), f"data/{key}"
+    row_by_row = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    if (
+        dtype is None
+        or (size, stride) != (shape, row_by_row)
+        or not archive.has_record("byteorder")
+        or archive.get_record("byteorder") != sys.byteorder.encode()
+    ):
+        return None
+    if type(first) is not int or first < 0:
+        raise ValueError("it begins before its own numbers")
+    if (first + math.prod(shape)) * dtype.itemsize > archive.get_record_size(name):
+        raise ValueError(f"it has fewer numbers than {list(shape)} takes")
+    return archive.get_record_offset(name) + first * dtype.itemsize, dtype
+
+
+class FileSlice(RawIOBase):
+    """The bytes ``start`` to ``end`` of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file, self._start, self._size = file, start, end - start
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = max(0, offset + (0, self._position, self._size)[whence])
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._position)
+        block = self._file.read(min(len(buffer), max(0, self._size - self._position)))
+        buffer[: len(block)] = block
+        self._position += len(block)
+        return len(block)
+
+
+# What a checkpoint holds beside tensors, as plain data.
+#
+# It lies in ``common.pt``, as NeMo and megatron-core up to 0.16 write it, and this package with
+# any. Since 0.17 megatron-core itself writes it among the tensors' pieces.
+
+COMMON_NAME = "common.pt"
+# As megatron-core names an object that is whole in one piece: a list of nothing but it.
+_AMONG_PIECES = "common_state/shard_0_1"
+
+
+def write_common(common: dict[str, Any], folder: Path) -> None:
+    """Raises OSError where it cannot be written."""
+    torch.save(common, folder / COMMON_NAME)
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """What ``folder`` holds beside tensors.
+
+    megatron-core's list of harmless classes counts as plain, ``argparse.Namespace`` among them.
+
+    Raises:
+        CheckpointError: it is missing, is damaged, or would run as code.
+    """
+    common = folder / COMMON_NAME
+    if not common.exists() and (folder / INDEX_NAME).is_file():
+        return _among_pieces(folder)
+    try:
+        with common.open("rb") as stored:
+            return _plain(stored, common)
+    except OSError as error:
+        raise CheckpointError(f"{common}: refused or unreadable: {short(error)}") from error
+
+
+def _among_pieces(folder: Path) -> dict[str, Any]:
+    where = (read_metadata(folder).storage_data or {}).get(MetadataIndex(_AMONG_PIECES))
+    if where is None:
+        raise CheckpointError(
+            f"{folder}: got neither {COMMON_NAME} nor {_AMONG_PIECES} in {INDEX_NAME}, "
+            "wanted what lies beside the tensors"
+        )
+    path = folder / where.relative_path
+    try:
+        with path.open("rb") as file:
+            file.seek(where.offset)
+            stored = file.read(where.length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {_AMONG_PIECES}: cannot be read: {error}") from error
+    found = _plain(BytesIO(stored), f"{path}: {_AMONG_PIECES}")
+    return found[0] if type(found) is list and len(found) == 1 else found
+
+
+def _plain(stored: BinaryIO, name: Path | str) -> Any:
+    try:
+        return load_plain(stored)
+    except Exception as error:
+        raise CheckpointError(f"{name}: refused or unreadable: {short(error)}") from error

@@ -40,7 +40,7 @@ Label columns of pairs are fields of their names; where a format says by how muc
 better, ``label_margin`` is that, unless the record has a field of this name.
 
 ``FORMATS`` is the registry; of several that a first record fits, the first is taken. What a record
-lacks makes it a malformed one; what becomes of those is decided elsewhere (``malformed.py``).
+lacks makes it a malformed one; what becomes of those is decided elsewhere (``readers.py``).
 """
 
 from __future__ import annotations
@@ -52,25 +52,23 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
-from nemo_aligner.data.formats.chat_pairs import CHAT_PAIRS, pairs_by
-from nemo_aligner.data.formats.comparison_text import COMPARISON_TEXT
-from nemo_aligner.data.formats.fields import read_source
-from nemo_aligner.data.formats.helpsteer2_preference import HELPSTEER2_PREFERENCE
-from nemo_aligner.data.formats.helpsteer3 import HELPSTEER3
+from nemo_aligner.contract.messages import with_tools
+from nemo_aligner.data.files import AnyLine, BadLine, Line
+from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels, read_source
+from nemo_aligner.data.formats.helpsteer import HELPSTEER2_PREFERENCE, HELPSTEER3
 from nemo_aligner.data.formats.hh import HH
-from nemo_aligner.data.formats.nemo_rl_preference import NEMO_RL_PREFERENCE
-from nemo_aligner.data.formats.openai_preference import OPENAI_PREFERENCE
-from nemo_aligner.data.formats.pandalm import PANDALM
-from nemo_aligner.data.formats.qa_feedback import QA_FEEDBACK
-from nemo_aligner.data.formats.rated_chat import RATED_CHAT
-from nemo_aligner.data.formats.rated_text import RATED_TEXT
-from nemo_aligner.data.formats.text_pairs import MAYBE_PROMPTS, TEXT_PAIRS
-from nemo_aligner.data.formats.ultrafeedback import ULTRAFEEDBACK
+from nemo_aligner.data.formats.pairs import (
+    CHAT_PAIRS,
+    COMPARISON_TEXT,
+    MAYBE_PROMPTS,
+    TEXT_PAIRS,
+    pairs_by,
+)
+from nemo_aligner.data.formats.preference import NEMO_RL_PREFERENCE, OPENAI_PREFERENCE
+from nemo_aligner.data.formats.ratings import RATED_CHAT, RATED_TEXT
+from nemo_aligner.data.formats.ultrafeedback import PANDALM, QA_FEEDBACK, ULTRAFEEDBACK
 from nemo_aligner.data.records import MalformedRecord, Origin, Rating, Record
-from nemo_aligner.data.sources import AnyLine, BadLine, Line
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.messages import with_tools
+from nemo_aligner.utils.errors import ConfigError, DataError
 
 _BAD_LINES_SHOWN = 3
 # What most people's files are, and so what an error spells out.

@@ -1,13 +1,20 @@
-"""What a format is: how its records are known, and how one is read."""
+"""Format: how records of a public format are recognized and read; errors name the field."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.records import Origin, Record
+from nemo_aligner.config.describe import suggestion
+from nemo_aligner.contract.messages import Messages, Text, read_messages, read_text
+from nemo_aligner.data.records import Comparison, Origin, Record
+from nemo_aligner.utils.errors import DataError
+
+# What a format is: how its records are known, and how one is read.
 
 
 @dataclass(frozen=True)
@@ -66,3 +73,223 @@ class Format:
 def has(*keys: str) -> Callable[[dict[str, Any]], bool]:
     """Whether an object has all of ``keys``."""
     return lambda value: set(keys) <= set(value)
+
+
+# Texts, conversations and labels out of a record's fields; each error names the field.
+
+# The column that says by how much the chosen reply is better, as objectives ask for it.
+LABEL_MARGIN = "label_margin"
+# Labels are float32.
+_LARGEST = (2 - 2**-23) * 2.0**127
+_FEWEST = 2  # completions of a comparison
+# Where a turn begins inside a prompt of HelpSteer and HelpSteer2.
+_TURN = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
+
+
+def read_string(value: dict[str, Any], key: str) -> str:
+    """A field that is a text."""
+    text = value[key]
+    if not isinstance(text, str):
+        raise DataError(f"{key}: got {text!r:.60}, wanted a string")
+    checked(text, key)
+    return text
+
+
+def checked(text: Any, key: str) -> Any:
+    """The text or conversation of a field, as ``read_text`` gives it."""
+    try:
+        return read_text(text)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+def read_source(value: object) -> str:
+    """Where a record is from, by a text or a number that says so; empty for anything else."""
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else value if math.isfinite(value) else None
+    is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return str(value) if is_named else ""
+
+
+def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str, Any]]:
+    """A field that is a list of two or more objects, each with the keys that are ``needed``."""
+    found = value[key]
+    if not isinstance(found, list) or len(found) < _FEWEST:
+        raise DataError(f"{key}: got {found!r:.60}, wanted a list of two or more objects")
+    for number, one in enumerate(found, start=1):
+        if not isinstance(one, dict) or not set(needed) <= set(one):
+            raise DataError(
+                f"{key}, {number}: got {one!r:.60}, wanted an object with "
+                f"{' and '.join(map(repr, needed))}"
+            )
+    return found
+
+
+def split_turns(prompt: object) -> object:
+    """A prompt of several turns in HelpSteer's writing as messages; any other one as it is.
+
+    Turns after the first begin with a line ``<extra_id_1>User`` or ``<extra_id_1>Assistant`` (the
+    card of the data set nvidia/HelpSteer2).
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    first, *rest = _TURN.split(prompt)
+    if not rest:
+        return prompt
+    roles = ["user", *(name.lower() for name in rest[::2])]
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+        raise DataError(
+            f"prompt: got turns of {', '.join(roles)}, wanted user and assistant to take turns, "
+            "the last one the user's"
+        )
+    said = [first, *rest[1::2]]
+    return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+
+
+def read_conversation(
+    prompt: object, reply: object, key: str, prompt_key: str = "prompt"
+) -> Messages:
+    """Prompt and reply, each a string or messages, put together by the rule of the formats."""
+    if not isinstance(reply, str | list) or reply == []:
+        raise DataError(f"{key}: got {reply!r:.60}, wanted a string or a list of messages")
+    if not isinstance(prompt, str | list | None):
+        raise DataError(f"{prompt_key}: got {prompt!r:.60}, wanted a string or a list of messages")
+    if isinstance(reply, str):
+        turns: list[Any] = [{"role": "assistant", "content": reply}]
+    else:
+        turns = reply
+    first = turns[0]
+    if isinstance(first, dict) and first.get("role") == "assistant":
+        if prompt is None:
+            raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        whole: Messages = checked([*before, *turns], key)
+        return whole
+    conversation: Messages = checked(turns, key)
+    if isinstance(prompt, str):
+        holds_prompt = {"role": "user", "content": prompt} in conversation
+    else:
+        holds_prompt = prompt is None or conversation[: len(prompt)] == _messages(
+            prompt, prompt_key
+        )
+    if not holds_prompt:
+        raise DataError(
+            f"{key}: got a whole conversation that does not hold the record's {prompt_key}"
+        )
+    return conversation
+
+
+def _messages(prompt: list[Any], key: str) -> Messages:
+    try:
+        return read_messages(prompt)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+def read_labels(value: dict[str, Any], wanted: WantedLabels, why: str) -> tuple[float | None, ...]:
+    """The label of every wanted column, by the field of its name; ``why`` says who wants it."""
+    missing = [name for name in wanted.names if name not in value]
+    if missing:
+        near = suggestion(missing[0], value)
+        meant = "" if near is None else f"did you mean {near!r}? "
+        raise DataError(
+            f"missing key {missing[0]!r}, {why}; {meant}this record has "
+            f"{', '.join(map(repr, value))} (a label that is not known is null)"
+        )
+    return tuple(read_label(value[name], name, wanted) for name in wanted.names)
+
+
+def read_pair_labels(value: dict[str, Any], wanted: WantedLabels) -> tuple[float | None, ...]:
+    """``read_labels`` of a pair, whose columns an objective asks for."""
+    return read_labels(value, wanted, "a label column that model.objective reads")
+
+
+def read_label(value: object, name: str, wanted: WantedLabels) -> float | None:
+    """A label, None where it is missing."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{name}: got {value!r:.60}, wanted a number, or null where it is missing")
+    if value == wanted.missing:
+        return None
+    # A whole number may be too large for a float; NaN is not within the bounds, either.
+    if not -_LARGEST <= value <= _LARGEST:
+        raise DataError(f"{name}: got {value!r:.60}, wanted a number that 32 bits hold")
+    return float(value)
+
+
+# By how much a chosen reply is better, out of what public pairs call its score.
+
+# What scores of the chosen and the rejected reply are called: in UltraFeedback as binarized for
+# Zephyr and by TRL, in argilla's editions of it, and by RLHFlow.
+_SCORES = (
+    ("score_chosen", "score_rejected"),
+    ("chosen-rating", "rejected-rating"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen_score", "rejected_score"),
+)
+
+
+def read_margin_labels(value: dict[str, Any], wanted: WantedLabels) -> tuple[float | None, ...]:
+    """``read_pair_labels``; a ``label_margin`` may also be TRL's ``margin``, or of two scores.
+
+    Scores are fields of the record, or of its ``metadata``. The margin is that of the chosen reply
+    over the rejected one, and negative where that has the higher score.
+    """
+    if LABEL_MARGIN in wanted.names and LABEL_MARGIN not in value:
+        return read_pair_labels({**_margin(value, wanted), **value}, wanted)
+    return read_pair_labels(value, wanted)
+
+
+def _margin(value: dict[str, Any], wanted: WantedLabels) -> dict[str, float | None]:
+    if "margin" in value:
+        return {LABEL_MARGIN: read_label(value["margin"], "margin", wanted)}
+    metadata = value.get("metadata")
+    for scored in (value, metadata if isinstance(metadata, dict) else {}):
+        for keys in _SCORES:
+            if set(keys) <= set(scored):
+                chosen, rejected = (read_label(scored[key], key, wanted) for key in keys)
+                if chosen is None or rejected is None:
+                    return {LABEL_MARGIN: None}
+                return {LABEL_MARGIN: chosen - rejected}
+    return {}
+
+
+# Completions in order of how good they are, by ranks, scores or the strength of a preference.
+
+_STRONGEST = 3
+
+
+def ranked(
+    texts: Sequence[Text],
+    standing: Sequence[float],
+    origin: Origin,
+    labels: tuple[float | None, ...] = (),
+) -> Comparison:
+    """The texts best first; a lower ``standing`` is better, and texts with equal ones are tied.
+
+    Tied texts stay in the order that they came in; ranks begin with 0 and leave none out.
+    """
+    order = sorted(range(len(texts)), key=standing.__getitem__)
+    levels = sorted(set(standing))
+    ranks = tuple(levels.index(standing[number]) for number in order)
+    return Comparison(tuple(texts[number] for number in order), ranks, origin, labels=labels)
+
+
+def ranked_by_strength(
+    texts: Sequence[Text], key: str, value: dict[str, Any], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    """Two texts by the field ``key``: by how much the second is better than the first.
+
+    It is from -3 (the first is much better) to 3 (the second is); 0 is a tie. Where the record has
+    no ``label_margin``, its absolute value is one.
+    """
+    strength = value[key]
+    is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
+    if not is_number or not -_STRONGEST <= strength <= _STRONGEST:
+        raise DataError(
+            f"{key}: got {strength!r:.60}, wanted a number from -{_STRONGEST} (the first response "
+            f"is much better) to {_STRONGEST} (the second is); 0 is a tie"
+        )
+    labels = read_pair_labels({LABEL_MARGIN: abs(strength), **value}, wanted)
+    return ranked(texts, (strength, -strength), origin, labels)

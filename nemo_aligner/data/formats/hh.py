@@ -6,11 +6,16 @@ import re
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.formats.base import Format, WantedLabels
-from nemo_aligner.data.formats.fields import checked, read_pair_labels, read_string
+from nemo_aligner.contract.messages import Messages
+from nemo_aligner.data.formats.base import (
+    Format,
+    WantedLabels,
+    checked,
+    read_pair_labels,
+    read_string,
+)
 from nemo_aligner.data.records import Comparison, Origin
-from nemo_aligner.errors import DataError
-from nemo_aligner.text.messages import Messages
+from nemo_aligner.utils.errors import DataError
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}

@@ -1,32 +1,40 @@
-"""UltraFeedback: an instruction, and completions with scores.
-
-Cui et al. 2023, arXiv:2310.01377. The order is that of ``fine-grained_score``, the mean of four
-aspects' ratings, where every completion has one, and otherwise that of ``overall_score``, which was
-10 instead of 1 for many completions of the data's first version (OpenBMB/UltraFeedback, "Update").
-Equal scores are a tie.
-"""
+"""Ranked completions of published sets: UltraFeedback, QA-Feedback and PandaLM."""
 
 from __future__ import annotations
 
+from itertools import combinations
+from statistics import median
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.formats.base import Format, WantedLabels, has
-from nemo_aligner.data.formats.fields import (
+from nemo_aligner.data.formats.base import (
     LABEL_MARGIN,
+    Format,
+    WantedLabels,
+    has,
+    ranked,
     read_conversation,
     read_label,
     read_objects,
     read_pair_labels,
+    read_string,
 )
-from nemo_aligner.data.formats.ranking import ranked
 from nemo_aligner.data.records import Comparison, Origin
-from nemo_aligner.errors import DataError
+from nemo_aligner.utils.errors import DataError
+
+# UltraFeedback: an instruction, and completions with scores.
+#
+# Cui et al. 2023, arXiv:2310.01377. The order is that of ``fine-grained_score``, the mean of four
+# aspects' ratings, where every completion has one, and otherwise that of ``overall_score``, which
+# was 10 instead of 1 for many completions of the data's first version (OpenBMB/UltraFeedback,
+# "Update"). Equal scores are a tie.
 
 _SCORES = ("fine-grained_score", "overall_score")
 
 
-def _parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_ultrafeedback(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
     value = values[0]
     completions = read_objects(value, "completions", "response")
     texts = [
@@ -58,7 +66,7 @@ ULTRAFEEDBACK = Format(
     matches=has("instruction", "completions"),
     wanted="'instruction' and 'completions', two or more objects with 'response' and a score, "
     "'fine-grained_score' or 'overall_score'",
-    parse=_parse,
+    parse=_parse_ultrafeedback,
     sample=(
         {
             "instruction": "2+2?",
@@ -67,6 +75,130 @@ ULTRAFEEDBACK = Format(
                 {"response": "4", "fine-grained_score": 4.75, "overall_score": 8.5},
                 {"response": "Four.", "fine-grained_score": 4.75, "overall_score": 8.0},
             ],
+        },
+    ),
+)
+
+
+# QA-Feedback: four answers to a question, each compared with every other.
+#
+# Wu et al. 2023, arXiv:2306.01693. ``preference`` has six labels, of answers 1 and 2, 1 and 3, 1
+# and 4, 2 and 3, 2 and 4, 3 and 4: 1 where the first is preferred, 2 where the second is, 0 for
+# neither (allenai/FineGrainedRLHF, tasks/qa_feedback/data/README.md). Answers are ranked by how
+# many they are preferred to, less how many are preferred to them. That keeps every preference of
+# the published ``dev_feedback.json``; "neither" is not always kept, for of its 500 questions 22
+# have labels that no ranking has. The passages that the answers were written from stand before the
+# question.
+
+_ANSWERS = tuple(f"prediction {number}" for number in range(1, 5))
+_PAIRS = tuple(combinations(range(len(_ANSWERS)), 2))
+
+
+def _parse_qa_feedback(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    value = values[0]
+    prompt = "\n\n".join([*_passages(value.get("passages", [])), read_string(value, "question")])
+    texts = [read_conversation(prompt, read_string(value, key), key) for key in _ANSWERS]
+    labels = read_pair_labels(value, wanted)
+    return ranked(texts, _net_losses(value["preference"]), origin, labels)
+
+
+def _passages(passages: object) -> list[str]:
+    """Every passage is its title and its sentences."""
+    if not isinstance(passages, list) or not all(
+        isinstance(passage, list) and passage and all(isinstance(part, str) for part in passage)
+        for passage in passages
+    ):
+        raise DataError(f"passages: got {passages!r:.60}, wanted lists of a title and sentences")
+    return [f"{title}\n{' '.join(sentences)}" for title, *sentences in passages]
+
+
+def _net_losses(preference: object) -> list[int]:
+    if (
+        not isinstance(preference, list)
+        or len(preference) != len(_PAIRS)
+        or any(isinstance(label, bool) or label not in (0, 1, 2) for label in preference)
+    ):
+        raise DataError(
+            f"preference: got {preference!r:.60}, wanted {len(_PAIRS)} labels, each 0, 1 or 2"
+        )
+    losses = [0] * len(_ANSWERS)
+    for (first, second), label in zip(_PAIRS, preference, strict=True):
+        if label:
+            winner, loser = (first, second) if label == 1 else (second, first)
+            losses[winner] -= 1
+            losses[loser] += 1
+    return losses
+
+
+QA_FEEDBACK = Format(
+    name="qa_feedback",
+    kind=RecordKind.comparison,
+    matches=has("question", *_ANSWERS, "preference"),
+    wanted=f"'question', {', '.join(map(repr, _ANSWERS))} and 'preference', six labels",
+    parse=_parse_qa_feedback,
+    sample=(
+        {
+            "question": "2+2?",
+            "passages": [["Sums", "Two and two are four."]],
+            "prediction 1": "5",
+            "prediction 2": "4",
+            "prediction 3": "Four.",
+            "prediction 4": "3",
+            "preference": [2, 2, 1, 0, 1, 1],
+        },
+    ),
+)
+
+
+# PandaLM's test set: two responses to an instruction, judged by three people.
+#
+# Wang et al. 2023, arXiv:2306.05087. An annotator's label is 1 or 2, the response that is better,
+# or 0 where they are alike (WeOpenML/PandaLM, README, "Test data"). What two of the three say
+# counts; it is a tie if they say three different things. The input stands below the instruction.
+
+_RESPONSES = ("response1", "response2")
+_ANNOTATORS = ("annotator1", "annotator2", "annotator3")
+# A label -> whether the second response is better (1), or the first (-1).
+_VOTES = {0: 0, 1: -1, 2: 1}
+
+
+def _parse_pandalm(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    value = values[0]
+    parts = [read_string(value, key) for key in ("instruction", "input") if key in value]
+    prompt = "\n\n".join(part for part in parts if part.strip())
+    texts = [read_conversation(prompt, read_string(value, key), key) for key in _RESPONSES]
+    # Of three votes the one in the middle is that of any two that agree.
+    vote = median(_vote(value, key) for key in _ANNOTATORS)
+    return ranked(texts, (vote, -vote), origin, read_pair_labels(value, wanted))
+
+
+def _vote(value: dict[str, Any], key: str) -> int:
+    label = value[key]
+    if isinstance(label, bool) or not isinstance(label, int) or label not in _VOTES:
+        raise DataError(f"{key}: got {label!r:.60}, wanted 1 or 2, the better response, or 0")
+    return _VOTES[label]
+
+
+PANDALM = Format(
+    name="pandalm",
+    kind=RecordKind.comparison,
+    matches=has("instruction", *_RESPONSES, *_ANNOTATORS),
+    wanted="'instruction', 'response1', 'response2', and 0, 1 or 2 of "
+    f"{', '.join(map(repr, _ANNOTATORS))}",
+    parse=_parse_pandalm,
+    sample=(
+        {
+            "instruction": "Add the numbers.",
+            "input": "2, 2",
+            "response1": "5",
+            "response2": "4",
+            "annotator1": 2,
+            "annotator2": 2,
+            "annotator3": 0,
         },
     ),
 )

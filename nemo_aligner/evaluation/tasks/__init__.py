@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from nemo_aligner.config.suggest import suggestion
-from nemo_aligner.errors import ConfigError
-from nemo_aligner.evaluation.tasks.autoj import AUTOJ
+from nemo_aligner.config.describe import suggestion
 from nemo_aligner.evaluation.tasks.base import Task
-from nemo_aligner.evaluation.tasks.best_of_n import BEST_OF_N
-from nemo_aligner.evaluation.tasks.hhh import HHH
-from nemo_aligner.evaluation.tasks.humanevalpack import HUMANEVALPACK
-from nemo_aligner.evaluation.tasks.judgebench import JUDGEBENCH
-from nemo_aligner.evaluation.tasks.llmbar import LLMBAR
-from nemo_aligner.evaluation.tasks.ppe_correctness import PPE_CORRECTNESS
-from nemo_aligner.evaluation.tasks.rewardbench import REWARDBENCH
-from nemo_aligner.evaluation.tasks.rewardbench2 import REWARDBENCH2
+from nemo_aligner.evaluation.tasks.best_of_n import BEST_OF_N, PPE_CORRECTNESS
+from nemo_aligner.evaluation.tasks.pair_sets import AUTOJ, HHH, HUMANEVALPACK, JUDGEBENCH, LLMBAR
+from nemo_aligner.evaluation.tasks.rewardbench import REWARDBENCH, REWARDBENCH2
 from nemo_aligner.evaluation.tasks.rm_bench import RM_BENCH
+from nemo_aligner.utils.errors import ConfigError
 
 TASKS = {
     task.name: task

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.data.formats.fields import read_conversation
-from nemo_aligner.errors import DataError
-from nemo_aligner.metrics.paired import wilson_interval
-from nemo_aligner.text.messages import Text
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.data.formats.base import read_conversation
+from nemo_aligner.metrics.ranking import wilson_interval
+from nemo_aligner.utils.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from nemo_aligner.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError
 
 _NAME = "reward_model"
 

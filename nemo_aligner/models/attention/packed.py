@@ -18,7 +18,7 @@ from nemo_aligner.models.attention import blocks
 from nemo_aligner.models.attention import cpu as cpu_attention
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores, attend_by_scores
 from nemo_aligner.models.attention.varlen import takes_equal_heads, varlen_kernel, why_no_kernel
-from nemo_aligner.models.pointwise import rotate
+from nemo_aligner.models.layers import rotate
 from nemo_aligner.models.shape import ModelShape
 
 

@@ -1,8 +1,8 @@
 """Clients of the servers: ``from nemo_aligner.serving.client import RewardClient``."""
 
+from nemo_aligner.serving.client.calls import ScoredRows
 from nemo_aligner.serving.client.critic import RewardCriticClient, Valued
 from nemo_aligner.serving.client.reward import RewardClient
-from nemo_aligner.serving.client.rows import ScoredRows
 from nemo_aligner.serving.client.server import RefusedError
 
 __all__ = [

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from nemo_aligner.errors import ConfigError, ServingError
-from nemo_aligner.serving.client.background import Background, Connections
+import numpy as np
+
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.serving.client.pool import Background, Connections, ServerPool, TooManyRowsError
+from nemo_aligner.serving.client.server import RefusedError, Tensors
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.base import ScoreReply
 from nemo_aligner.serving.tokens import is_token
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, shown
 
 C = TypeVar("C", bound=Connections)
 T = TypeVar("T")
@@ -153,3 +161,255 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     if not checked:
         raise ConfigError("url: got no URL, wanted http://host:port, or several")
     return list(dict.fromkeys(checked))
+
+
+# A call of any size as requests that servers take.
+
+Encode = Callable[[Sequence[Any]], Tensors]
+
+
+@dataclass(frozen=True)
+class PartialRequest:
+    """Some of the caller's rows, by their indices in ``items``, to be sent together."""
+
+    rows: list[int]
+    items: Sequence[Any]
+    encode: Encode
+
+    @property
+    def inputs(self) -> Tensors:
+        """The request's tensors."""
+        return self.encode([self.items[row] for row in self.rows])
+
+    def only(self, rows: list[int]) -> PartialRequest:
+        """A request for these of its rows."""
+        return replace(self, rows=rows)
+
+    def chunks(self, size: int) -> list[PartialRequest]:
+        """Requests of at most ``size`` rows."""
+        return [self.only(rows) for rows in _chunks(self.rows, size)]
+
+
+def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
+    """Requests of at most ``limit`` texts each, of raw texts or of conversations."""
+    sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
+    conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
+    return [
+        *PartialRequest(sentences, texts, kserve.encode_sentences).chunks(limit),
+        *PartialRequest(conversations, texts, kserve.encode_conversations).chunks(limit),
+    ]
+
+
+def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The rows of a call for token sequences.
+
+    Raises:
+        TypeError: they are no list of lists.
+    """
+    wanted = "wanted a list of lists of token ids"
+    if isinstance(token_lists, str) or not isinstance(token_lists, Iterable):
+        raise TypeError(f"token_lists: got {shown(token_lists)}, {wanted}")
+    rows = list(token_lists)
+    for row, ids in enumerate(rows):
+        if isinstance(ids, str) or not _has_length(ids):
+            raise TypeError(f"token_lists, row {row}: got {shown(ids)}, {wanted}")
+    return rows
+
+
+def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[PartialRequest]:
+    """Requests of at most ``limit`` token sequences each."""
+    # Alike in length, so that a request carries little padding.
+    by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
+    return PartialRequest(by_length, token_lists, kserve.encode_tokens).chunks(limit)
+
+
+def _has_length(ids: object) -> bool:
+    try:
+        len(ids)  # type: ignore[arg-type]
+    except TypeError:  # also a number in an array of torch, which has the method
+        return False
+    return True
+
+
+def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+# One call: its requests side by side, their rewards in the caller's order, and refused rows.
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "nan"]
+Split = Callable[[int], list[PartialRequest]]
+
+_MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
+_OUTPUTS = ("rewards", "raw_rewards", "deviation", "passed", "spread", "outputs")
+_AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
+
+    ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
+    ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
+
+    From a server that shapes its rewards also those of each model before, ``raw_rewards``
+    ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
+    threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
+
+    From a model with K outputs for each attribute (``ordinal_bins``, ``quantiles``) also ``spread``
+    ``[N, A]``, the uncertainty of the rewards, and the head's ``outputs`` ``[N, M * A * K]``.
+    """
+
+    rewards: np.ndarray
+    errors: dict[int, str]
+    exceeded: np.ndarray
+    contract_hash: str | None
+    raw_rewards: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+    passed: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    outputs: np.ndarray | None = None
+
+
+def check_on_error(on_error: str) -> None:
+    """Raises ConfigError: it is neither of the two ways."""
+    if on_error not in ("raise", "nan"):
+        raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
+
+
+class RowCollector:
+    """Gathers the rewards of one call; ``on_error`` says what becomes of rows that are refused."""
+
+    def __init__(self, pool: ServerPool, on_error: OnError) -> None:
+        self._pool = pool
+        self._sets_aside = on_error == "nan"
+        self._outputs: dict[str, dict[int, np.ndarray]] = {name: {} for name in _OUTPUTS}
+        self._errors: dict[int, str] = {}
+        self._exceeded: set[int] = set()
+        self._contract_hash: str | None = None
+
+    async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
+        """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
+
+        Raises:
+            ServingError: no server answers, the model failed, or a row was refused that is not
+                set aside.
+        """
+        if total:
+            limit, servers = await self._pool.limit()
+            size = min(limit, _MOST_ROWS, -(-total // servers))
+            await _all_of(self._score(part) for part in split(size))
+        self._tell(total)
+        rewards = self._gathered("rewards", total)
+        if rewards is None:
+            rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
+        return ScoredRows(
+            rewards,
+            dict(sorted(self._errors.items())),
+            np.array([row in self._exceeded for row in range(total)], dtype=bool),
+            self._contract_hash,
+            *(self._gathered(name, total) for name in _OUTPUTS[1:]),
+        )
+
+    def _gathered(self, name: str, total: int) -> np.ndarray | None:
+        """All rows of an output, NaN where there is none; None if no row has it."""
+        rows = self._outputs[name]
+        if not rows:
+            return None
+        shape = next(iter(rows.values())).shape
+        gathered = np.full((total, *shape), np.nan, dtype=np.float32)
+        for row, values in rows.items():
+            gathered[row] = values
+        return gathered
+
+    def _tell(self, total: int) -> None:
+        if self._exceeded:
+            logger.warning(
+                "%d of %d texts were cut to the model's seq_length", len(self._exceeded), total
+            )
+        if self._errors:
+            row = min(self._errors)
+            logger.warning(
+                "%d of %d rows have no reward; row %d: %s",
+                *(len(self._errors), total, row, self._errors[row]),
+            )
+
+    async def _score(self, part: PartialRequest) -> None:
+        """Until each of its rows has a reward or is set aside: a request for each refused row."""
+        while part.rows:
+            try:
+                reply = await self._pool.infer(encoded(part), len(part.rows))
+            except TooManyRowsError as error:
+                await _all_of(self._score(each) for each in part.chunks(error.limit))
+                return
+            except RefusedError as refusal:
+                row = refusal.row
+                if row is None or row >= len(part.rows):
+                    await self._score_apart(part, refusal)
+                    return
+                part = self._without(part, row, refusal)
+            else:
+                self._keep(part, reply)
+                return
+
+    def _keep(self, part: PartialRequest, reply: ScoreReply) -> None:
+        for name, rows in self._outputs.items():
+            values = getattr(reply, name)
+            if values is not None:
+                rows.update(zip(part.rows, values, strict=True))
+        self._exceeded.update(
+            row for row, cut in zip(part.rows, reply.exceeded, strict=True) if cut
+        )
+        self._contract_hash = reply.contract_hash
+
+    def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
+        row = part.rows[place]
+        # A reward that is not finite names a row, too, and is the model's fault, not the text's.
+        if not self._sets_aside or refusal.status not in _AT_FAULT:
+            raise refusal.of_row(row) from refusal
+        self._errors[row] = refusal.reason
+        return part.only([other for other in part.rows if other != row])
+
+    async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
+        """What was refused without a row's number: find the rows by halves."""
+        is_too_large = refusal.is_too_large and len(part.rows) > 1
+        if not is_too_large and not (self._sets_aside and refusal.status in _AT_FAULT):
+            raise refusal
+        if len(part.rows) == 1:
+            self._errors[part.rows[0]] = refusal.reason
+            return
+        await _all_of(self._score(half) for half in part.chunks(-(-len(part.rows) // 2)))
+        # The same for each of several: it is not about a row.
+        if all(self._errors.get(row) == refusal.reason for row in part.rows):
+            raise refusal
+
+
+def encoded(part: PartialRequest) -> Tensors:
+    """The tensors of a request.
+
+    Raises:
+        RefusedError: one of its rows cannot be sent, by its place in the request.
+    """
+    try:
+        return part.inputs
+    except DataError as error:  # which says what row
+        raise RefusedError("client", 400, str(error)) from error
+    except (TypeError, ValueError):
+        for place, row in enumerate(part.rows):
+            try:
+                _ = part.only([row]).inputs
+            except (TypeError, ValueError) as error:
+                text = f"row {place}: it cannot be sent: {error}"
+                raise RefusedError("client", 400, text) from error
+        raise
+
+
+async def _all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    tasks: Sequence[asyncio.Task[None]] = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:  # where one failed, nobody wants the others
+            task.cancel()

@@ -10,19 +10,24 @@ from functools import partial
 
 import numpy as np
 
+from nemo_aligner.contract.contract import ScoringContract, one_reward
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.errors import ServingError, shown
-from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
+from nemo_aligner.serving.client.calls import (
+    PartialRequest,
+    RowCollector,
+    ServerClient,
+    check_token,
+    checked_urls,
+    encoded,
+    split_tokens,
+    token_rows,
+)
+from nemo_aligner.serving.client.contract_check import Agreement
 from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.client.rows import RowCollector, encoded
-from nemo_aligner.serving.client.server import RefusedError
-from nemo_aligner.serving.client.split import PartialRequest, split_tokens, token_rows
-from nemo_aligner.serving.client.tensors import Tensors
-from nemo_aligner.serving.wire import critic as wire
-from nemo_aligner.serving.wire import kserve
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.one_reward import one_reward
+from nemo_aligner.serving.client.server import RefusedError, Tensors
+from nemo_aligner.serving.protocols import critic as wire
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.utils.errors import ServingError, shown
 
 TokenLists = Sequence[Sequence[int]]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from nemo_aligner.console import Watch, unwatched
-from nemo_aligner.errors import ServingError, one_line
+from nemo_aligner.utils.console import Watch, unwatched
+from nemo_aligner.utils.errors import ServingError, one_line
 
 _AT_ONCE = 16
 

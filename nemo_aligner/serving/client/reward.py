@@ -8,21 +8,25 @@ from functools import partial
 
 import numpy as np
 
-from nemo_aligner.serving.client.agreement import Agreement
-from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
-from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.client.rows import (
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client.calls import (
     OnError,
     RowCollector,
     ScoredRows,
+    ServerClient,
     Split,
     check_on_error,
+    check_token,
+    checked_urls,
+    split_texts,
+    split_tokens,
+    token_rows,
 )
-from nemo_aligner.serving.client.split import split_texts, split_tokens, token_rows
-from nemo_aligner.serving.wire import kserve
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Text
-from nemo_aligner.text.turn_end import TurnEnd
+from nemo_aligner.serving.client.contract_check import Agreement
+from nemo_aligner.serving.client.pool import ServerPool
+from nemo_aligner.serving.protocols import kserve
 
 
 class RewardClient(ServerClient[ServerPool]):

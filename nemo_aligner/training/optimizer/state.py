@@ -15,13 +15,12 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from nemo_aligner.parallel.host_copies import copy_beside
-from nemo_aligner.parallel.host_memory import host_zeros
-from nemo_aligner.training.optimizer.host_moments import MOMENTS
-from nemo_aligner.training.optimizer.megatron_internals import (
+from nemo_aligner.training.optimizer.offload import (
+    MOMENTS,
     main_param_and_moments,
     put_main_param_and_moments,
 )
+from nemo_aligner.utils.host_transfer import copy_beside, host_zeros
 
 # What the optimizer has for each parameter, in fp32.
 _STATE = ("param", *MOMENTS)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.contract import ContractOptions
+from nemo_aligner.checkpoint.hf.classifier import ContractOptions
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model

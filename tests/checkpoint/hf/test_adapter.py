@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.export import AdapterOptions, export_adapter
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.models.lora import LoraShape, is_of_adapter
-from nemo_aligner.text.contract_settings import build_contract
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.models.shape import LoraShape, is_of_adapter
 from tests import tiny
 from tests.checkpoint.hf.exporting import edit_tensors, export, tensors_of
 from tests.checkpoint.refusals import refusals

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.hf.classifier import HfRewardModel, load_hf_reward_model
-from nemo_aligner.errors import CheckpointError, DataError
-from nemo_aligner.text.contract import NoTemplateError, OverlongError
-from nemo_aligner.text.messages import Text
+from nemo_aligner.contract.contract import NoTemplateError, OverlongError
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.utils.errors import CheckpointError, DataError
 from tests import tiny
 
 TEXTS: list[Text] = [
@@ -82,7 +82,7 @@ def test_what_it_cannot_take_is_said(folder: Path, tmp_path: Path) -> None:
 
 def test_reply_that_writes_turns_of_its_own_is_refused(folder: Path) -> None:
     """As by a scoring contract, which such a model has not."""
-    from nemo_aligner.text.turn_marks import TurnMarkError
+    from nemo_aligner.contract.turns import TurnMarkError
 
     model = load(folder)
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]

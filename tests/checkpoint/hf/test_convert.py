@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from nemo_aligner.checkpoint.hf import source as hf_source
-from nemo_aligner.checkpoint.hf.wheel import unpack_gguf
+from nemo_aligner.checkpoint.hf.convert import unpack_gguf
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.checkpoint.weights.save import _ReadingPlanner
 from nemo_aligner.checkpoint.weights.store import load_weights
-from nemo_aligner.checkpoint.weights.stream import _ReadingPlanner
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.scoring.scorer import load_scorer
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint.hf.exporting import (
     NAMES,

@@ -18,14 +18,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from nemo_aligner.checkpoint.hf import export as hf_export
-from nemo_aligner.checkpoint.hf.folder import ShardWriter, write_tokenizer
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.write import write_nemo
-from nemo_aligner.checkpoint.weights.stream import UnreadTensor, save_unread
+from nemo_aligner.checkpoint.hf.export import ShardWriter, write_tokenizer
+from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
+from nemo_aligner.checkpoint.weights.save import UnreadTensor, save_unread
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
-from nemo_aligner.scoring.scorer import load_scorer
-from nemo_aligner.text.templates import BUILT_IN_TEMPLATES
-from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.contract.tokenizer import load_tokenizer
+from nemo_aligner.serving.engine.scorer import load_scorer
 from tests import tiny
 from tests.checkpoint.hf.exporting import (
     MEANS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from nemo_aligner.batch import PackedBatch
-from nemo_aligner.checkpoint.hf.layerwise import compute_in_fp32, read_as_it_runs
+from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.checkpoint.hf.check import compute_in_fp32, read_as_it_runs
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.models.reward_model import build_reward_model

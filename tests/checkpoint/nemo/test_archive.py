@@ -25,7 +25,7 @@ from nemo_aligner.checkpoint.nemo.archive import (
     unpack,
     verify_folder,
 )
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.fuzzing import files_of
 
 MEGABYTES = bytes(range(256)) * 2**13  # two of them

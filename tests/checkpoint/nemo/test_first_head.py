@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.nemo.first_head import check_first_head, load_first_head
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, read_text_rules
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    check_first_head,
+    load_first_head,
+    load_pretrained,
+    read_text_rules,
+)
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.model import HeadConfig
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.errors import ConfigError, SettingsError
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.readout import Readout
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.readout import Readout
-from nemo_aligner.text.contract import ScoringContract
 from nemo_aligner.training.build import _begin_head
+from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests import tiny
 from tests.checkpoint.refusals import refusals
 from tests.once import Once

@@ -17,19 +17,18 @@ from megatron.core.activations import fast_gelu
 
 from nemo_aligner.checkpoint.nemo import reward_model
 from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, unpack
+from nemo_aligner.checkpoint.nemo.load_weights import unread_decoder
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
     save_reward_model,
 )
-from nemo_aligner.checkpoint.nemo.unread import unread_decoder
 from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.lora import LORA_TARGETS
-from nemo_aligner.models.lora import LoraShape, is_of_adapter
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.text.contract_settings import build_contract
+from nemo_aligner.config.model import LORA_TARGETS
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.models.shape import LoraShape, ModelShape, is_of_adapter
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge, nemo1, nemo2, zarr_folder

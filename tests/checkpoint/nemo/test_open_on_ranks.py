@@ -16,11 +16,11 @@ from tests.test_temporary import is_empty_soon
 
 READ = """
 import os, pathlib, sys, time
-from nemo_aligner.processes import report
+from nemo_aligner.utils.processes import report
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.errors import DataError
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.parallel.collectives import barrier
+from nemo_aligner.utils.errors import DataError
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.collectives import barrier
 
 def main(archive, failing, marks):
     rank = os.environ["RANK"]

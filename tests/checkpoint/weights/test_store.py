@@ -13,13 +13,18 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import FileSystemWriter
 
-from nemo_aligner.checkpoint.weights.own_storage import with_own_storage
-from nemo_aligner.checkpoint.weights.run_weights import frozen_digest, put_weights, sharded_weights
-from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights, start_saving
+from nemo_aligner.checkpoint.weights.save import (
+    copy_tensors,
+    frozen_digest,
+    put_weights,
+    save_weights,
+    sharded_weights,
+    start_saving,
+    with_own_storage,
+)
 from nemo_aligner.checkpoint.weights.store import open_weights
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.models.head_shape import HeadShape
-from nemo_aligner.models.lora import is_of_adapter
+from nemo_aligner.models.shape import HeadShape, is_of_adapter
+from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import zarr_folder
 from tests.checkpoint.loading import Tensors, Theirs, check, import_nemo, refuse

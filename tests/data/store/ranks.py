@@ -15,34 +15,33 @@ from pathlib import Path
 
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
-from nemo_aligner.data.loader import TrainLoader
-from nemo_aligner.data.store import folder, index
-from nemo_aligner.data.training_data import build_training_data
-from nemo_aligner.parallel.collectives import gather_objects
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.contract.tokenizer import load_tokenizer
+from nemo_aligner.data import token_cache
+from nemo_aligner.data.training_data import TrainLoader, build_training_data
+from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.distributed.launch import launch
 from tests.contracts import Contracts
 
 
 def die_at_half(place: Path) -> None:
-    add = index._Writer.add
+    add = token_cache._Writer.add
 
     def die(*block: object) -> None:
         add(*block)  # type: ignore[arg-type]
         print(json.dumps([part.name for part in place.iterdir()]), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    index._Writer.add = die  # type: ignore[assignment,method-assign]
+    token_cache._Writer.add = die  # type: ignore[assignment,method-assign]
 
 
 def run(options: argparse.Namespace) -> int:
     made: list[str] = []
 
-    def make(path: str, *rest: object) -> index.FileIndex:
+    def make(path: str, *rest: object) -> token_cache.FileIndex:
         made.append(path)
-        return index.make_index(path, *rest)  # type: ignore[arg-type]
+        return token_cache.make_index(path, *rest)  # type: ignore[arg-type]
 
-    folder.make_index = make  # type: ignore[assignment]
+    token_cache.make_index = make  # type: ignore[assignment]
     if options.die:
         die_at_half(Path(options.folder))
     tokenizer = load_tokenizer(options.tokenizer)

@@ -15,13 +15,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from nemo_aligner.config.common import Malformed, Overlong
-from nemo_aligner.data import blocks
-from nemo_aligner.data.loader import StepPlan, TrainLoader
-from nemo_aligner.data.store import folder as folders
-from nemo_aligner.data.store import index, pool, prepare
-from nemo_aligner.data.training_data import TrainingData
-from nemo_aligner.errors import ConfigError, DataError
-from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.contract.tokenizer import load_tokenizer
+from nemo_aligner.data import token_cache, tokenize
+from nemo_aligner.data import token_cache as folders
+from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data.files import build, rows_of, write
@@ -77,14 +75,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def make(path: str, *rest: Any) -> Any:
         paths.append(path)
-        return index.make_index(path, *rest)
+        return token_cache.make_index(path, *rest)
 
     monkeypatch.setattr(folders, "make_index", make)
     return paths
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(tokenize, "BLOCK_BYTES", 700)
 
 
 def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:
@@ -143,7 +141,7 @@ def test_index_made_by_several_processes_is_the_same(
     small_blocks(monkeypatch)
     monkeypatch.setattr(folders, "_BYTES_PER_PROCESS", 100)
     monkeypatch.setattr(folders, "usable_processes", lambda: 2)
-    monkeypatch.setattr(pool, "tokenize_block", None)
+    monkeypatch.setattr(tokenize, "tokenize_block", None)
     settings["index_dir"] = str(tmp_path / "index")
     assert_same(build(contracts, files, **settings), in_memory)
     long = {"prompt": "a", "chosen": "x " * 99, "rejected": "b"}
@@ -159,7 +157,7 @@ def test_index_made_by_several_processes_is_the_same(
 def test_index_of_a_second_start_needs_no_text(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
+    monkeypatch.setattr(token_cache, "SMALL_BYTES", 0)
     train, valid = pairs(tmp_path / "train.jsonl"), pairs(tmp_path / "valid.jsonl", seed=1)
     first = build(contracts, [train], [valid])
     assert {path.name.partition(".index-")[0] for path in tmp_path.glob("*.index-*")} == {
@@ -263,7 +261,7 @@ def test_index_that_another_process_made_meanwhile_stays(
 ) -> None:
     """The other one begins and ends while the first is at work."""
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
-    add, of_other = index._Writer.add, list[int]()
+    add, of_other = token_cache._Writer.add, list[int]()
 
     def meanwhile(*block: Any) -> None:
         add(*block)
@@ -272,7 +270,7 @@ def test_index_that_another_process_made_meanwhile_stays(
             [folder] = (tmp_path / "index").glob("a.*")
             of_other.append(folder.stat().st_ino)
 
-    monkeypatch.setattr(index._Writer, "add", meanwhile)
+    monkeypatch.setattr(token_cache._Writer, "add", meanwhile)
     mapped = build(contracts, [path], **place)
     assert len(made) == 2
     assert [folder.stat().st_ino for folder in (tmp_path / "index").iterdir()] == of_other
@@ -312,7 +310,7 @@ def test_index_beside_a_file_where_nothing_can_be_written(
     capsys: pytest.CaptureFixture[str],
     scratch: Path,
 ) -> None:
-    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
+    monkeypatch.setattr(token_cache, "SMALL_BYTES", 0)
     data = tmp_path / "data"
     data.mkdir()
     path = pairs(data / "a.jsonl")

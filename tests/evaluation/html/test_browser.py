@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.evaluation.html.page import write_page
+from nemo_aligner.evaluation.report.page import write_page
 from tests.evaluation.html import browser
 from tests.evaluation.html.folders import SECTIONS, write_run
 

@@ -13,17 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.data.records import Comparison, Origin, Rating
-from nemo_aligner.errors import ConfigError, DataError
 from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_ratings
-from nemo_aligner.evaluation.html.evaluated import of_report, of_task
-from nemo_aligner.evaluation.html.page import MOST_REPORTED, render_page, seen, write_page
-from nemo_aligner.evaluation.html.reported import Reported
-from nemo_aligner.evaluation.robustness import ScoredPairs, check_robustness
-from nemo_aligner.evaluation.robustness_report import robustness_json
+from nemo_aligner.evaluation.report.page import MOST_REPORTED, render_page, seen, write_page
+from nemo_aligner.evaluation.report.run_report import Reported, of_report, of_task
+from nemo_aligner.evaluation.robustness import ScoredPairs, check_robustness, robustness_json
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import find_task
-from nemo_aligner.text.messages import reply_of
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contracts import Contracts
 from tests.data.files import write
 from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_run

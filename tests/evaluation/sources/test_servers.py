@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.evaluation import SourceConfig
-from nemo_aligner.errors import ConfigError, ServingError
-from nemo_aligner.evaluation.sources.servers import open_server
+from nemo_aligner.evaluation.sources import open_server
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.evaluation.refusals import refusal
 
 PATHS = ("/classify", "/get_reward")

@@ -12,8 +12,8 @@ import pytest
 
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.errors import AlignerError, ConfigError, ServingError
 from nemo_aligner.evaluation.run import evaluate
+from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
 from tests import tiny
 from tests.checkpoint.hf.exporting import export
 from tests.evaluation.refusals import refusal
@@ -34,8 +34,8 @@ def run(folder: Path, name: str, *settings: str) -> tuple[list[dict[str, Any]], 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An archive, its export, and files to measure them on."""
-    from nemo_aligner.parallel.launch import launch
-    from nemo_aligner.parallel.layout import initialize_layout
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import initialize_layout
 
     folder = tmp_path_factory.mktemp("sources")
     tiny.write_reward_nemo(folder / "rm.nemo", seq_length=64, add_bos=False, add_eos=False)

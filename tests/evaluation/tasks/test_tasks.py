@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ConfigError, DataError
+from nemo_aligner.contract.contract import OverlongError
+from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.evaluation.run_task import render_task, run_task, write_task, write_verdicts
 from nemo_aligner.evaluation.tasks import TASKS, find_task
 from nemo_aligner.evaluation.tasks.base import Judged, Level, TaskItem
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
-from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS
-from nemo_aligner.evaluation.tasks.rewardbench2 import SUBSETS, ties_score
-from nemo_aligner.text.contract import OverlongError
-from nemo_aligner.text.messages import Text, reply_of
+from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS, SUBSETS, ties_score
+from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import published
 from tests.evaluation.refusals import refusal
 

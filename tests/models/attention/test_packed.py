@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch import Group, PackedBatch
-from nemo_aligner.cache_use import CachedPrefix, CacheUse, Stored
+from nemo_aligner.batch.packed import CachedPrefix, CacheUse, Group, PackedBatch, Stored
 from nemo_aligner.models.attention import blocks
 from nemo_aligner.models.attention.packed import _attend_on_cpu, _attend_one_by_one
-from nemo_aligner.models.attention.pool import KeyValuePool
-from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 
 # All keys; a window that ends in a cached beginning, one before it, one that is longer than all
 # sequences, and one key.
@@ -287,7 +285,7 @@ def test_blocks_by_spans_give_a_token_the_same_bits_in_any_company(
     for span in (64, 96):
         for heads in ((4, 4), (6, 2)):
             with monkeypatch.context() as patch:
-                patch.setattr("nemo_aligner.models.attention.block_plan.SPAN", span)
+                patch.setattr("nemo_aligner.models.attention.blocks.SPAN", span)
                 tables = check_any_company(Scores(), dtype, heads)
                 got = by_blocks(tables, batch, Scores())
             exact = by_blocks([each.double() for each in tables], batch, Scores())

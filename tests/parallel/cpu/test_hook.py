@@ -7,7 +7,7 @@ from tests.launching import run_code
 
 def test_package_imports_no_torch_and_sets_what_cuda_reads_at_its_start() -> None:
     code = (
-        "import os, sys, nemo_aligner, nemo_aligner.parallel\n"
+        "import os, sys, nemo_aligner, nemo_aligner.distributed\n"
         "print('torch' in sys.modules, 'megatron' in sys.modules,\n"
         "      os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
     )
@@ -28,12 +28,12 @@ def test_megatron_before_the_package_is_refused() -> None:
     there = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')"
     done = run_code(f"{there}\nimport nemo_aligner.models.shape")
     assert done.returncode == 1
-    assert "import nemo_aligner.parallel first" in done.stderr
+    assert "import nemo_aligner.distributed first" in done.stderr
 
 
 def test_megatron_on_a_gpu_is_found_by_the_next_finder() -> None:
     done = run_code(
-        "import nemo_aligner.parallel, importlib.util, sys, torch\n"
+        "import nemo_aligner.distributed, importlib.util, sys, torch\n"
         "torch.cuda.is_available = lambda: True\n"
         "class Next:\n"
         "    asked = []\n"

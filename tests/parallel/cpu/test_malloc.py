@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.parallel.cpu import malloc
-from nemo_aligner.parallel.cpu.malloc import FreedMemory, give_back_gaps, resident_bytes
+from nemo_aligner.distributed import cpu_products
+from nemo_aligner.distributed.cpu_products import FreedMemory, give_back_gaps, resident_bytes
 from tests.launching import run_code
 
 needs_glibc = pytest.mark.skipif(
@@ -19,7 +19,7 @@ needs_glibc = pytest.mark.skipif(
 # freed never fits again. Those that stay are never written to, so they take next to nothing.
 _STEPS_OF_OTHER_SIZES = """
 import ctypes, sys
-from nemo_aligner.parallel.cpu.malloc import FreedMemory, keep_freed_memory, resident_bytes
+from nemo_aligner.distributed.cpu_products import FreedMemory, keep_freed_memory, resident_bytes
 
 libc = ctypes.CDLL(None)
 libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -74,8 +74,8 @@ def test_gaps_given_back_leave_what_is_in_use_as_it_was() -> None:
 def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is resident at the end of each step to come."""
     steps: list[int] = []
-    monkeypatch.setattr(malloc, "resident_bytes", lambda: steps.pop(0))
-    monkeypatch.setattr(malloc, "give_back_gaps", lambda: True)
+    monkeypatch.setattr(cpu_products, "resident_bytes", lambda: steps.pop(0))
+    monkeypatch.setattr(cpu_products, "give_back_gaps", lambda: True)
     return steps
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 
 Answer = tuple[int, Any]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.serving.client import RewardCriticClient
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.launching import free_port
 from tests.serving.client.misbehaving import Answer, Die, Misbehaving, output, seconds
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.utils.errors import ServingError
 from tests import tiny
 from tests.launching import ROOT
 from tests.serving.client.misbehaving import Misbehaving, eventually
@@ -165,7 +165,7 @@ IMPORTS = """
 import logging, sys, warnings
 import aiohttp, numpy
 finders, filters = list(sys.meta_path), list(warnings.filters)
-import nemo_aligner, nemo_aligner.serving.client, nemo_aligner.text.contract
+import nemo_aligner, nemo_aligner.serving.client, nemo_aligner.contract.contract
 import nemo_aligner.data.formats
 from nemo_aligner.serving.client import RewardClient
 assert sys.meta_path == finders, sys.meta_path

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.errors import ConfigError, ServingError
 from nemo_aligner.serving.client import RefusedError, RewardClient
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.launching import free_port
 from tests.serving.client.misbehaving import (
     Die,

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.config.critic import ServeCriticConfig
 from nemo_aligner.config.load import load_config
-from nemo_aligner.errors import ConfigError, ServingError
-from nemo_aligner.serving.ranks import RanksLostError
-from nemo_aligner.serving.run_critic import _check_reads_alike, run_critic_server
+from nemo_aligner.config.serving import ServeCriticConfig
+from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
+from nemo_aligner.serving.engine.batcher import Turns
+from nemo_aligner.serving.engine.executor import RanksLostError
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.base import Failure, FailureKind
+from nemo_aligner.serving.run import _check_reads_alike, run_critic_server
 from nemo_aligner.serving.service import in_order
-from nemo_aligner.serving.services.critic import SAVE, TRAIN, VALUES, CriticService
-from nemo_aligner.serving.turns import Turns
-from nemo_aligner.serving.wire import kserve
-from nemo_aligner.serving.wire.types import Failure, FailureKind
 from nemo_aligner.training.critic import ValueStep
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT
 
 WAIT_S = 30

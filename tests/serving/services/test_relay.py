@@ -10,11 +10,11 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
-from nemo_aligner.errors import ServingError
 from nemo_aligner.serving.client import RefusedError
-from nemo_aligner.serving.drift import AttributeDrift, RecentRewards
-from nemo_aligner.serving.services.relay import RelayService
-from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.metrics import AttributeDrift, RecentRewards
+from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.reward import RelayService
+from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.errors import CheckpointError, DataError, ServingError
-from nemo_aligner.serving.meter import Meter
-from nemo_aligner.serving.services.reward import RewardService
-from nemo_aligner.serving.services.reward_model import answer_request
-from nemo_aligner.serving.wire import kserve
-from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply
+from nemo_aligner.serving.metrics import Meter
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreReply
+from nemo_aligner.serving.reward import RewardService, answer_request
+from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer
 
 GOOD = kserve.encode_sentences(["ab", "c"])

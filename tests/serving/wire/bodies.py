@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.wire.route import ScoredRequest
-from nemo_aligner.serving.wire.types import ScoreReply
+from nemo_aligner.serving.protocols.base import ScoredRequest, ScoreReply
+from nemo_aligner.utils.errors import ServingError
 
 
 def parsed(route: Any, body: Any) -> Any:

@@ -12,17 +12,16 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.texts import labelled_conversation, labelled_texts
 from nemo_aligner.integrations import nemo_gym
 from nemo_aligner.integrations.nemo_rl import RewardModelEnvironment
 from nemo_aligner.integrations.trl import RewardFunction
 from nemo_aligner.serving.client import ScoredRows
-from nemo_aligner.serving.wire import kserve
-from nemo_aligner.serving.wire.protocols import ROUTES
-from nemo_aligner.text.contract import ScoringContract
-from nemo_aligner.text.messages import Text
-from nemo_aligner.text.tokenizer import Tokenizer
+from nemo_aligner.serving.protocols import ROUTES, kserve
 from tests.contracts import Contracts
 from tests.data.files import read, write
 from tests.serving.wire.bodies import parsed

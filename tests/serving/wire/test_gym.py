@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pydantic")
-from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.wire.gym import ROUTES
-from nemo_aligner.serving.wire.route import Served
-from nemo_aligner.serving.wire.types import Failure, FailureKind
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.serving.protocols.base import Failure, FailureKind, Served
+from nemo_aligner.serving.protocols.gym import ROUTES
+from nemo_aligner.utils.errors import ServingError
 from tests.serving.wire.bodies import not_refused, parsed, scored
 
 (GYM,) = ROUTES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from nemo_aligner.serving.wire import kserve
-from nemo_aligner.serving.wire.types import ScoreReply
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.base import ScoreReply
 from tests.serving.wire.bodies import not_refused
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]

@@ -12,12 +12,18 @@ import pytest
 pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
-from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.wire import openrlhf
-from nemo_aligner.serving.wire.protocols import ROUTES
-from nemo_aligner.serving.wire.rewards import ROUTES as REWARDS_ROUTES
-from nemo_aligner.serving.wire.route import STATUSES, ScoredRequest, Served, text_of
-from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreReply
+from nemo_aligner.serving.protocols import ROUTES, openrlhf
+from nemo_aligner.serving.protocols.base import (
+    STATUSES,
+    Failure,
+    FailureKind,
+    ScoredRequest,
+    ScoreReply,
+    Served,
+    text_of,
+)
+from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
+from nemo_aligner.utils.errors import ServingError
 from tests.serving.wire.bodies import not_refused, parsed, scored
 
 (REWARDS,) = REWARDS_ROUTES

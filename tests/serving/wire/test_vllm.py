@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("pydantic")
-from nemo_aligner.serving.wire.route import Served
-from nemo_aligner.serving.wire.types import Failure, FailureKind, ScoreRequest
-from nemo_aligner.serving.wire.vllm import ROUTES
-from nemo_aligner.text.messages import Conversation
+from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreRequest, Served
+from nemo_aligner.serving.protocols.vllm import ROUTES
 from tests.serving.wire.bodies import not_refused, parsed, scored
 
 CLASSIFY, POOLING, SCORE = ROUTES

@@ -10,10 +10,9 @@ import torch
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
-from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.trainable import wrap_for_training
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.training.optimizer.build import build_optimizer
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
+from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from tests.training import poisoned
 
 CONFIG = OptimConfig(

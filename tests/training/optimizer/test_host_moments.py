@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.training.optimizer.host_moments import HostMoments, _Ferry
+from nemo_aligner.training.optimizer.offload import HostMoments, _Ferry
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.runs import RunCheckpoints, RunState
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
-from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.trainable import freeze_lower_layers, wrap_for_training
-from nemo_aligner.parallel.layout import ParallelLayout
-from nemo_aligner.training.optimizer.build import build_optimizer
-from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import (
+    build_reward_model,
+    freeze_lower_layers,
+    wrap_for_training,
+)
+from nemo_aligner.training.optimizer.optimizer import Optimizer, Update, build_optimizer
 from tests.parallel.late_copies import play_late_copies
 from tests.training import poisoned
 

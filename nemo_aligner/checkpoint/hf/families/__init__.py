@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.family import ModelFamily, beside_llama
-from nemo_aligner.checkpoint.hf.families.gemma import GEMMA
-from nemo_aligner.checkpoint.hf.families.gemma2 import GEMMA2
-from nemo_aligner.checkpoint.hf.families.gguf_format import GgufFormat
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
-from nemo_aligner.checkpoint.hf.families.mistral import MISTRAL
+from nemo_aligner.checkpoint.hf.families.base import Config, GgufFormat, ModelFamily, beside_llama
+from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MISTRAL
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
-from nemo_aligner.checkpoint.hf.families.qwen2 import QWEN2
-from nemo_aligner.checkpoint.hf.families.qwen3 import QWEN3
-from nemo_aligner.checkpoint.hf.families.settings import Config
-from nemo_aligner.errors import CheckpointError, ConfigError, shown
+from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 # The first that has a decoder gives its export the name.
 _BUILT_IN = (

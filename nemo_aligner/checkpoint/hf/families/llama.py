@@ -1,14 +1,26 @@
-"""Llama, and SmolLM, which is one."""
+"""Llama (and SmolLM, which is one) and Mistral."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.decoder import decoder_to_hf, decoder_to_nemo
-from nemo_aligner.checkpoint.hf.families.family import ModelFamily
-from nemo_aligner.checkpoint.hf.families.gguf_format import GgufFormat
-from nemo_aligner.checkpoint.hf.families.layer_names import LAYER, MODEL, OUTPUT
-from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
+from nemo_aligner.checkpoint.hf.families.base import (
+    ANY,
+    LAYER,
+    MODEL,
+    OUTPUT,
+    Config,
+    GgufFormat,
+    HfSettings,
+    ModelFamily,
+    decoder_to_hf,
+    decoder_to_nemo,
+    window_everywhere,
+)
+from nemo_aligner.models.shape import ModelShape
+
+# Llama, and SmolLM, which is one.
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
@@ -32,4 +44,30 @@ LLAMA = ModelFamily(
     # Mistral's files have this name, too, without a word on its window.
     gguf=GgufFormat("llama", is_permuted=True),
     unused=("rotary_emb.inv_freq",),
+)
+
+
+# Mistral: Llama with a window in all layers, or in none.
+
+
+def _mistral_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("hidden_act", "silu", "swish")
+    read.only("layer_types", None)
+    size = read.window()
+    return decoder_to_nemo(config, **({} if size is None else window_everywhere(size)))
+
+
+def _mistral_to_hf(config: Config) -> dict[str, Any]:
+    window = ModelShape.from_config(config).window_size
+    return decoder_to_hf(config, "mistral", sliding_window=window)
+
+
+MISTRAL = replace(
+    LLAMA,
+    name="mistral",
+    to_nemo=_mistral_to_nemo,
+    to_hf=_mistral_to_hf,
+    made_of={"window_size": ANY},
+    gguf=None,  # llama.cpp writes a Llama
 )

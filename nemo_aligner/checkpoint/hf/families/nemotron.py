@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.decoder import decoder_to_hf, decoder_to_nemo
-from nemo_aligner.checkpoint.hf.families.family import ANY
-from nemo_aligner.checkpoint.hf.families.gguf_format import (
+from nemo_aligner.checkpoint.hf.families.base import (
+    ANY,
     ATTENTION_NAMES,
-    MLP_NAMES,
-    MLP_NORM_NAMES,
-    GgufFormat,
-)
-from nemo_aligner.checkpoint.hf.families.layer_names import (
     ATTENTION_NORM,
     DOWN,
     EMBEDDING,
     FINAL_NORM,
+    MLP_NAMES,
     MLP_NORM,
+    MLP_NORM_NAMES,
     PROJECTION,
     QKV,
+    Config,
+    GgufFormat,
+    HfSettings,
+    Rule,
+    decoder_to_hf,
+    decoder_to_nemo,
 )
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA
-from nemo_aligner.checkpoint.hf.families.rules import Rule
-from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 
 

@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
-from nemo_aligner.checkpoint.hf.families.gemma2 import GEMMA2
-from nemo_aligner.checkpoint.hf.families.query_groups import (
+from nemo_aligner.checkpoint.hf.families.base import (
+    Rule,
     add_zero_groups,
     pack_qkv,
     remove_zero_groups,
     unpack_qkv,
 )
-from nemo_aligner.checkpoint.hf.families.qwen2 import QWEN2
-from nemo_aligner.checkpoint.hf.families.rules import Rule
-from nemo_aligner.errors import CheckpointError
+from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
+from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
 from tests.checkpoint.hf.exporting import convert, export
 from tests.checkpoint.refusals import refusals

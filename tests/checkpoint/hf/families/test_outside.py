@@ -11,7 +11,7 @@ import torch
 
 from nemo_aligner.checkpoint.hf import families
 from nemo_aligner.checkpoint.hf.families import NAME_KEY, family_of, find_family, register_family
-from nemo_aligner.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint.hf.exporting import (
     assert_same,

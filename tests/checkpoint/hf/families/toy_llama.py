@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families import NAME_KEY
-from nemo_aligner.checkpoint.hf.families.layer_names import layer_rules_with
+from nemo_aligner.checkpoint.hf.families.base import Rule, layer_rules_with, norm_rule, stacked_rule
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA
-from nemo_aligner.checkpoint.hf.families.rules import Rule, norm_rule, stacked_rule
 
 
 def to_nemo(config: Mapping[str, Any]) -> dict[str, Any]:

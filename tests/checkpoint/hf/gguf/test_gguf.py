@@ -22,13 +22,12 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nemo_aligner.checkpoint.hf.families.gguf_fields import llama3_divisors
-from nemo_aligner.checkpoint.hf.gguf.file import GgufCheckpoint
+from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, llama3_divisors
 from nemo_aligner.checkpoint.hf.source import open_source
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.errors import CheckpointError
-from nemo_aligner.parallel.launch import launch
-from nemo_aligner.text.tokenizer import load_tokenizer
+from nemo_aligner.contract.tokenizer import load_tokenizer
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
 from tests.checkpoint.hf.exporting import convert, edit
 from tests.checkpoint.hf.gguf.writing import (

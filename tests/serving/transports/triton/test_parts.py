@@ -11,19 +11,15 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.errors import ServingError
-from nemo_aligner.serving.transports.ready import ready_file
-from nemo_aligner.serving.transports.triton.internals import (
-    bind_unbatched,
-    call_at_exit,
-    hand_output_to,
-)
-from nemo_aligner.serving.transports.triton.processes import (
+from nemo_aligner.serving.triton import (
     TritonLog,
     free_port,
     is_running,
+    ready_file,
     triton_processes,
 )
+from nemo_aligner.serving.triton_internals import bind_unbatched, call_at_exit, hand_output_to
+from nemo_aligner.utils.errors import ServingError
 
 PROXY = b"""
 class BatchResponsesHandler:

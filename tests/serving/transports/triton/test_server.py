@@ -262,7 +262,7 @@ def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:
 
 START = """
 import sys
-from nemo_aligner.parallel.local import run_ranks
+from nemo_aligner.distributed.launch import run_ranks
 sys.exit(run_ranks(sys.argv[1:], 2))
 """
 

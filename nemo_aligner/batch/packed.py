@@ -1,0 +1,535 @@
+"""PackedBatch: the one form in which data reaches a model; Records: which rewards belong to which
+record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_aligner.utils.host_transfer import to_device
+
+# Which rewards of ranked completions make pairs.
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """P pairs of completions, each of one of R records, by their rows among S rewards.
+
+    Attributes:
+        better, worse: ``[P]`` int64 rows, on the host; slices where every record is one pair, the
+            better first.
+        records: ``[P]`` int64 numbers of the records, on the host; a slice in the same case.
+        shares: ``[P]`` float32, of its record's pairs each is one part; None in the same case.
+        are_ties: ``[P]`` bool, pairs of which neither is better; None where there is none.
+        num_records: how many records have a pair.
+    """
+
+    better: Tensor | slice
+    worse: Tensor | slice
+    records: Tensor | slice
+    shares: Tensor | None
+    are_ties: Tensor | None
+    num_records: int
+
+    def of(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """``values [S, ...]`` of the better ones and of the worse, ``[P, ...]`` each."""
+        return values[_on(self.better, values)], values[_on(self.worse, values)]
+
+    def of_records(self, values: Tensor) -> Tensor:
+        """``values [R, ...]`` as ``[P, ...]``."""
+        return values[_on(self.records, values)]
+
+    def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``losses [P]`` the sum over records of the mean of their pairs; of how many records.
+
+        The pairs of a prompt count as one (Ouyang et al. 2022, section 3.5): they are no more
+        independent of each other than its completions.
+        """
+        if self.shares is not None:
+            losses = losses * to_device(self.shares, losses.device)
+        # Made on the device: a number of the host's would have it wait.
+        count = torch.full((), self.num_records, dtype=torch.int64, device=losses.device)
+        return losses.sum(), count
+
+
+def _on(rows: Tensor | slice, values: Tensor) -> Tensor | slice:
+    return rows if isinstance(rows, slice) else to_device(rows, values.device)
+
+
+def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRows:
+    """The pairs of records that own the rows from ``bounds [R + 1]`` on, by ``ranks [S]``."""
+    sizes = bounds.diff()
+    if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
+        every = slice(None)
+        return PairRows(slice(0, None, 2), slice(1, None, 2), every, None, None, len(sizes))
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    found = [_pairs_of_size(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
+    first, second = torch.cat(found).sort(dim=1).values.unbind(dim=1)
+    # Record by record, whatever the sizes of the others.
+    order = (first * len(ranks) + second).argsort()
+    first, second = first[order], second[order]
+    are_ties = ranks[first] == ranks[second]
+    if not with_ties:
+        first, second = first[~are_ties], second[~are_ties]
+    in_order = ranks[first] <= ranks[second]
+    records = owner[first]
+    counts = records.bincount(minlength=len(sizes))
+    return PairRows(
+        better=torch.where(in_order, first, second),
+        worse=torch.where(in_order, second, first),
+        records=records,
+        shares=1 / counts[records].float(),
+        are_ties=are_ties if with_ties else None,
+        num_records=int((counts > 0).sum()),
+    )
+
+
+def _pairs_of_size(starts: Tensor, size: int) -> Tensor:
+    """``[n * size * (size - 1) / 2, 2]`` rows of all pairs of records that start there."""
+    pairs = torch.combinations(torch.arange(size), 2)
+    return (starts[:, None, None] + pairs).view(-1, 2)
+
+
+# What two sequences of tokens begin with together.
+
+# Fewer tokens are not worth a segment of their own.
+_MIN_PREFIX = 8
+
+
+TokenIds: TypeAlias = "Sequence[int] | np.ndarray | Tensor"
+
+
+def common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """How many tokens two sequences begin with together, where that is worth a segment, else 0.
+
+    It is less than the shorter one's length, as every sequence needs a last token of its own. Lists
+    are made arrays each time.
+    """
+    most = min(len(first), len(second)) - 1
+    if most < _MIN_PREFIX:
+        return 0
+    differs = np.asarray(first[:most]) != np.asarray(second[:most])
+    at = int(differs.argmax())
+    prefix = at if differs[at] else most
+    return prefix if prefix >= _MIN_PREFIX else 0
+
+
+def prefix_of_all(sequences: Sequence[TokenIds]) -> int:
+    """How many tokens all of them begin with together, by the same rule; 0 for a lone one."""
+    first, *others = sequences
+    return min((common_prefix(first, other) for other in others), default=0)
+
+
+# What sequences and packs have to do with a pool of keys and values that were computed before.
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    """A beginning whose keys and values lie in ``slots [h]`` int64 of a pool.
+
+    Sequences that begin with it have the same object.
+    """
+
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A sequence's tokens from ``start`` on, whose keys and values are to lie in ``slots [n]``."""
+
+    start: int
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What a pack takes from a pool of keys and values, and what it leaves there.
+
+    Attributes:
+        lengths: tokens of the pack's P cached segments, C in all.
+        taken: ``[C]`` int64 slots of their tokens, segment by segment.
+        stored: ``[M]`` int64 index of the pack's own tokens whose keys and values are to be stored.
+        slots: ``[M]`` int64, where; none of them is in ``taken``.
+    """
+
+    lengths: tuple[int, ...]
+    taken: Tensor
+    stored: Tensor
+    slots: Tensor
+
+    def to(self, device: torch.device | str) -> CacheUse:
+        taken, stored, slots = (
+            to_device(each, device) for each in (self.taken, self.stored, self.slots)
+        )
+        return CacheUse(self.lengths, taken, stored, slots)
+
+
+# PackedBatch: the one form in which data reaches a model; Records: what owns its rewards.
+
+Tokens = Sequence[int] | np.ndarray | Tensor
+
+
+@dataclass(frozen=True)
+class LabelColumns:
+    """What people said of R records, in C named columns.
+
+    Attributes:
+        names: C names.
+        values: ``[R, C]`` float32 as in the data, NaN where a label is missing.
+        means: of every column the number that ``targets`` subtracts; None for a column that is not
+            centred.
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+    means: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str], values: Tensor) -> LabelColumns:
+        """Columns that are not centred."""
+        return cls(tuple(names), values, (None,) * len(names))
+
+    @classmethod
+    def none(cls, records: int) -> LabelColumns:
+        """No column, for ``records`` records."""
+        return cls.of((), torch.zeros(records, 0))
+
+    def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
+        """The same columns, of which those named are centred on these means."""
+        return replace(self, means=tuple(means.get(name) for name in self.names))
+
+    def select(self, indices: Tensor) -> LabelColumns:
+        """The labels of the records at ``indices [r]``."""
+        return replace(self, values=self.values[indices])
+
+    def measured_means(self) -> tuple[float, ...]:
+        """The mean of every column over the labels that are there; NaN where none is."""
+        return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
+
+    def targets(self, names: Sequence[str]) -> Tensor:
+        """``[R, len(names)]`` float32: the columns called ``names``, centred ones minus their mean.
+
+        Raises:
+            KeyError: there is no column of a name.
+        """
+        missing = [name for name in names if name not in self.names]
+        if missing:
+            raise KeyError(f"got the label columns {self.names}, wanted {missing[0]!r}")
+        # Column by column: an index or a row of means would first have to come to the device.
+        columns = [self.names.index(name) for name in names]
+        return torch.stack([self._centred(column) for column in columns], dim=1)
+
+    def _centred(self, column: int) -> Tensor:
+        values, mean = self.values[:, column], self.means[column]
+        return values if mean is None else (values.double() - mean).float()
+
+
+@dataclass(frozen=True)
+class Records:
+    """R records, and which of S rewards each owns.
+
+    A record owns any number of adjacent scored tokens, and so of rewards: 2 or more for a
+    comparison, 1 for a rated reply or a text to score.
+
+    Attributes:
+        ids: ``[R]`` int64 index of each record in its data set (or request).
+        bounds: ``[R + 1]`` int64, from 0 to S: record r owns rewards ``bounds[r]`` up to
+            ``bounds[r + 1]``.
+        labels: what people said of the records.
+        ranks: ``[S]`` integer of completions among those of their record: a lower one is better,
+            equal ones are tied.
+    """
+
+    ids: Tensor
+    bounds: Tensor
+    labels: LabelColumns
+    ranks: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        ids: Sequence[int],
+        sizes: Sequence[int],
+        labels: LabelColumns | None = None,
+        ranks: Tensor | None = None,
+    ) -> Records:
+        """Records with ``sizes`` rewards each, by default without labels, the best one first."""
+        bounds = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
+        return cls(
+            torch.as_tensor(ids, dtype=torch.int64),
+            bounds,
+            LabelColumns.none(len(ids)) if labels is None else labels,
+            _places(bounds) if ranks is None else ranks,
+        )
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+    @property
+    def num_rewards(self) -> int:
+        """S."""
+        return int(self.bounds[-1])
+
+    @property
+    def sizes(self) -> Tensor:
+        """``[R]`` int64 rewards of each record."""
+        return self.bounds.diff()
+
+    def _sizes_of(self, chosen: Tensor) -> Tensor:
+        # Of these alone: a step's few records are not worth a pass over millions.
+        return self.bounds[chosen + 1] - self.bounds[chosen]
+
+    def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """The rewards that the records at ``indices`` own, as int64 indices, record by record."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        sizes = self._sizes_of(chosen)
+        ends = sizes.cumsum(0)
+        before = (self.bounds[chosen] - ends + sizes).repeat_interleave(sizes)
+        return before + torch.arange(before.numel())
+
+    def select(self, indices: Sequence[int] | Tensor) -> Records:
+        """The records at ``indices``, in that order, as if there were no others."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        sizes = self._sizes_of(chosen).tolist()
+        labels, ranks = self.labels.select(chosen), self.ranks[self.rows(chosen)]
+        return Records.of(self.ids[chosen].tolist(), sizes, labels, ranks)
+
+    def pairs(self, with_ties: bool = False) -> PairRows:
+        """All pairs of completions of one record of which one is better, and the tied ones, too."""
+        return pair_rows(self.bounds, self.ranks, with_ties)
+
+    def as_single(self, rewards: Tensor) -> Tensor:
+        """``rewards [S, ...]`` as they are, once every record is found to own one.
+
+        Raises:
+            ValueError: a record does not.
+        """
+        if bool((self.sizes != 1).any()):
+            sizes = self.sizes.unique().tolist()
+            raise ValueError(f"got records of {sizes} rewards, wanted one of each")
+        return rewards
+
+
+def _places(bounds: Tensor) -> Tensor:
+    """``[S]`` int64, which of its record's rewards each is."""
+    return torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(bounds.diff())
+
+
+@dataclass(frozen=True)
+class Group:
+    """``size`` adjacent sequences that begin with the same ``prefix`` tokens.
+
+    Those of ``cached`` are the first of them, and need no computing.
+    """
+
+    size: int
+    prefix: int
+    cached: CachedPrefix | None = None
+
+
+class _Segments:
+    """The segments of a pack in the making; cached ones are numbered before its own."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.cached = list(dict.fromkeys(g.cached for g in groups if g.cached is not None))
+        self._numbers = {cached: number for number, cached in enumerate(self.cached)}
+        self.tokens: list[Tensor] = []
+        self.positions: list[Tensor] = []
+        self.lengths: list[int] = []
+        self.prefixes: list[int] = []
+        self.ends: list[int] = []  # the segment that each sequence ends with
+        self.num_tokens = 0
+        self._stored: list[Tensor] = []
+        self._slots: list[Tensor] = []
+
+    def add_group(
+        self, sequences: Sequence[Tokens], group: Group, stored: Sequence[Stored | None]
+    ) -> None:
+        if group.prefix >= min(map(len, sequences)):
+            raise ValueError(
+                f"a prefix of {group.prefix} tokens leaves no last token to a sequence"
+            )
+        segment, known = -1, 0
+        if group.cached is not None:
+            segment, known = self._numbers[group.cached], len(group.cached.slots)
+        # What stands before ``prefix`` is there once, what follows for each sequence.
+        first = self.num_tokens - known
+        if group.prefix > known:
+            self._add(sequences[0], known, group.prefix, segment)
+            segment = len(self.cached) + len(self.lengths) - 1
+        for sequence, its in zip(sequences, stored, strict=True):
+            own = self.num_tokens - group.prefix
+            self.ends.append(len(self.lengths))
+            self._add(sequence, group.prefix, len(sequence), segment)
+            if its is not None:
+                positions = torch.arange(its.start, its.start + len(its.slots))
+                offsets = torch.where(positions < group.prefix, first, own)
+                self._stored.append(positions + offsets)
+                self._slots.append(its.slots)
+
+    def _add(self, sequence: Tokens, start: int, stop: int, prefix: int) -> None:
+        self.tokens.append(torch.as_tensor(sequence[start:stop], dtype=torch.int64))
+        self.positions.append(torch.arange(start, stop))
+        self.lengths.append(stop - start)
+        self.prefixes.append(prefix)
+        self.num_tokens += stop - start
+
+    def cache_use(self) -> CacheUse | None:
+        if not self.cached and not self._stored:
+            return None
+        none = torch.zeros(0, dtype=torch.int64)
+        return CacheUse(
+            tuple(len(cached.slots) for cached in self.cached),
+            torch.cat([none, *(cached.slots for cached in self.cached)]),
+            torch.cat([none, *self._stored]),
+            torch.cat([none, *self._slots]),
+        )
+
+
+@dataclass(frozen=True)
+class ReplyRows:
+    """The tokens that a head reads which takes the mean of every reply.
+
+    Attributes:
+        index: ``[M]`` int64 into a pack's tokens, reply after reply; a token may be of several.
+        lengths: of the S replies.
+    """
+
+    index: Tensor
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences laid end to end, without padding between them; a common prefix is there once.
+
+    T counts tokens, S scored tokens and so rewards, R records, C label columns.
+
+    The pack is made of G segments. A sequence is one segment, or two: a prefix that adjacent
+    sequences begin with, too, and the rest of its own. In attention a segment sees itself,
+    causally, and the whole of its prefix; so every token has the hidden state that it has in its
+    sequence. A beginning whose keys and values were kept is one more segment, which others have as
+    their prefix, and of which no token is in the pack.
+
+    Attributes:
+        tokens: ``[T]`` int64 token ids.
+        position_ids: ``[T]`` int64 positions in the sequences, counted from 0.
+        cu_seqlens: ``[G + 1]`` int32 bounds of the segments, from 0 to T.
+        prefixes: ``[G]`` int64, the segment that a segment begins with, -1 for none. P cached
+            segments, if there are any, are counted first: the pack's own begin with number P.
+        scored_tokens: ``[S]`` int64 index into ``tokens`` of every token that the head reads,
+            record by record.
+        rows: ``[S]`` int64, where their rewards belong among those of the step, the data set or
+            the request that the pack is a part of.
+        records: the records that own them.
+        cached: what is taken from a pool of keys and values, and stored there; None is nothing.
+        replies: what is read of each sequence instead of its last token; None is that alone.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    prefixes: Tensor
+    scored_tokens: Tensor
+    rows: Tensor
+    records: Records
+    cached: CacheUse | None = None
+    replies: ReplyRows | None = None
+
+    @classmethod
+    def pack(
+        cls,
+        sequences: Sequence[Tokens],
+        records: Records | None = None,
+        rows: Sequence[int] | Tensor | None = None,
+        groups: Sequence[Group] | None = None,
+        stored: Sequence[Stored | None] | None = None,
+    ) -> PackedBatch:
+        """Lay ``sequences`` (S of them, in record order, none empty) end to end.
+
+        The last token of each is scored. Without ``records`` every sequence is one; without
+        ``rows`` the rewards belong where the sequences stand. ``groups`` says which of them have
+        a common prefix; without it none do. ``stored`` says of each which of its tokens' keys and
+        values are to be kept, and where; these are tokens that are not cached.
+
+        Raises:
+            ValueError: records or rows are not of as many sequences, or a sequence is empty.
+        """
+        if records is None:
+            records = Records.of(range(len(sequences)), [1] * len(sequences))
+        if len(sequences) != records.num_rewards:
+            raise ValueError(
+                f"got {len(sequences)} sequences, wanted {records.num_rewards}, those of "
+                f"{len(records)} records"
+            )
+        rows = torch.as_tensor(range(len(sequences)) if rows is None else rows, dtype=torch.int64)
+        if len(rows) != len(sequences):
+            raise ValueError(
+                f"got {len(rows)} rows, wanted {len(sequences)}, one for each sequence"
+            )
+        if len(sequences) == 0 or min(map(len, sequences)) < 1:
+            raise ValueError("a pack needs at least one sequence, and no sequence may be empty")
+        groups = groups or [Group(1, 0)] * len(sequences)
+        stored = stored or [None] * len(sequences)
+        segments, end = _Segments(groups), 0
+        for group in groups:
+            start, end = end, end + group.size
+            segments.add_group(sequences[start:end], group, stored[start:end])
+        bounds = torch.tensor([0, *segments.lengths], dtype=torch.int32).cumsum(0).int()
+        return cls(
+            tokens=torch.cat(segments.tokens),
+            position_ids=torch.cat(segments.positions),
+            cu_seqlens=bounds,
+            prefixes=torch.tensor(segments.prefixes),
+            scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1,
+            rows=rows,
+            records=records,
+            cached=segments.cache_use(),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.tokens.numel()
+
+    def padded_to_multiple(self, multiple: int) -> PackedBatch:
+        """The same batch with a filler segment at the tail, so that T divides by ``multiple``."""
+        fill = -self.num_tokens % multiple
+        if fill == 0:
+            return self
+        total = self.cu_seqlens.new_tensor([self.num_tokens + fill])
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, self.tokens.new_zeros(fill)]),
+            position_ids=torch.cat(
+                [self.position_ids, torch.arange(fill, device=self.tokens.device)]
+            ),
+            cu_seqlens=torch.cat([self.cu_seqlens, total]),
+            prefixes=torch.cat([self.prefixes, self.prefixes.new_tensor([-1])]),
+        )
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """Move what the model and the loss compute with.
+
+        What the host plans by stays: the bounds and beginnings of the segments, the rows, and which
+        rewards a record owns.
+        """
+        labels = self.records.labels
+        moved = replace(labels, values=to_device(labels.values, device))
+        return replace(
+            self,
+            tokens=to_device(self.tokens, device),
+            position_ids=to_device(self.position_ids, device),
+            scored_tokens=to_device(self.scored_tokens, device),
+            records=replace(self.records, labels=moved),
+            cached=None if self.cached is None else self.cached.to(device),
+            replies=None
+            if self.replies is None
+            else replace(self.replies, index=to_device(self.replies.index, device)),
+        )

@@ -1,0 +1,109 @@
+"""Qwen2, Qwen2.5 and Qwen3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from nemo_aligner.checkpoint.hf.families.base import (
+    ANY_WINDOW,
+    ATTENTION_NAMES,
+    FULL,
+    GATED_MLP_NAMES,
+    LAYER,
+    MLP_NORM_NAMES,
+    QKV_BIAS,
+    SLIDING,
+    Config,
+    GgufFormat,
+    HfSettings,
+    decoder_to_hf,
+    decoder_to_nemo,
+    layer_types,
+    norm_rule,
+    window_to_nemo,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.models.shape import ModelShape
+
+# Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
+
+
+def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
+    """A Qwen's ``config.json``: a window, if it is used, in the layers behind the first ones."""
+    read = HfSettings(config)
+    read.only("hidden_act", "silu", "swish")
+    layers, size = read.layers(), None
+    kinds = [FULL] * layers
+    if read.flag("use_sliding_window", False):
+        size = read.window()
+    if size is not None:
+        without = read.count("max_window_layers", 28, least=0)
+        kinds = [FULL if layer < without else SLIDING for layer in range(layers)]
+    return decoder_to_nemo(config, **family, **window_to_nemo(config, size, kinds))
+
+
+def qwen_window_to_hf(config: Config) -> dict[str, Any]:
+    """The keys of ``config.json`` that say which layers of a Qwen have a window."""
+    window = ModelShape.from_config(config).window_size
+    kinds = layer_types(config)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": kinds.count(FULL),
+        "layer_types": kinds,
+    }
+
+
+def _to_nemo(config: Config) -> dict[str, Any]:
+    return qwen_to_nemo(config, qkv_bias=True)
+
+
+def _to_hf(config: Config) -> dict[str, Any]:
+    return decoder_to_hf(config, "qwen2", **qwen_window_to_hf(config))
+
+
+QWEN2 = replace(
+    LLAMA,
+    name="qwen2",
+    to_nemo=_to_nemo,
+    to_hf=_to_hf,
+    layer=(*LAYER, QKV_BIAS),
+    made_of={"qkv_bias": True, **ANY_WINDOW},
+    gguf=GgufFormat("qwen2"),
+)
+
+
+# Qwen3: Llama with norms of queries and keys.
+
+
+def _qwen3_to_nemo(config: Config) -> dict[str, Any]:
+    channels = HfSettings(config).count("head_dim", 128)
+    return qwen_to_nemo(config, qk_layernorm=True, kv_channels=channels)
+
+
+def _qwen3_to_hf(config: Config) -> dict[str, Any]:
+    return decoder_to_hf(config, "qwen3", attention_bias=False, **qwen_window_to_hf(config))
+
+
+_GGUF_NAMES = {
+    **ATTENTION_NAMES,
+    **MLP_NORM_NAMES,
+    **GATED_MLP_NAMES,
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+
+QWEN3 = replace(
+    LLAMA,
+    name="qwen3",
+    to_nemo=_qwen3_to_nemo,
+    to_hf=_qwen3_to_hf,
+    layer=(
+        *LAYER,
+        norm_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+        norm_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    ),
+    made_of={"qk_layernorm": True, **ANY_WINDOW},
+    gguf=GgufFormat("qwen3", layer=_GGUF_NAMES),
+)

@@ -1,0 +1,483 @@
+"""Read a GGUF file as the Hugging Face checkpoint it was made from; its header is checked first."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.hf.families import find_gguf_family
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat
+from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.config.common import read_count, read_number
+from nemo_aligner.utils.errors import CheckpointError, short, shown
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# A GGUF file as the Hugging Face checkpoint that it was made of: its config and its tensors.
+#
+# Needs the ``gguf`` package (extra ``[gguf]``). The format: https://github.com/ggml-
+# org/ggml/blob/master/docs/gguf.md
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is in the file; ``shape`` and ``dtype`` are those of its (packed) numbers."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: Any
+    unpacked_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Stored:
+        # GGUF counts axes from the fastest one.
+        unpacked = tuple(map(int, reversed(tensor.shape)))
+        data = tensor.data
+        return cls(int(tensor.data_offset), data.shape, data.dtype, tensor.tensor_type, unpacked)
+
+
+class GgufCheckpoint:
+    """``config`` is as in ``config.json``; ``tensors`` are under their Hugging Face names.
+
+    ``fields`` are all that the file says by key, but for the vocabulary.
+
+    Raises:
+        CheckpointError: not a GGUF file, not of a known family, or with a tensor or a field that
+            the family does not have; whoever asked for the file has to name it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.fields, self._stored = _open(path)
+        if self.fields.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(
+                f"split.count: got one of {self.fields['split.count']} files, wanted a whole one; "
+                "llama.cpp's llama-gguf-split --merge makes it"
+            )
+        self._family, self._format = find_gguf_family(self.fields.get("general.architecture"))
+        divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
+        self.tensors = {
+            self._hf_name(name): UnreadTensor(
+                stored.unpacked_shape, torch.float32, partial(self._read, name)
+            )
+            for name, stored in self._stored.items()
+            if name != ROPE_FREQS
+        }
+        if "token_embd.weight" not in self._stored:
+            raise CheckpointError("token_embd.weight: the tensor is missing")
+        self.config = {
+            "model_type": self._family.name,
+            **read_config(self.fields, self._format, divisors),
+            "vocab_size": self._stored["token_embd.weight"].unpacked_shape[0],
+            "tie_word_embeddings": "output.weight" not in self._stored,
+        }
+
+    def _hf_name(self, name: str) -> str:
+        part, _, kind = name.rpartition(".")
+        if part in self._format.model:
+            return f"{self._format.model[part]}.{kind}"
+        block, _, part = part.removeprefix("blk.").partition(".")
+        if not (name.startswith("blk.") and block.isdigit() and part in self._format.layer):
+            raise CheckpointError(f"tensor {shown(name)} is unknown in a model of its family")
+        return f"{self._family.layer_prefix}{block}.{self._format.layer[part]}.{kind}"
+
+    def _dequantized(self, name: str) -> Tensor:
+        import gguf
+
+        stored = self._stored[name]
+        # Not from the mapped file, whose pages would stay in this process's memory.
+        count = math.prod(stored.shape)
+        data = np.fromfile(self._path, stored.dtype, count, offset=stored.offset)
+        try:
+            values = gguf.dequantize(data.reshape(stored.shape), stored.kind)
+        except NotImplementedError as error:
+            raise CheckpointError(f"tensor {name}: {error}") from error
+        return torch.from_numpy(np.require(values, requirements="W"))
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._dequantized(name)
+        if self._format.norm_offset and name.endswith("norm.weight"):
+            return tensor - self._format.norm_offset
+        if self._format.is_permuted and ".attn_q." in name:
+            return _halves_order(tensor, self.config["num_attention_heads"])
+        if self._format.is_permuted and ".attn_k." in name:
+            return _halves_order(tensor, self.config["num_key_value_heads"])
+        return tensor
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
+    """What the fields say, by key, and where the tensors are, by name."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError("GGUF files need the gguf package (extra [gguf])") from error
+    try:
+        check_header(path)
+        reader = gguf.GGUFReader(path)
+        # Not the vocabulary: the reader makes an array of every word.
+        fields = {
+            key: _value(field)
+            for key, field in reader.fields.items()
+            if not (key.startswith("tokenizer.") and field.types[0].name == "ARRAY")
+        }
+        return fields, {tensor.name: _Stored.of(tensor) for tensor in reader.tensors}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(f"not a readable GGUF file: {short(error)}") from error
+
+
+def _value(field: Any) -> Any:
+    value = field.contents()
+    # The shortest decimal that is this fp32 number, as config.json has it: 1e-5.
+    return float(str(np.float32(value))) if field.types[0].name == "FLOAT32" else value
+
+
+def _halves_order(weight: Tensor, heads: int) -> Tensor:
+    """Rows of q or k ``[heads * d, ...]``: from llama.cpp's rotary pairs to rotary halves."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+# A GGUF file's header, walked through before a library believes its counts and lengths.
+#
+# The gguf package makes an object of every item that an array says it has, also past the file's
+# end.
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+# Far more than any file has: a vocabulary is of 300,000 words, and has as many merges again.
+_MOST_ENTRIES, _MOST_ITEMS, _MOST_AXES = 2**16, 2**23, 8
+
+
+def check_header(path: Path) -> None:
+    """Refuse a header whose fields and tensors' entries do not lie in the file.
+
+    Raises:
+        CheckpointError: it says where.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise CheckpointError("not a GGUF file")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _Header(data).check()
+
+
+class _Header:
+    """A position in a file, which moves on as numbers are read."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._position = data, len(_MAGIC)
+        self._order = "<"
+
+    def check(self) -> None:
+        if self._number("I") & 0xFFFF == 0:  # the version, of a machine of the other byte order
+            self._order = ">"
+        tensors, fields = self._count("tensors"), self._count("fields")
+        items_left = _MOST_ITEMS
+        for _ in range(fields):
+            self._skip(self._number("Q"))
+            items_left -= self._skip_value(self._number("I"), items_left)
+        for _ in range(tensors):
+            self._skip(self._number("Q"))
+            axes = self._number("I")
+            if axes > _MOST_AXES:
+                raise self._error(f"a tensor of {axes} axes")
+            self._skip(8 * axes + 4 + 8)  # their lengths, its type, its offset
+
+    def _skip_value(self, kind: int, items_left: int) -> int:
+        """Skip a field's value; gives the number of its items, if it is an array."""
+        if kind != _ARRAY:
+            self._skip(self._size(kind))
+            return 0
+        kind, count = self._number("I"), self._number("Q")
+        if count > items_left:
+            raise self._error(f"an array of {count} items, wanted at most {_MOST_ITEMS} in all")
+        if kind == _STRING:
+            for _ in range(count):
+                self._skip(self._number("Q"))
+        else:
+            self._skip(count * self._size(kind))
+        return count
+
+    def _size(self, kind: int) -> int:
+        if kind == _STRING:
+            return self._number("Q")
+        if kind not in _SIZES:
+            raise self._error(f"a value of type {kind}, which is not known")
+        return _SIZES[kind]
+
+    def _count(self, what: str) -> int:
+        count = self._number("Q")
+        if count > _MOST_ENTRIES:
+            raise self._error(f"{count} {what}, wanted at most {_MOST_ENTRIES}")
+        return count
+
+    def _number(self, kind: str) -> int:
+        start = self._position
+        self._skip(struct.calcsize(f"{self._order}{kind}"))
+        return struct.unpack_from(f"{self._order}{kind}", self._data, start)[0]
+
+    def _skip(self, size: int) -> None:
+        if size > len(self._data) - self._position:
+            raise self._error(f"{size} bytes more, of which the file has not so many")
+        self._position += size
+
+    def _error(self, got: str) -> CheckpointError:
+        return CheckpointError(f"not a readable GGUF file: byte {self._position}: got {got}")
+
+
+# A GGUF file's tokenizer, as transformers reads it, and with what transformers does not read.
+#
+# As llama.cpp has it: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
+
+Fields = Mapping[str, Any]
+# Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
+_OLDEST_TRANSFORMERS = (5, 23)
+_MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+# A word that is in the vocabulary is one token, whatever the merges say.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+_SMOLLM = "smollm"
+# How byte-level BPE cuts a text into words; where it is not said, as GPT-2 does.
+_CUTS = (None, "gpt-2", "qwen2", "deepseek-r1-qwen", "megrez", _SMOLLM, *_WHOLE_WORDS)
+
+
+def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
+    """Write the tokenizer of the file ``path``, whose ``fields`` were read, as Hugging Face does.
+
+    Raises:
+        CheckpointError: transformers is too old for it, or makes no such tokenizer.
+    """
+    import transformers
+
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST_TRANSFORMERS:
+        wanted = ".".join(map(str, _OLDEST_TRANSFORMERS))
+        raise CheckpointError(
+            f"got transformers {version}, which mistakes tokenizers of GGUF files; wanted {wanted} "
+            "or newer (extra [gguf])"
+        )
+    _check_cut(fields)
+    # From a folder of its own: transformers would also take other tokenizer files that lie beside.
+    with tempfile.TemporaryDirectory() as alone:
+        Path(alone, "model.gguf").symlink_to(path.resolve())
+        try:
+            # Not AutoTokenizer, which has to know the model, and adds a token to Gemma 2's.
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+                alone,
+                gguf_file="model.gguf",
+                local_files_only=True,
+                add_bos_token=_adds_bos(fields),
+            )
+        except Exception as error:  # whatever the library raises
+            raise CheckpointError(
+                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, of which "
+                f"transformers makes no tokenizer ({short(error)}); wanted the Hugging Face folder "
+                "that the file was made of"
+            ) from error
+    _add_rules(tokenizer.backend_tokenizer, fields)
+    tokenizer.save_pretrained(str(folder))
+
+
+def _check_cut(fields: Fields) -> None:
+    """Refuse a rule for cutting texts that transformers would take for GPT-2's.
+
+    Raises:
+        CheckpointError: the rule is not known.
+    """
+    cut = fields.get(_PRE)
+    if fields.get(_MODEL) == "gpt2" and cut not in _CUTS:
+        known = ", ".join(name for name in _CUTS if name)
+        raise CheckpointError(f"{_PRE}: got {shown(cut)}, wanted one of: {known}")
+
+
+def _adds_bos(fields: Fields) -> bool:
+    """Whether a bare text begins with BOS; where the file does not say, its kind does."""
+    by_kind = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _WHOLE_WORDS
+    has_bos = "tokenizer.ggml.bos_token_id" in fields
+    return bool(fields.get("tokenizer.ggml.add_bos_token", by_kind and has_bos))
+
+
+def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
+    """Give transformers' tokenizer of a file the rules that it left out."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
+
+    if fields.get(_PRE) in _WHOLE_WORDS:
+        backend.model.ignore_merges = True
+    if fields.get(_PRE) == _SMOLLM:
+        bytes_of_words = ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), bytes_of_words])
+    has_prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+    if not has_prefix and isinstance(backend.pre_tokenizer, Metaspace):
+        backend.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
+
+
+# The fields of a GGUF file as a ``config.json``.
+#
+# What a file leaves out has the value that llama.cpp itself gives it.
+
+ROPE_FREQS = "rope_freqs.weight"
+_MOST_FLOAT = sys.float_info.max
+
+# Fields of every family, which have to be there; the others are read one by one.
+_SETTINGS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+}
+_OWN = (
+    "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+)  # fmt: skip
+# These change no hidden state: sizes that the tensors have, the other kind of norm's epsilon, what
+# only yarn reads, what is done to logits and to embeddings of texts, and notes.
+_IGNORED = (
+    "vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "final_logit_softcapping",
+    "pooling_type", "tensor_data_layout",
+)  # fmt: skip
+
+
+class GgufFields:
+    """The fields of an architecture, without its name; every error has the whole key."""
+
+    def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
+        self._architecture = architecture
+        prefix = f"{architecture}."
+        self.values = {
+            key.removeprefix(prefix): value
+            for key, value in fields.items()
+            if key.startswith(prefix)
+        }
+
+    def error(self, name: str, wanted: str) -> CheckpointError:
+        """What is wrong with a field; ``wanted`` are the words after what was got."""
+        got = shown(self.values.get(name))
+        return CheckpointError(f"{self._architecture}.{name}: got {got}, {wanted}")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number above 0, of any size that GGUF has."""
+        where = f"{self._architecture}.{name}"
+        value = self.values.get(name, default)
+        return read_count(value, where, "a whole number from 1 on", most=2**64)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number."""
+        where = f"{self._architecture}.{name}"
+        value = self.values.get(name, default)
+        return read_number(value, where, "a number", -_MOST_FLOAT, _MOST_FLOAT)
+
+
+def read_config(
+    fields: Mapping[str, Any], gguf: GgufFormat, rope_divisors: Tensor | None
+) -> dict[str, Any]:
+    """``config.json`` of a file's ``fields``, but for ``model_type`` and what the tensors say.
+
+    ``rope_divisors``: ``rope_freqs.weight``, ``[rotated channels / 2]``.
+
+    Raises:
+        CheckpointError: a field is missing, no family has it, or its value is not supported.
+    """
+    read = GgufFields(fields, gguf.architecture)
+    _refuse_others(read, gguf)
+    config: dict[str, Any] = {ours: read.count(name) for name, ours in _SETTINGS.items()}
+    epsilon, epsilon_key = gguf.epsilon
+    heads = config["num_attention_heads"]
+    head_dim = read.count("attention.key_length", config["hidden_size"] // heads)
+    rotated = _rotated_channels(read, gguf, config, head_dim)
+    rope = _rope(read, rotated, rope_divisors)
+    if gguf.is_partly_rotated:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    config |= {
+        epsilon_key: read.number(epsilon),
+        "num_key_value_heads": read.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_parameters": rope,
+        **{ours: read.number(name) for name, ours in gguf.optional.items() if name in read.values},
+    }
+    return {**config, **gguf.derived(config)}
+
+
+def _rotated_channels(
+    read: GgufFields, gguf: GgufFormat, config: Mapping[str, Any], head_dim: int
+) -> int:
+    """Of a head's ``head_dim`` channels."""
+    rotated = read.count("rope.dimension_count", head_dim)
+    if read.count("attention.value_length", head_dim) != head_dim:
+        raise read.error("attention.value_length", f"wanted the keys' {head_dim}")
+    if rotated != head_dim and not (gguf.is_partly_rotated and rotated < head_dim):
+        raise read.error("rope.dimension_count", f"wanted the head's {head_dim}")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if gguf.is_partly_rotated and heads * head_dim != hidden:
+        # The converter takes the part of hidden / heads, which then is not a head's size.
+        raise read.error(
+            "attention.key_length",
+            f"wanted {hidden // heads}, a head's part of the hidden size: else the "
+            "file does not say how much is rotated; take the Hugging Face folder",
+        )
+    return rotated
+
+
+def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
+    """A field that is not read might change what the model computes, unless it is off."""
+    known = {*_SETTINGS, *_OWN, *_IGNORED, *gguf.optional}
+    for name, value in read.values.items():
+        is_plain = value is True if name == "attention.causal" else not value
+        if name not in known and not is_plain:
+            raise read.error(name, "which is not supported")
+
+
+def _rope(read: GgufFields, rotated: int, divisors: Tensor | None) -> dict[str, Any]:
+    base = float(read.number("rope.freq_base", 10000.0))
+    # As in llama.cpp, a factor without a type is linear, and none at all is 1.
+    kind = read.values.get("rope.scaling.type", "linear")
+    factor = read.number("rope.scaling.factor", 0.0)
+    if kind not in ("none", "linear"):
+        raise read.error("rope.scaling.type", "wanted 'none' or 'linear'")
+    is_linear = kind == "linear" and factor not in (0.0, 1.0)
+    if divisors is None:
+        scaling = {"rope_type": "linear", "factor": factor} if is_linear else {}
+        return {"rope_type": "default", "rope_theta": base, **scaling}
+    if is_linear:
+        raise read.error("rope.scaling.factor", f"and {ROPE_FREQS}; wanted one of them")
+    return {"rope_theta": base, **_llama3_scaling(base, rotated, divisors)}
+
+
+def _llama3_scaling(base: float, rotated: int, divisors: Tensor) -> dict[str, Any]:
+    if divisors.shape != (rotated // 2,) or rotated < 2:
+        got = list(divisors.shape)
+        raise CheckpointError(f"{ROPE_FREQS}: got shape {got}, wanted {[rotated // 2]}")
+    scaling = {
+        "rope_type": "llama3",
+        "factor": round(float(divisors.max()), 4),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    # The file keeps only the result: accept it where Llama 3's constants give the same.
+    if not torch.allclose(divisors, llama3_divisors(base, rotated, scaling), rtol=1e-3):
+        raise CheckpointError(f"{ROPE_FREQS}: not the rope scaling of Llama 3.1")
+    return scaling
+
+
+def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
+    """What Llama 3.1's rope scaling divides each of the ``head_dim / 2`` frequencies by."""
+    frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1.0 / ((1 - smooth) / scaling["factor"] + smooth)

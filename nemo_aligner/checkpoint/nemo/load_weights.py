@@ -1,0 +1,206 @@
+"""An opened checkpoint's weights into a model on this rank, once its sizes are found to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from nemo_aligner.checkpoint.decoder_tensors import (
+    EMBEDDING,
+    HEAD_PREFIX,
+    LAYERS,
+    OUTPUT_LAYER,
+    PREFIX,
+    layer_tensors,
+    model_tensors,
+)
+from nemo_aligner.checkpoint.nemo.open import NemoFolder
+from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
+from nemo_aligner.models.lora import folded
+from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.models.shape import (
+    LORA_A,
+    LORA_B,
+    HeadShape,
+    ModelShape,
+    is_of_adapter,
+    read_lora,
+)
+from nemo_aligner.utils.errors import AlignerError, CheckpointError
+
+_MOST_PADDING = 2**16
+
+
+def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
+    """What the checkpoint's settings say, once its weights are found to have these sizes.
+
+    Nothing of the model's size is allocated before. ``config`` stands for the folder's own.
+
+    Raises:
+        CheckpointError: a setting is missing, no number, or not what the weights' shapes say.
+    """
+    config = folder.config if config is None else config
+    try:
+        shape = ModelShape.from_config(config)
+    except AlignerError as error:
+        raise CheckpointError(f"{folder.source}: {error}") from error
+    if shape.make_vocab_size_divisible_by > _MOST_PADDING:
+        raise CheckpointError(
+            f"{folder.source}: make_vocab_size_divisible_by: got "
+            f"{shape.make_vocab_size_divisible_by}, wanted at most {_MOST_PADDING}"
+        )
+    _check_sizes(folder, shape)
+    return shape
+
+
+def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
+    """Every weight that such a model has is stored in its size, and no other.
+
+    One that belongs nowhere, such as a bias, would be another model without it.
+    """
+    folder.store.check_data(read=False)  # else the index may say anything
+    stored, of_model, of_layer = folder.tensors, model_tensors(shape), layer_tensors(shape)
+    where = f"{folder.source}: {folder.prefix}"
+    if OUTPUT_LAYER in stored:
+        of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
+    for name, size in of_model.items():
+        got, may_be_padded = stored.get(name, ((),))[0], name in (EMBEDDING, OUTPUT_LAYER)
+        if got != size and not (may_be_padded and got[1:] == size[1:] and got > size):
+            least = "at least " if may_be_padded else ""
+            raise CheckpointError(
+                f"{where}{name}: got {f'shape {list(got)}' if name in stored else 'none'}, its "
+                f"settings want {least}{list(size)}; it holds {len(stored)} tensors named "
+                f"{folder.prefix}*"
+            )
+    for name, size in of_layer.items():
+        layers, got = _of_layers(stored, name)
+        if (layers, got) != (shape.num_layers, size):
+            raise CheckpointError(
+                f"{where}{LAYERS}{name}: got {layers} layers of shape {list(got)}, "
+                f"its settings want {shape.num_layers} of {list(size)}"
+            )
+    numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
+    known = {LAYERS + number + name for number in numbers for name in of_layer}
+    of_head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
+    unknown = sorted(stored.keys() - known - of_model.keys() - of_head)
+    if unknown:
+        raise CheckpointError(
+            f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
+            f"describe, the first is {folder.prefix}{unknown[0]}"
+        )
+
+
+def _of_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, ...]]:
+    """How many layers have the tensor ``name``, and its shape in each; () where they differ."""
+    if not is_per_layer(stored):
+        shape = stored.get(LAYERS + name, ((0,),))[0]
+        return sum(shape[:1]), shape[1:]
+    shapes = [
+        entry[0]
+        for key, entry in stored.items()
+        if key.startswith(LAYERS) and key.endswith(f".{name}")
+    ]
+    return len(shapes), shapes[0] if len(set(shapes)) == 1 else ()
+
+
+def is_per_layer(stored: StoredTensors) -> bool:
+    """Whether every layer has names of its own; else one tensor holds the same part of all."""
+    return any(name.startswith(f"{LAYERS}0.") for name in stored)
+
+
+def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
+    """Fill all of ``model``, which has the ``model_shape`` of ``folder``, but its head.
+
+    Adapters that the checkpoint does not have stay as they are. Every rank calls it.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    request = model.sharded_state_dict(
+        prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
+    )
+    has_lora = read_lora(folder.config) is not None
+    of_head = folder.prefix + HEAD_PREFIX
+    unread = {
+        key for key in request if key.startswith(of_head) or (is_of_adapter(key) and not has_lora)
+    }
+    state = folder.store.load({key: request[key] for key in request if key not in unread})
+    plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
+    missing, unexpected = model.load_state_dict(plain, strict=False)
+    # TransformerEngine's opaque state is never loaded.
+    asked = [key for key in missing if folder.prefix + key not in unread]
+    lost = [key for key in asked if "_extra_state" not in key]
+    if lost or unexpected:
+        raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
+
+
+def head_names(folder: NemoFolder) -> list[str]:
+    """What the tensors of the reward head are called, behind ``HEAD_PREFIX``."""
+    names = (name for name in folder.tensors if name.startswith(HEAD_PREFIX))
+    return [name.removeprefix(HEAD_PREFIX) for name in names]
+
+
+def read_head(folder: NemoFolder) -> dict[str, Tensor]:
+    """The tensors of the reward head in fp32, whole, by ``head_names``; every rank calls it."""
+    return {name: _read_whole(folder, HEAD_PREFIX + name) for name in head_names(folder)}
+
+
+def _read_whole(folder: NemoFolder, name: str) -> Tensor:
+    shape, _ = folder.tensors[name]
+    key = folder.prefix + name
+    request = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.float32))}
+    return folder.store.load(request)[key]
+
+
+# An opened checkpoint's tensors, known by their shapes, to be read one after the other.
+
+
+def unread_decoder(
+    folder: NemoFolder, shape: ModelShape
+) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
+    """The decoder's tensors by key, outside the layers and inside, without vocabulary padding.
+
+    LoRA is folded into the weights that it is beside.
+    """
+    stored, store = folder.tensors, folder.store
+    lora = shape.lora
+    is_numbered = is_per_layer(stored)
+
+    def outside(name: str) -> UnreadTensor:
+        size, dtype = stored[name]
+        rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
+        return UnreadTensor(
+            (rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows]
+        )
+
+    def inside(name: str, layer: int) -> UnreadTensor:
+        key = f"{LAYERS}{layer}.{name}" if is_numbered else LAYERS + name
+        size, dtype = stored[key]
+        index = None if is_numbered else layer
+        size = size if is_numbered else size[1:]
+        return UnreadTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
+
+    def whole(name: str, layer: int) -> UnreadTensor:
+        weight, linear = inside(name, layer), name.removesuffix(".weight")
+        if lora is None or linear not in lora.linears:
+            return weight
+        low, high = (inside(f"{linear}.{matrix}", layer) for matrix in (LORA_A, LORA_B))
+        scale = lora.scale
+        return replace(weight, read=lambda: folded(weight.read(), low.read(), high.read(), scale))
+
+    names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
+    return {PREFIX + name: outside(name) for name in names}, {
+        PREFIX + LAYERS + name: [whole(name, layer) for layer in range(shape.num_layers)]
+        for name in layer_tensors(replace(shape, lora=None))
+    }
+
+
+def in_memory(tensor: Tensor) -> UnreadTensor:
+    """A tensor that needs no reading."""
+    return UnreadTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)

@@ -1,0 +1,433 @@
+"""Save a training run, find it again, go on from it, and keep the best of what was saved.
+
+One folder per checkpoint, ``step_00000100/``: ``state/`` is a distributed checkpoint of weights and
+optimizer that any layout can read, ``run_state.json`` everything else. A folder is written under
+another name, synced to the disk, and then renamed: it is there whole, or not at all.
+
+Writing goes on in the background: ``save`` has the tensors copied and returns, ``publish`` gives
+the folder its name when all ranks are done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nemo_aligner.checkpoint.nemo.open import sync_to_disk
+from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
+from nemo_aligner.checkpoint.weights.save import (
+    PendingSave,
+    ShardedModel,
+    copy_tensors,
+    in_background,
+    put_weights,
+    sharded_weights,
+    start_saving,
+)
+from nemo_aligner.checkpoint.weights.store import load_weights
+from nemo_aligner.config.load import flatten
+from nemo_aligner.config.training import MonitorMode
+from nemo_aligner.distributed.collectives import on_main
+from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.host_transfer import Wait
+
+_VERSION = 1
+_UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
+# On other records the same metric is another: no two such values say which model is better.
+VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
+
+
+class ShardedOptimizer(Protocol):
+    """An optimizer that saves its state beside the model's.
+
+    What it gives to be saved is a copy by ``copy_beside``, which may still be on its way, and then
+    stays as it is until it is asked again. Its next update leaves time to what is being copied
+    (``before_writing``). Its last one may still be on its way to the model's weights;
+    ``finish_update`` waits for it.
+    """
+
+    def sharded_state_dict(
+        self, model_state: dict[str, Any], is_loading: bool = ...
+    ) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None: ...
+
+    def finish_update(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything of a run but its tensors.
+
+    ``step`` steps are done, on ``consumed_samples`` records. ``metrics`` are those of a validation
+    after that very step, if there was one. ``fingerprint`` names what must not change when the run
+    goes on. ``config`` and ``contract`` are for readers. ``best_value`` is the best so far of the
+    metric by which a run may end early, with the validations that came after. On the disk NaN and
+    infinity are null, as JSON has none; a metric that was comes back as NaN.
+    """
+
+    step: int
+    consumed_samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    contract: dict[str, Any] = field(default_factory=dict)
+    best_value: float | None = None
+    validations_since_best: int = 0
+
+
+# What states that were written before there was any do not have.
+_ADDED = ("best_value", "validations_since_best")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint on the disk."""
+
+    path: Path
+    state: RunState
+
+
+class RunCheckpoints:
+    """The checkpoints of one run in ``folder``, which all ranks see; every rank calls every method.
+
+    The newest is always kept, and the ``save_top_k`` best by the metric ``monitor``. Of equals the
+    one with the lower loss on the same set is better: an accuracy of 1 says nothing of how clear
+    the verdicts are. Of equals in that, too, the earlier is: a later one is not worth another save.
+    What was validated on other records than ``compare_with`` says comes behind all others.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        monitor: str | None = None,
+        mode: MonitorMode = MonitorMode.max,
+        save_top_k: int = 1,
+    ) -> None:
+        self.folder = Path(folder)
+        self.monitor = monitor if save_top_k > 0 else None
+        self.tie_break = None if self.monitor is None else f"{self.monitor.partition('/')[0]}/loss"
+        self._mode = mode
+        self._save_top_k = save_top_k
+        self._pending: tuple[Saved, PendingSave] | None = None
+        self._published: list[Saved] = []
+        self._deletion: Future[None] | None = None
+        self._host: list[Tensor] = []
+        self._config: Mapping[str, Any] | None = None
+
+    def compare_with(self, config: Mapping[str, Any]) -> None:
+        """From now on the validations of a run with these nested settings are what counts."""
+        self._config = config
+
+    def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Take the host memory that a save copies to; call it before the first save.
+
+        New memory can take ten times as long to write to, so the first save would hold training up.
+        """
+        self._copy(model, optimizer)
+
+    def _copy(
+        self, model: ShardedModel, optimizer: ShardedOptimizer
+    ) -> tuple[dict[str, Any], Wait]:
+        """What is to be written, and what waits until all of it is in host memory."""
+        optimizer.finish_update()
+        weights = sharded_weights(model)
+        # It is looked up by the model's own tensors, so these are copied after; and arrive after.
+        state = optimizer.sharded_state_dict(weights)
+        arrived = copy_tensors(weights, self._host)
+        return {"model": weights, "optimizer": state}, arrived
+
+    def clean(self) -> None:
+        """Delete what a killed save or removal left behind; call it before the first save."""
+        on_main(lambda: _delete_unfinished(self.folder))
+
+    def list_saved(self) -> list[Saved]:
+        """Every whole checkpoint, oldest first; a pending one is waited for."""
+        self.publish()
+        return on_main(lambda: _list_saved(self.folder))
+
+    def latest(self) -> Saved | None:
+        """The newest checkpoint."""
+        saved = self.list_saved()
+        return saved[-1] if saved else None
+
+    def best(self) -> Saved | None:
+        """The first of ``ranked``."""
+        ranked = self.ranked()
+        return ranked[0] if ranked else None
+
+    def leader(self) -> Saved | None:
+        """The best so far, that which is being written among them; it is not waited for."""
+        saved = on_main(lambda: _list_saved(self.folder))
+        pending = [] if self._pending is None else [self._pending[0]]
+        ranked = self._ranked([*saved, *pending])
+        return ranked[0] if ranked else None
+
+    def ranked(self) -> list[Saved]:
+        """The checkpoints that are there and have a value of ``monitor``, the best first."""
+        return self._ranked(self.list_saved())
+
+    def candidates(self) -> list[Saved]:
+        """``ranked``, and among them those of this process that gave way to better ones."""
+        known = {item.path: item for item in (*self._published, *self.list_saved())}
+        return self._ranked(list(known.values()))
+
+    def is_among_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a checkpoint with these metrics would be kept for them, beside a pending one."""
+        if self._sort_key(metrics) is None:
+            return False
+        state = RunState(2**62, 0, metrics={**metrics}, config={**(self._config or {})})
+        newcomer = Saved(self.folder, state)
+        saved = [*on_main(lambda: _list_saved(self.folder)), newcomer]
+        if self._pending is not None:
+            saved.append(self._pending[0])
+        return newcomer in self._ranked(saved)[: self._save_top_k]
+
+    def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Start a checkpoint: when it returns, training may go on.
+
+        All tensors are copied into host memory, as much as this rank's part of the checkpoint has,
+        which the next save reuses. A GPU may still be copying; then the optimizer's next update
+        waits for it. A save that is still pending is published first.
+
+        Raises:
+            CheckpointError: on every rank, if this one or the one before cannot be written.
+        """
+        self.publish()
+        path = self.folder / f"step_{state.step:08d}"
+        with _as_checkpoint_error(path):
+            on_main(lambda: _make_empty(_unnamed(path)))
+        tensors, arrived = self._copy(model, optimizer)
+        pending = start_saving(tensors, _unnamed(path) / STATE_NAME, arrived)
+        self._pending = Saved(path, state), pending
+
+    @property
+    def is_written(self) -> bool:
+        """Whether ``publish`` has nothing to wait for on this rank."""
+        return self._pending is None or self._pending[1].is_written
+
+    def publish(self) -> Saved | None:
+        """Give a pending checkpoint its name, once all ranks have written it; None if none is.
+
+        Those that are then neither the newest nor among the best are deleted.
+
+        Raises:
+            CheckpointError: on every rank, if any could not write it.
+        """
+        if self._pending is None:
+            return None
+        (saved, pending), self._pending = self._pending, None
+        pending.finish()
+        with _as_checkpoint_error(saved.path):
+            on_main(lambda: _publish(saved))
+            on_main(self._prune)
+        self._published.append(saved)
+        return saved
+
+    def amend(self, state: RunState) -> None:
+        """Have the checkpoint of ``state.step``, which is there, be one of ``state``.
+
+        Of a validation that came after it was saved.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written.
+        """
+        path = self.folder / f"step_{state.step:08d}"
+        with _as_checkpoint_error(path):
+            on_main(lambda: _amend(path, state))
+            on_main(self._prune)
+
+    def _prune(self) -> None:
+        """Delete the checkpoints that are not kept: their names now, their files in the background.
+
+        Errors of the last such deletion are raised here.
+        """
+        if self._deletion is not None:
+            self._deletion.result()
+        saved = _list_saved(self.folder)
+        kept = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
+        doomed = [_take_name(item.path) for item in saved if item.path not in kept]
+        self._deletion = in_background(partial(_delete, doomed))
+
+    def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        """Put weights and optimizer back as they were saved, whatever the layout was.
+
+        Raises:
+            CheckpointError: the state does not fit the model, or is not safe to read.
+        """
+        weights = sharded_weights(model)
+        request = {
+            "model": weights,
+            "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
+        }
+        state = load_weights(request, saved.path / STATE_NAME)
+        put_weights(model, state["model"], saved.path)
+        optimizer.load_state_dict(state["optimizer"], saved.state.step)
+
+    def load_model(self, saved: Saved, model: ShardedModel) -> None:
+        """Put back the weights alone.
+
+        Raises:
+            CheckpointError: the weights do not fit the model, or are not safe to read.
+        """
+        request = {"model": sharded_weights(model)}
+        put_weights(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
+
+    def _ranked(self, saved: list[Saved]) -> list[Saved]:
+        scored = [(self._sort_key(item.state.metrics), item) for item in saved]
+        ranked = [
+            (self._is_of_other_records(item.state), key, item.state.step, item)
+            for key, item in scored
+            if key is not None
+        ]
+        return [item for *_, item in sorted(ranked, key=lambda entry: entry[:3])]
+
+    def _is_of_other_records(self, state: RunState) -> bool:
+        return self._config is not None and not same_validation(state.config, self._config)
+
+    def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
+        """Smaller is better; None for what cannot be ranked."""
+        value = metrics.get(str(self.monitor), math.nan)
+        if math.isnan(value):
+            return None
+        loss = metrics.get(str(self.tie_break), math.nan)
+        signed = -value if self._mode is MonitorMode.max else value
+        return signed, math.inf if math.isnan(loss) else loss
+
+
+def same_validation(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether runs of these nested settings validate on the same records."""
+    first, second = flatten(one), flatten(other)
+    return all(first.get(key) == second.get(key) for key in VALIDATED_ON)
+
+
+def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse to go on with another model, other data, or another order of it.
+
+    Raises:
+        CheckpointError: it names every difference, with both values.
+    """
+    before = saved.state.fingerprint
+    differences = [
+        f"{key}: the checkpoint has {before.get(key)!r}, this run {fingerprint.get(key)!r}"
+        for key in dict.fromkeys([*before, *fingerprint])
+        if _as_json(before.get(key)) != _as_json(fingerprint.get(key))
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{saved.path}: it is of another run, and cannot be resumed: {'; '.join(differences)}. "
+            "Set exp_manager.explicit_log_dir to a new folder to start a new run"
+        )
+
+
+@contextmanager
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: not saved: {error}") from error
+
+
+def _delete_unfinished(folder: Path) -> None:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path)
+
+
+def _list_saved(folder: Path) -> list[Saved]:
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted((_read_saved(path) for path in paths), key=lambda saved: saved.state.step)
+
+
+def _read_saved(path: Path) -> Saved:
+    file = path / RUN_STATE_NAME
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        version = content.pop("version")
+        if version != _VERSION:
+            raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
+        known = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
+        state = RunState(**{key: content[key] for key in known})
+        return Saved(path, replace(state, metrics=_as_numbers(state.metrics)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
+
+
+def _as_json(value: Any) -> Any:
+    """The value with null for every number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _unnamed(path: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return path.with_name(path.name + ".partial")
+
+
+def _publish(saved: Saved) -> None:
+    """Give a finished folder its name, once all of it is on the disk."""
+    path, unnamed = saved.path, _unnamed(saved.path)
+    (unnamed / RUN_STATE_NAME).write_text(_as_text(saved.state), encoding="utf-8")
+    # The ranks have synced the tensors, so this is a matter of the small files.
+    for folder, _, names in os.walk(unnamed):
+        for name in names:
+            sync_to_disk(Path(folder) / name)
+        sync_to_disk(Path(folder))
+    if path.exists():
+        _delete([_take_name(path)])
+    unnamed.rename(path)
+    sync_to_disk(path.parent)
+
+
+def _as_text(state: RunState) -> str:
+    content = _as_json({"version": _VERSION, **asdict(state)})
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def _amend(path: Path, state: RunState) -> None:
+    file = path / RUN_STATE_NAME
+    unnamed = _unnamed(file)
+    unnamed.write_text(_as_text(state), encoding="utf-8")
+    sync_to_disk(unnamed)
+    unnamed.replace(file)
+    sync_to_disk(path)
+
+
+def _take_name(path: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that half a one is never taken for one."""
+    doomed = path.with_name(path.name + ".removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    return doomed
+
+
+def _delete(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)

@@ -1,0 +1,443 @@
+"""ScoringContract: the one rule from a text to token ids, and what a score of them means.
+
+It is written when a reward model is trained, saved in every checkpoint, and read by evaluation and
+by the server; nobody types it again.
+
+Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
+It gets the messages in their normal form (``messages.py``), tools and documents, and the contract's
+``chat_template_kwargs``; what it does not write is refused (``template_probe.py``).
+(A newline that a template writes after its last end-of-turn token is part of the text: the last
+token scored is whatever the template ends with.) A message that holds what the template writes
+around messages is refused (``turns.py``): it would read as several.
+
+Raw texts (``str``) are scored as they stand: ``add_bos`` puts BOS in front unless the text already
+begins with it, ``add_eos`` puts EOS at the end unless it already ends with it. When the settings
+``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's own habit with a bare text
+decides.
+
+Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens,
+and a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training
+turns into a counted drop or an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardModelType
+from nemo_aligner.contract.fields import check_fields
+from nemo_aligner.contract.messages import Text, read_text, reply_of
+from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.template_trial import check_it_ends
+from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
+from nemo_aligner.contract.turns import write_conversation
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, short, shown
+
+VERSION = 1
+# For people, and for trainers that normalise rewards; no score depends on them.
+_NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
+# Where they are None, a contract has no such field: those of before there was any had none.
+_LATER = ("shaping", "readout", "reply_marker", "chat_template_kwargs")
+
+
+class OverlongError(DataError):
+    """A text of more tokens than the contract's ``seq_length``."""
+
+
+class NoTemplateError(DataError):
+    """A conversation, where the contract has no chat template to write any with."""
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """The token ids of one text, and whether ``truncate_left`` cut it."""
+
+    token_ids: list[int]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class ScoringContract:
+    """What a score means.
+
+    ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
+    the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
+    ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
+    ``readout`` says as JSON how a head with several outputs for each attribute is read;
+    ``reply_marker`` are the ids that come before a reply, where its mean is scored;
+    ``chat_template_kwargs`` says as JSON what else the template is given.
+    """
+
+    template: str
+    add_bos: bool
+    add_eos: bool
+    bos_id: int | None
+    eos_id: int | None
+    overlong: str
+    seq_length: int
+    attributes: tuple[str, ...]
+    attribute_weights: tuple[float, ...]
+    label_means: tuple[float, ...]
+    dtype: str
+    tokenizer_fingerprint: str
+    reward_model_type: str
+    scored_position: str = "last_token"
+    reward_mean: tuple[float, ...] | None = None
+    reward_std: tuple[float, ...] | None = None
+    measured_on: str | None = None
+    shaping: str | None = None
+    readout: str | None = None
+    reply_marker: tuple[int, ...] | None = None
+    chat_template_kwargs: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        # 0 and 0.0 are the same rule and must have the same hash.
+        for name in ("attribute_weights", "label_means"):
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+        wanted = len(self.attributes)
+        if not len(self.attribute_weights) == len(self.label_means) == wanted > 0:
+            raise DataError(
+                f"scoring contract: got {wanted} attributes, {len(self.attribute_weights)} weights "
+                f"and {len(self.label_means)} label means; wanted the same number, at least 1"
+            )
+        readout = self.output_readout
+        if readout is not None and len(readout.numbers) != wanted:
+            raise DataError(
+                f"scoring contract: readout: got {len(readout.numbers)} attributes, wanted {wanted}"
+            )
+
+    @property
+    def output_readout(self) -> Readout | None:
+        """How outputs become rewards; None where the head has one for each attribute."""
+        return None if self.readout is None else Readout.from_json(self.readout)
+
+    def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
+        """``[N, A]`` float32 of the head's ``outputs [N, A * K]`` float32."""
+        readout = self.output_readout
+        read = outputs if readout is None else readout.rewards(outputs)
+        return read + np.array(self.label_means, dtype=np.float32)
+
+    def spreads_of(self, outputs: np.ndarray) -> np.ndarray | None:
+        """``[N, A]`` float32 uncertainty of these rewards; None where no output tells it."""
+        readout = self.output_readout
+        return None if readout is None else readout.spreads(outputs)
+
+    @property
+    def outputs_per_attribute(self) -> int:
+        """How many outputs the head has for each attribute."""
+        readout = self.output_readout
+        return 1 if readout is None else readout.width
+
+    @property
+    def template_kwargs(self) -> str:
+        """``chat_template_kwargs``, empty where there are none."""
+        return self.chat_template_kwargs or ""
+
+    @property
+    def record_kind(self) -> RecordKind:
+        """What the model learned from."""
+        return RewardModelType(self.reward_model_type).record_kind
+
+    @property
+    def hash(self) -> str:
+        """sha256 (hex) of the canonical JSON of every field that changes a score."""
+        fields = {name: value for name, value in self._fields().items() if name not in _NOT_HASHED}
+        canonical = json.dumps(
+            {"version": VERSION, **fields},
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
+        )
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def differences(self, other: ScoringContract) -> dict[str, tuple[Any, Any]]:
+        """Field -> (value here, value there), for every field by which the two score otherwise."""
+        mine, theirs = self._fields(), other._fields()
+        return {
+            name: (mine.get(name), theirs.get(name))
+            for name in {**mine, **theirs}
+            if name not in _NOT_HASHED and mine.get(name) != theirs.get(name)
+        }
+
+    def _fields(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if name not in _LATER or value is not None
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with the version and the hash."""
+        return {"version": VERSION, **self._fields(), "hash": self.hash}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ScoringContract:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            CheckpointError: another version, unknown or missing fields, or a wrong hash.
+        """
+        content = dict(values)
+        version, wanted_hash = content.pop("version", None), content.pop("hash", None)
+        if version != VERSION:
+            raise CheckpointError(
+                f"scoring contract: got version {shown(version)}, wanted {VERSION}"
+            )
+        for name in _LATER:
+            content.setdefault(name, None)
+        known = {field.name for field in dataclasses.fields(cls)}
+        if set(content) != known:
+            raise CheckpointError(
+                "scoring contract: unknown or missing fields: "
+                + short(", ".join(sorted(set(content) ^ known)))
+            )
+        for name, value in content.items():
+            content[name] = tuple(value) if isinstance(value, list) else value
+        try:
+            contract = cls(**content)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"scoring contract: {error}") from error
+        if contract.hash != wanted_hash:
+            raise CheckpointError(
+                f"scoring contract: its fields hash to {contract.hash}, it says "
+                f"{shown(wanted_hash)}: it was changed after it was written"
+            )
+        return contract
+
+    def check_template_ends(self, tokenizer: Tokenizer) -> None:
+        """Try the template in a process of its own: an untrusted one may not end.
+
+        Raises:
+            DataError: it cannot write a question and its answer, or takes much too long for it.
+        """
+        if self.template:
+            bos, eos = tokenizer.bos_token, tokenizer.eos_token
+            check_it_ends(self.template, bos, eos, self.template_kwargs)
+
+    def with_dtype(self, precision: Precision | None) -> ScoringContract:
+        """The contract of the same model run in another precision; None changes nothing."""
+        return self if precision is None else dataclasses.replace(self, dtype=precision.value)
+
+    def with_label_means(self, means: Sequence[float]) -> ScoringContract:
+        """The same contract with the offsets of a regression head."""
+        return dataclasses.replace(self, label_means=tuple(float(mean) for mean in means))
+
+    def with_readout(self, readout: Readout | None) -> ScoringContract:
+        """The same contract with a head that is read so."""
+        text = None if readout is None else readout.to_json()
+        return dataclasses.replace(self, readout=text)
+
+    def with_statistics(
+        self, mean: Sequence[float], std: Sequence[float], measured_on: str
+    ) -> ScoringContract:
+        """The same contract with the rewards' mean and spread per attribute, and on what data."""
+        return dataclasses.replace(
+            self,
+            reward_mean=tuple(mean),
+            reward_std=tuple(std),
+            measured_on=measured_on,
+        )
+
+    def encode(self, tokenizer: Tokenizer, text: Text) -> EncodedText:
+        """Token ids of one text by the rules above.
+
+        Raises:
+            OverlongError: it is too long, and the rule is not ``truncate_left``.
+            TurnMarkError: a message of it holds what the template writes around messages.
+            DataError: it is empty, malformed, or a conversation and there is no chat template.
+        """
+        text = read_text(text)
+        written = self._write(tokenizer, text)
+        end = self._encode_end(tokenizer, text, written)
+        if end is not None:
+            return end
+        ids = tokenizer.encode_batch([written])[0]
+        return self.fit(self._complete(ids, text))
+
+    def _encode_end(self, tokenizer: Tokenizer, text: Text, written: str) -> EncodedText | None:
+        """What ``fit`` makes of a text that is much too long, by its end alone; None if unknown.
+
+        Raises:
+            OverlongError: it is too long, and the rule is not ``truncate_left``.
+        """
+        # No text of so few letters is too long for every tokenizer.
+        if len(written) <= self.seq_length:
+            return None
+        bounds = tokenizer.bounds
+        if self.overlong != Overlong.truncate_left.value:
+            most, got = bounds.most_bytes(self.seq_length), len(written.encode())
+            if most is not None and got > most:
+                raise OverlongError(
+                    f"got a text of {got} bytes, wanted at most {self.seq_length} tokens, "
+                    f"which have {most} bytes at most"
+                )
+            return None
+        ids = bounds.encode_end(tokenizer.encode, written, self.seq_length + 1)
+        if ids is None:
+            return None
+        # The rules for BOS look at the first two tokens.
+        bos, begins = tokenizer.bos_token, 0
+        if bos and tokenizer.encode(bos) == [self.bos_id]:
+            begins = written.startswith(bos) + written.startswith(2 * bos)
+        return self.fit(self._complete(tokenizer.encode(bos * begins) + ids, text))
+
+    def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
+        """Token ids of many texts at their full lengths; ``fit`` is the rule for long ones."""
+        texts = [*map(read_text, texts)]
+        written = [self._write(tokenizer, text) for text in texts]
+        ids = tokenizer.encode_batch(written)
+        return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
+
+    def tokenize_records(
+        self, tokenizer: Tokenizer, records: Sequence[Sequence[Text]]
+    ) -> list[list[TextIds]]:
+        """``tokenize`` and ``count_reply_tokens`` of the texts of many records at once."""
+        records = [[*map(read_text, texts)] for texts in records]
+        written = [[self._write_apart(tokenizer, text) for text in texts] for texts in records]
+        encoded = encode_records(tokenizer, written)
+        return [
+            [
+                TextIds(self._complete(ids, text), reply)
+                for (ids, reply), text in zip(own, texts, strict=True)
+            ]
+            for own, texts in zip(encoded, records, strict=True)
+        ]
+
+    def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone (see ``reply_of``), at its full length."""
+        replies = [reply_of(read_text(text)) for text in texts]
+        return [len(ids) for ids in tokenizer.encode_batch(replies)]
+
+    def fit(self, token_ids: list[int]) -> EncodedText:
+        """Apply the rule for sequences of more than ``seq_length`` tokens.
+
+        Raises:
+            OverlongError: it is too long, and the rule is not ``truncate_left``.
+        """
+        if len(token_ids) <= self.seq_length:
+            return EncodedText(token_ids, False)
+        if self.overlong != Overlong.truncate_left.value:
+            raise OverlongError(f"got {len(token_ids)} tokens, wanted at most {self.seq_length}")
+        keeps_bos = self.bos_id is not None and token_ids[0] == self.bos_id
+        head = token_ids[:1] if keeps_bos and self.seq_length > 1 else []
+        return EncodedText(head + token_ids[len(token_ids) - self.seq_length + len(head) :], True)
+
+    def _write(self, tokenizer: Tokenizer, text: Text) -> str:
+        """``text`` is in the normal form."""
+        if isinstance(text, str):
+            return text
+        if not self.template:
+            raise NoTemplateError(
+                "this text is a conversation, and there is no chat template to write it with; "
+                "train with model.data.template=chatml (or plain, or a file), or use raw text"
+            )
+        return write_conversation(self.template, text, tokenizer, self.template_kwargs)
+
+    def _write_apart(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
+        written = self._write(tokenizer, text)
+        return WrittenText(written, None if isinstance(text, str) else reply_of(text))
+
+    def _complete(self, ids: list[int], text: Text) -> list[int]:
+        if isinstance(text, str):
+            if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+                ids = [self.bos_id, *ids]
+            if self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+                ids = [*ids, self.eos_id]
+        if not ids:
+            raise DataError("the text has no tokens: it is empty")
+        if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
+            raise DataError("the text begins with BOS twice; write it once, or not at all")
+        return ids
+
+
+# Texts to token ids by one contract, and which ids a model of it takes.
+
+
+class TextEncoder:
+    """The ids that a model with ``contract`` and ``tokenizer`` reads."""
+
+    def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
+        self.contract = contract
+        self.tokenizer = tokenizer
+
+    def encode(self, text: Text) -> EncodedText:
+        """The token ids of one text; DataError where the contract refuses it."""
+        encoded = self.contract.encode(self.tokenizer, text)
+        self.check_tokens(encoded.token_ids)
+        return encoded
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Refuse, with a DataError, what the model would fail on or take for something else."""
+        if not 1 <= len(token_ids) <= self.contract.seq_length:
+            raise DataError(
+                f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"
+            )
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self.tokenizer.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(f"got token id {wrong}, wanted 0 to {self.tokenizer.vocab_size - 1}")
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone, at its full length."""
+        return self.contract.count_reply_tokens(self.tokenizer, texts)
+
+
+# The one number that ranks texts, where a reward model has several attributes.
+
+
+def reward_weights(contract: ScoringContract, attribute: str | None) -> tuple[float, ...]:
+    """A weights that make one reward of a text's A; None is the contract's own.
+
+    Raises:
+        ConfigError: the model has no such attribute.
+    """
+    if attribute is None:
+        return contract.attribute_weights
+    if attribute not in contract.attributes:
+        raise ConfigError(
+            f"attribute: got {attribute!r:.80}, wanted one of {', '.join(contract.attributes)}"
+        )
+    return tuple(float(name == attribute) for name in contract.attributes)
+
+
+def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """``[N, A]`` float32 and A weights to ``[N]`` float32, summed in float64.
+
+    A single attribute stays as it is, and a row of NaN stays NaN. Where every row is NaN, there may
+    be any number of columns: a client that has seen no reward knows of none.
+    """
+    if len(weights) == 1:
+        return rewards[:, 0]
+    merged = np.full(len(rewards), np.nan, dtype=np.float32)
+    known = ~np.isnan(rewards).all(axis=1)
+    if known.any():
+        merged[known] = rewards[known].astype(np.float64) @ np.asarray(weights, dtype=np.float64)
+    return merged
+
+
+def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:
+    """Refuse a model that reads more than the last token, or has several outputs an attribute.
+
+    Raises:
+        CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
+    """
+    if contract.reply_marker is not None:
+        raise CheckpointError(
+            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
+            f"reads the last token: {who} has no place for the other"
+        )
+    readout = contract.output_readout
+    if readout is not None:
+        raise CheckpointError(
+            f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
+            f"wanted one: {who} has no place for how they become a reward"
+        )

@@ -1,0 +1,193 @@
+"""The scoring contract that training settings ask for, and how two contracts differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.model import DataConfig, ModelConfig, ScoredPosition
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.templates import canonical_kwargs, check_template, resolve_template
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.turns import make_reply_marker
+from nemo_aligner.utils.errors import ConfigError
+
+# The scoring contract that the settings of a training ask for.
+
+
+def build_contract(
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    precision: Precision,
+    start: ScoringContract | None = None,
+    before: ScoringContract | None = None,
+) -> ScoringContract:
+    """The contract of a model about to be trained; ``label_means`` are still zero.
+
+    ``start`` is the contract of the reward model that training starts from, if it starts from one:
+    it decides what the settings leave open. ``before`` is that of the run that goes on. Where one
+    of the two has an earlier text of the built-in template that is asked for, it stays.
+
+    Raises:
+        ConfigError: the template is not found, or fails its checks (see ``check_template``), or a
+            BOS or EOS is asked for that the tokenizer does not have.
+    """
+    data = config.data
+    ranking = config.reward_model_type is RewardModelType.binary_ranking
+    attributes = ("reward",) if ranking else tuple(config.regression.attributes)
+    weights = {} if ranking else config.regression.attribute_weights
+    bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
+    if start is not None:
+        bos, eos = start.add_bos, start.add_eos
+    known = [each.template for each in (start, before) if each is not None]
+    template = _template(data.template, tokenizer, start, known)
+    kwargs, reads = _kwargs(data, template, start), config.head.reads
+    is_mean = reads is ScoredPosition.reply_mean
+    contract = ScoringContract(
+        template=template,
+        add_bos=_resolve(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
+        add_eos=_resolve(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        overlong=data.overlong.value,
+        seq_length=data.seq_length,
+        attributes=attributes,
+        attribute_weights=tuple(weights.get(name, 0.0 if weights else 1.0) for name in attributes),
+        label_means=(0.0,) * len(attributes),
+        dtype=precision.value,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        reward_model_type=config.reward_model_type.value,
+        scored_position=reads.value,
+        reply_marker=make_reply_marker(template, tokenizer, kwargs) if is_mean else None,
+        chat_template_kwargs=kwargs or None,
+    )
+    if contract.template:
+        check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
+    elif kwargs:
+        raise ConfigError(
+            "model.data.chat_template_kwargs: got some, wanted none: there is no chat template"
+        )
+    return contract
+
+
+def _template(
+    setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None, known: Sequence[str]
+) -> str:
+    if setting is None and start is not None:
+        return start.template
+    return resolve_template(setting or "tokenizer", tokenizer, known)
+
+
+def _kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:
+    """Those of the settings; where they say nothing, of the start, if its template stays."""
+    if data.chat_template_kwargs is not None:
+        return canonical_kwargs(data.chat_template_kwargs)
+    return start.template_kwargs if start is not None and start.template == template else ""
+
+
+def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str) -> bool:
+    if setting and token_id is None:
+        token = name.removeprefix("add_").upper()
+        raise ConfigError(f"model.data.{name}: got true, but the tokenizer has no {token} token")
+    return habit if setting is None else setting
+
+
+# How two scoring contracts differ, and what of that training may change.
+
+_SETTINGS = {
+    "template": "model.data.template",
+    "chat_template_kwargs": "model.data.chat_template_kwargs",
+    "add_bos": "model.data.add_bos",
+    "add_eos": "model.data.add_eos",
+    "overlong": "model.data.overlong",
+    "seq_length": "model.data.seq_length",
+    "attributes": "model.regression.attributes",
+    "dtype": "trainer.precision",
+    "scored_position": "model.head.reads",
+    "reward_model_type": "model.reward_model_type",
+}
+_SHOWN_CHARACTERS = 40
+# Of a head, by the settings; and all that begins anew with a new one.
+_OF_HEAD = ("reward_model_type", "attributes")
+_OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means", "readout")
+_KEEPS_HEAD = (
+    " on its body; pretrained_checkpoint.allow_contract_change=true keeps the head for them instead"
+)
+
+
+def continue_contract(
+    contract: ScoringContract,
+    start: ScoringContract,
+    *,
+    allow_change: bool = False,
+    new_head: bool = False,
+    new_weights: bool = False,
+) -> ScoringContract:
+    """The contract for training on from a reward model, with that model's label means.
+
+    With ``new_head`` all that belongs to a head is that of the settings; a head that is kept has
+    as many attributes as it had. With ``new_weights`` their weights are those of the settings.
+
+    Raises:
+        ConfigError: the settings ask for another contract, and nobody allowed that.
+    """
+    if not new_head:
+        contract = dataclasses.replace(contract, readout=start.readout)
+    if start.attributes == contract.attributes and not new_head:
+        weights = contract.attribute_weights if new_weights else start.attribute_weights
+        contract = dataclasses.replace(
+            contract, label_means=start.label_means, attribute_weights=weights
+        )
+    differences = start.differences(contract)
+    of_head = {name: values for name, values in differences.items() if name in _OF_HEAD}
+    of_texts = {name: each for name, each in differences.items() if name not in _OF_ANY_HEAD}
+    fits = len(start.attributes) == len(contract.attributes)
+    is_allowed = {
+        "new_head": not of_head or new_head or (allow_change and fits),
+        "allow_contract_change": not of_texts or allow_change,
+    }
+    if not all(is_allowed.values()):
+        shown = describe_differences({**of_head, **of_texts})
+        wanted = [
+            f"pretrained_checkpoint.{name}=true" for name in is_allowed if not is_allowed[name]
+        ]
+        keeps = "" if is_allowed["new_head"] or not fits or of_texts else _KEEPS_HEAD
+        raise ConfigError(
+            f"the reward model to start from has another scoring contract ({start.hash[:12]}) than "
+            f"these settings ({contract.hash[:12]}): {shown}"
+            f". Set them alike, or set {' and '.join(wanted)} to train another model{keeps}"
+        )
+    return contract
+
+
+def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
+    """Refuse a contract that does not have the hash ``expected``; None takes any.
+
+    Raises:
+        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
+    """
+    if expected is not None and expected != contract.hash:
+        raise ConfigError(
+            f"{key}: got a reward model with the scoring contract {contract.hash}, "
+            f"wanted {expected}"
+        )
+
+
+def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """``setting: mine -> other`` for people, long texts from where they part."""
+    return "; ".join(
+        f"{_SETTINGS.get(name, name)}: {' -> '.join(_parting(*values))}"
+        for name, values in differences.items()
+    )
+
+
+def _parting(first: Any, second: Any) -> tuple[str, str]:
+    shown = (repr(first), repr(second))
+    if max(map(len, shown)) <= _SHOWN_CHARACTERS:
+        return shown
+    same = next(index for index, (a, b) in enumerate(zip(*shown, strict=False)) if a != b)
+    start = max(0, same - _SHOWN_CHARACTERS // 2)
+    cut = [text[start : start + _SHOWN_CHARACTERS] for text in shown]
+    return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."

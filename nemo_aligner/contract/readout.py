@@ -1,0 +1,113 @@
+"""What a head with several outputs for each attribute says: one reward, and how sure it is.
+
+It is part of the scoring contract, so training, evaluation and the server read outputs by the same
+code. Every row is read alone, in float64: how a row's sum is rounded depends on no other row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from nemo_aligner.utils.errors import DataError, shown
+
+BINS, QUANTILES = "bins", "quantiles"
+MEDIAN = 0.5
+# Far more than any has; a contract is untrusted.
+_MOST_NUMBERS = 1000
+
+
+@dataclass(frozen=True)
+class Readout:
+    """K outputs of each of A attributes, ``[A * K]`` of a text, attribute by attribute.
+
+    Attributes:
+        kind: ``bins``: they are logits of as many values, and the reward is the expected one;
+            ``quantiles``: they are these quantiles of the label, and the reward is the median.
+        numbers: ``[A][K]`` the values, or levels between 0 and 1, each going up.
+    """
+
+    kind: str
+    numbers: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Raises DataError: it is no readout that a reward could be had of."""
+        if self.kind not in (BINS, QUANTILES):
+            raise DataError(f"readout: got {shown(self.kind)}, wanted {BINS} or {QUANTILES}")
+        if len({len(row) for row in self.numbers}) != 1:
+            raise DataError("readout: got attributes of different numbers of outputs")
+        for row in self.numbers:
+            _check_row(self.kind, row)
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return len(self.numbers[0])
+
+    def rewards(self, outputs: np.ndarray) -> np.ndarray:
+        """``[S, A]`` float32 of ``outputs [S, A * K]``."""
+        of = {BINS: self._expected, QUANTILES: self._median}
+        return self._read(outputs, of[self.kind])
+
+    def spreads(self, outputs: np.ndarray) -> np.ndarray:
+        """``[S, A]`` float32: how far apart the label may be, in its own unit.
+
+        Of bins the standard deviation, of quantiles the highest minus the lowest; that is negative
+        where they cross.
+        """
+        of = {BINS: self._deviation, QUANTILES: lambda row: row[:, -1] - row[:, 0]}
+        return self._read(outputs, of[self.kind])
+
+    def to_json(self) -> str:
+        """As a scoring contract has it."""
+        return json.dumps({"kind": self.kind, "numbers": self.numbers}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Readout:
+        """The inverse of ``to_json``; raises DataError for anything else."""
+        try:
+            found = json.loads(text)
+            kind, rows = found["kind"], found["numbers"]
+            numbers = tuple(tuple(float(number) for number in row) for row in rows)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise DataError(f"readout: got {shown(text)}, wanted kind and numbers") from error
+        return cls(kind, numbers)
+
+    def _read(self, outputs: np.ndarray, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        attributes = len(self.numbers)
+        rows = np.asarray(outputs, dtype=np.float64).reshape(-1, attributes, self.width)
+        found = [of(np.ascontiguousarray(row)) for row in rows]
+        return np.array(found, dtype=np.float32).reshape(-1, attributes)
+
+    def _probabilities(self, logits: np.ndarray) -> np.ndarray:
+        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return powers / powers.sum(axis=1, keepdims=True)
+
+    def _expected(self, logits: np.ndarray) -> np.ndarray:
+        return (self._probabilities(logits) * np.array(self.numbers)).sum(axis=1)
+
+    def _deviation(self, logits: np.ndarray) -> np.ndarray:
+        away = np.array(self.numbers) - self._expected(logits)[:, None]
+        return np.sqrt((self._probabilities(logits) * away**2).sum(axis=1))
+
+    def _median(self, outputs: np.ndarray) -> np.ndarray:
+        medians = [row.index(MEDIAN) for row in self.numbers]
+        return outputs[np.arange(len(medians)), medians]
+
+
+def _check_row(kind: str, row: Sequence[float]) -> None:
+    fits = 2 <= len(row) <= _MOST_NUMBERS and all(map(math.isfinite, row))
+    if not fits or any(low >= high for low, high in pairwise(row)):
+        raise DataError(
+            f"readout: got {shown(list(row))}, wanted 2 to {_MOST_NUMBERS} numbers that go up"
+        )
+    if kind == QUANTILES and not (row[0] > 0 and row[-1] < 1 and MEDIAN in row):
+        raise DataError(
+            f"readout: got the quantiles {shown(list(row))}, wanted levels between 0 and 1, "
+            "with 0.5, which is the reward"
+        )

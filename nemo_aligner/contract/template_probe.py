@@ -1,0 +1,310 @@
+"""Probe a chat template: which message fields beyond role and content it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from nemo_aligner.contract.messages import (
+    REASONING,
+    Conversation,
+    Message,
+    Messages,
+    is_plain,
+    joined_content,
+    messages_of,
+    with_messages,
+)
+from nemo_aligner.contract.templates import names_in, render, tool_call_turn, tool_result
+from nemo_aligner.utils.errors import DataError
+
+# What a chat template makes of messages beyond role and content, found by trials.
+#
+# A template that never writes a call of a tool writes a conversation with one as another without,
+# and so does not say what was said: such a conversation is refused, by the key that is not written.
+# What a template does with the reasoning of earlier turns, a name or the id of a call, is its own
+# affair.
+
+Write = Callable[[Messages | Conversation], str]
+
+# No template writes such words itself, nor has JSON or a filter anything to change in them.
+_FIRST, _SECOND, _THIRD, _FOURTH = "Zqfirstv", "Zqsecondv", "Zqthirdv", "Zqfourthv"
+_KNOWN_KEYS = ("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id")
+# Every dialogue has these.
+_USUAL = ("system", "user", "assistant")
+_NULLS: tuple[Message, ...] = ({"content": None}, {}, {"content": ""})
+
+
+def _said(role: str, content: Any = _FIRST, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
+
+
+class TemplateReading:
+    """The trials of one template, each made where it is first asked for.
+
+    ``write`` raises DataError where the template refuses a conversation; ``names`` are those that
+    its code has.
+    """
+
+    def __init__(self, write: Write, names: Collection[str]) -> None:
+        self._write = write
+        self._names = names
+        self._written_roles: dict[str, bool | None] = {}
+        self._read_parts: dict[str, bool] = {}
+        self._reasonings: dict[bool, str | None] = {}
+        self._nulls: dict[bool, Message] = {}
+        self._arguments_are_text = False
+
+    def adapt(self, text: Messages | Conversation) -> Messages | Conversation:
+        """A conversation in the words that the template reads.
+
+        Raises:
+            DataError: it has what the template does not write; the message names it.
+        """
+        messages = messages_of(text)
+        if isinstance(text, Conversation):
+            self._check(not text.tools or self.writes_tools, "tools")
+            self._check(not text.documents or self.writes_documents, "documents")
+        if is_plain(messages) and all(message["role"] in _USUAL for message in messages):
+            return text
+        last = len(messages)
+        adapted = [
+            self._adapt(message, f"message {number}", number == last)
+            for number, message in enumerate(messages, start=1)
+        ]
+        return with_messages(text, adapted)
+
+    def try_all(self) -> None:
+        """Make every trial."""
+        _ = self.writes_tools, self.writes_documents
+        _ = self.reasoning(calls=True), self.reasoning(calls=False)
+        _ = self._null_content(calls=True), self._null_content(calls=False)
+        for role in ("developer", "function", "tool"):
+            self._writes_role(role)
+        for role in ("system", "user", "assistant", "tool"):
+            self._reads_parts(role)
+
+    @cached_property
+    def writes_tools(self) -> bool | None:
+        """Whether tools are written, None where no trial could be."""
+        functions = {"name": _FIRST, "description": "d", "parameters": _NO_PARAMETERS}
+        tools = [{"type": "function", "function": functions}]
+        dialogues = [[_said(role, "a") for role in roles] for roles in (_USUAL[1:], _USUAL)]
+        return self._writes([_FIRST], [Conversation(each, tools=tools) for each in dialogues])
+
+    @cached_property
+    def writes_documents(self) -> bool | None:
+        """Whether documents are written, None where no trial could be."""
+        documents = [{"title": "t", "text": _FIRST, "contents": _FIRST, "doc_id": "1"}]
+        dialogue = [_said("user", "a"), _said("assistant", "b")]
+        return self._writes([_FIRST], [Conversation(dialogue, documents=documents)])
+
+    @cached_property
+    def writes_calls(self) -> bool | None:
+        """Whether calls of tools are written, None where no trial could be."""
+        call = tool_call_turn(_FIRST, _SECOND)
+        trials = [
+            trial
+            for null in _NULLS
+            for trial in _dialogues_with({**_without_content(call), **null})
+        ]
+        found = self._writes([_FIRST, _SECOND], trials)
+        if not found:
+            texts = [[_with_arguments_as_text(turn) for turn in trial] for trial in trials]
+            self._arguments_are_text = bool(self._writes([_FIRST, _SECOND], texts))
+        return found or self._arguments_are_text or found
+
+    def _null_content(self, calls: bool) -> Message:
+        """What stands for content that is null, beside calls of tools or reasoning alone.
+
+        The first of null, nothing and an empty text that the template takes and does not write as a
+        word.
+        """
+        if calls not in self._nulls:
+            turn: Message = {
+                "role": "assistant",
+                self.reasoning(calls=False) or REASONING[0]: _THIRD,
+            }
+            if calls and self.writes_calls is not None:
+                turn = self._with_arguments(_without_content(tool_call_turn(_FIRST, _SECOND)))
+            empty = _dialogues_with({**turn, "content": ""})
+            self._nulls[calls] = next(
+                null
+                for null in _NULLS
+                if all(map(self._is_as_empty, _dialogues_with({**turn, **null}), empty))
+            )
+        return self._nulls[calls]
+
+    def reasoning(self, calls: bool) -> str | None:
+        """What the template calls the reasoning of a last reply, with calls of tools or without.
+
+        None if it writes none.
+        """
+        if calls not in self._reasonings:
+            reply = tool_call_turn() if calls else _said("assistant")
+            found = [name for name in REASONING if name in self._names]
+            self._reasonings[calls] = next(
+                (
+                    name
+                    for name in found
+                    if self._writes([_SECOND], [[_said("user", "a"), {**reply, name: _SECOND}]])
+                    is not False
+                ),
+                None,
+            )
+        return self._reasonings[calls]
+
+    def _adapt(self, given: Message, where: str, is_last: bool) -> Message:
+        message = dict(given)
+        role = message["role"]
+        if role not in _USUAL:
+            self._check(self._writes_role(role), f"{where}, role {role!r}")
+        if "tool_calls" in message:
+            self._check(self.writes_calls, f"{where}, tool_calls")
+            message = self._with_arguments(message)
+        if REASONING[0] in message:
+            name = self.reasoning("tool_calls" in message)
+            is_said = is_last and message[REASONING[0]].strip()
+            self._check(name is not None or not is_said, f"{where}, {REASONING[0]}")
+            # Of an earlier turn it may be written all the same.
+            name = name or self.reasoning("tool_calls" not in message)
+            if name is not None:
+                message[name] = message.pop(REASONING[0])
+        for key in message:
+            if key not in (*_KNOWN_KEYS, *REASONING) and key not in self._names:
+                raise DataError(
+                    f"{where}: got the key {key!r:.60}, which the chat template does not read; "
+                    f"wanted {', '.join(_KNOWN_KEYS)} alone"
+                )
+        return self._with_content(message)
+
+    def _with_arguments(self, message: Message) -> Message:
+        return _with_arguments_as_text(message) if self._arguments_are_text else message
+
+    def _with_content(self, message: Message) -> Message:
+        content = message["content"]
+        if content is None:
+            null = self._null_content(calls="tool_calls" in message)
+            return {**_without_content(message), **null}
+        if isinstance(content, list) and not self._reads_parts(message["role"]):
+            return {**message, "content": joined_content(content)}
+        return message
+
+    def _writes_role(self, role: str) -> bool | None:
+        if role not in self._written_roles:
+            ends = [_said("user", "a"), _said("assistant", "b")]
+            if role == "developer":
+                trials = [[_said(role), *ends], [_said("system", "c"), _said(role), *ends]]
+            else:
+                result = {**tool_result(_FIRST), "role": role}
+                calls = [tool_call_turn(content=content) for content in ("", "c")]
+                trials = [[ends[0], call, result, ends[1]] for call in calls]
+                trials.append([*ends, {"role": role, "content": _FIRST}, ends[1]])
+            self._written_roles[role] = self._writes([_FIRST], trials)
+        return self._written_roles[role]
+
+    def _reads_parts(self, role: str) -> bool:
+        """Whether parts of text are written as one text is, and all of several."""
+        if role not in self._read_parts:
+            one, two = ([_part(each) for each in some] for some in ((_FIRST,), (_FIRST, _SECOND)))
+            whole, parted, several = (
+                self._try(_dialogue_of(role, content)) for content in (_FIRST, one, two)
+            )
+            self._read_parts[role] = (
+                whole is not None
+                and whole == parted
+                and several is not None
+                and several.count(_FIRST) == several.count(_SECOND) == whole.count(_FIRST)
+                and "'type'" not in several
+                and '"type": "text"' not in several
+            )
+        return self._read_parts[role]
+
+    def _is_as_empty(self, trial: Messages, with_empty: Messages) -> bool:
+        wanted, got = self._try(with_empty), self._try(trial)
+        if wanted is None:
+            return True
+        return got is not None and got.count("None") <= wanted.count("None")
+
+    def _writes(
+        self, words: Sequence[str], trials: Sequence[Messages | Conversation]
+    ) -> bool | None:
+        """Whether one of the trials has all words; None where none of them can be written."""
+        texts = [text for text in map(self._try, trials) if text is not None]
+        return any(all(word in text for word in words) for text in texts) if texts else None
+
+    def _try(self, trial: Messages | Conversation) -> str | None:
+        try:
+            return self._write(trial)
+        except DataError:
+            return None
+
+    @staticmethod
+    def _check(is_written: object, what: str) -> None:
+        """None, of what could not be tried, passes: the template itself says what it refuses."""
+        if is_written is False:
+            raise DataError(
+                f"{what}: the chat template does not write that, so that the score would be of "
+                "another conversation; wanted a template that does (model.data.template), or "
+                "messages without"
+            )
+
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+
+
+def _without_content(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "content"}
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """Some templates put the JSON text of arguments into theirs, as the chat API has it."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        changed = {**function, "arguments": text}
+        calls.append({**call, "function": changed} if "function" in call else changed)
+    return {**message, "tool_calls": calls}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _dialogues_with(turn: Message) -> list[Messages]:
+    """A turn as the last one, and with the result of a tool and a reply behind it."""
+    asked = _said("user", "a")
+    return [[asked, turn], [asked, turn, tool_result(_FOURTH), _said("assistant", "b")]]
+
+
+def _dialogue_of(role: str, content: Any) -> Messages:
+    turn = {"role": role, "content": content}
+    asked, answered = _said("user", "a"), _said("assistant", "b")
+    if role == "user":
+        return [turn, answered]
+    if role == "assistant":
+        return [asked, turn]
+    if role in ("tool", "function"):
+        return [asked, tool_call_turn(), {**tool_result(), **turn}, answered]
+    return [turn, asked, answered]
+
+
+@lru_cache(maxsize=8)
+def template_reading(
+    template: str, bos_token: str, eos_token: str, kwargs: str = ""
+) -> TemplateReading:
+    """The trials of a template that ``render`` writes, kept for the templates used last.
+
+    Raises:
+        DataError: it is no valid template.
+    """
+
+    def write(text: Messages | Conversation) -> str:
+        return render(template, text, bos_token, eos_token, kwargs)
+
+    return TemplateReading(write, names_in(template))

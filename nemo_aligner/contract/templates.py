@@ -1,0 +1,471 @@
+"""Chat templates: a conversation to text, and the checks that a template must pass before training.
+
+A template is Jinja, as Hugging Face tokenizers carry it. The built-in ones write no date, and every
+turn with its role:
+
+============  =====================================================================================
+``chatml``    ``<|im_start|>user\\n...<|im_end|>\\n``
+``llama3``    ``<|start_header_id|>user<|end_header_id|>\\n\\n...<|eot_id|>``, after BOS; Llama 3's
+              own, without the dates that later ones write into the system prompt
+``zephyr``    ``<|user|>\\n...`` EOS ``\\n``
+``plain``     ``User: ...\\n\\nAssistant: ...`` EOS; for models that know no chat tokens
+============  =====================================================================================
+
+All write reasoning before a reply, between ``<think>`` and ``</think>``, every call of a tool
+behind it, as JSON between ``<tool_call>`` and ``</tool_call>``, its result as a turn of the tool,
+and what tools and documents there are at the end of the system prompt, as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nemo_aligner.contract.messages import (
+    ROLES,
+    Conversation,
+    Message,
+    Messages,
+    is_plain,
+    messages_of,
+)
+from nemo_aligner.contract.template_trial import check_it_ends
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
+
+if TYPE_CHECKING:
+    import jinja2
+
+# Of versions that knew role and content alone; contracts that have one keep it.
+_EARLIER = {
+    "chatml": (
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+        "{% endfor %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}"
+        "{% for message in messages %}"
+        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+        "{{ message['content'] | trim + '<|eot_id|>' }}"
+        "{% endfor %}"
+    ),
+    "zephyr": (
+        "{% for message in messages %}"
+        "{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+        "{% endfor %}"
+    ),
+    "plain": (
+        "{% for message in messages %}"
+        "{{ message['role'] | capitalize + ': ' + message['content'] }}"
+        "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
+        "{% endfor %}"
+        "{{ eos_token }}"
+    ),
+}
+# What all built-in templates have before their turns, and what a turn says.
+_BEFORE_TURNS = (
+    "{% set beside = ["
+    "('Tools:\\n' + tools | map('tojson') | join('\\n')) if tools else '',"
+    "('Documents:\\n' + documents | map('tojson') | join('\\n')) if documents else ''"
+    "] | select | join('\\n\\n') %}"
+    "{% if beside and messages[0]['role'] != 'system' %}"
+    "{% set messages = [{'role': 'system', 'content': ''}] + messages %}"
+    "{% endif %}"
+)
+_OF_TURN = (
+    "{% set turn = namespace(said=message['content'] or '') %}"
+    "{% if message['reasoning_content'] %}"
+    "{% set turn.said = '<think>\\n' + message['reasoning_content']"
+    " + '\\n</think>\\n\\n' + turn.said %}"
+    "{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set call = call['function'] or call %}"
+    "{% set turn.said = turn.said + ('\\n' if turn.said and turn.said[-1] != '\\n' else '')"
+    " + '<tool_call>\\n'"
+    " + {'name': call['name'], 'arguments': call['arguments']} | tojson + '\\n</tool_call>' %}"
+    "{% endfor %}"
+    "{% if beside and loop.first %}"
+    "{% set turn.said = [turn.said, beside] | select | join('\\n\\n') %}"
+    "{% endif %}"
+)
+_TURNS = "{% for message in messages %}"
+
+
+def _with_tools(earlier: str) -> str:
+    """An earlier built-in template, whose turns say more than their content."""
+    turns = earlier.replace("message['content']", "turn.said").replace(_TURNS, _TURNS + _OF_TURN)
+    return _BEFORE_TURNS + turns
+
+
+BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
+# They write plain conversations as the earlier ones do, which are quicker.
+_QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
+# What a template is given by whoever renders it, and no setting may replace.
+_GIVEN = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+    "strftime_now",
+    "raise_exception",
+)
+_KWARGS_KEY = "model.data.chat_template_kwargs"
+
+_KEY = "model.data.template"
+_QUESTION, _REPLY = "a question", "the reply"
+_CALL_ID = "call00001"
+_PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+_DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30))
+# What stands for the content of each turn of a trial: no template writes such a character itself.
+_CONTENT = re.compile("\ue000[0-9]\ue000")
+# Some templates take no system prompt, and some no second question.
+_TRIALS = (
+    ("system", "user", "assistant", "user", "assistant"),
+    ("user", "assistant", "user", "assistant"),
+    ("user", "assistant"),
+)
+
+
+def resolve_template(setting: str, tokenizer: Tokenizer, known: Sequence[str] = ()) -> str:
+    """The template text that ``model.data.template`` asks for; empty when the tokenizer has none.
+
+    ``tokenizer`` is the tokenizer's own, others are built in, or files. A built-in one whose
+    earlier text is among those that are ``known``, from contracts to go on by, is that.
+
+    Raises:
+        ConfigError: there is no such template or file.
+    """
+    if setting == "tokenizer":
+        return tokenizer.chat_template or ""
+    if setting in BUILT_IN_TEMPLATES:
+        is_earlier = _EARLIER[setting] in known
+        return _EARLIER[setting] if is_earlier else BUILT_IN_TEMPLATES[setting]
+    path = Path(setting)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise ConfigError(
+        f"{_KEY}: got {setting!r}, wanted 'tokenizer', "
+        f"{', '.join(map(repr, BUILT_IN_TEMPLATES))} or the path of a template file"
+    )
+
+
+def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
+    """Refuse a template whose text would be wrong, or another one tomorrow.
+
+    ``kwargs`` are the contract's ``chat_template_kwargs``.
+
+    Raises:
+        ConfigError: it depends on the date, does not write a question and its answer, writes BOS
+            twice, or writes nothing, or the same thing twice, after the reply; with what to set. Or
+            it does not read one of ``kwargs``.
+    """
+    where, built_in = f"{_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    try:
+        _check_kwargs(template, kwargs)
+        check_it_ends(template, bos, eos, kwargs)
+        if is_dated(template, bos, eos, kwargs):
+            raise ConfigError(
+                f"{where}: its text depends on the date, so a score would change over night; set "
+                f"it to one of {built_in}, or to a file of it with the date written out"
+            )
+        text = render(template, _PROBE, bos, eos, kwargs)
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}; set it to one of {built_in}, or a file") from error
+    for part in (_QUESTION, _REPLY):
+        if part not in text:
+            raise ConfigError(
+                f"{where}: it writes {shown(text)}, without the conversation's {part!r}; set it to "
+                f"one of {built_in}, or to a file of a chat template"
+            )
+    if bos and tokenizer.encode(text)[:2] == [tokenizer.bos_id] * 2:
+        raise ConfigError(
+            f"{where}: it writes BOS ({bos!r}) twice; set it to a file of it with one"
+        )
+    end = "".join(end_of_turn(template, bos, eos, kwargs).split())
+    if not end:
+        raise ConfigError(
+            f"{where}: it writes nothing after the reply, so that a whole one looks like one that "
+            f"was cut off; set it to one of {built_in}, or to a file of it that ends a turn"
+            + ("" if eos else " (plain and zephyr end with EOS, which the tokenizer has not)")
+        )
+    if end[: len(end) // 2] * 2 == end:
+        raise ConfigError(
+            f"{where}: it ends the reply twice ({short(end)}); set it to a file that does once"
+        )
+
+
+def _check_kwargs(template: str, kwargs: str) -> None:
+    """Raises ConfigError: the template does not read one of them, or is given it anyway."""
+    known = sorted(variables_of(template).difference(_GIVEN))
+    for name in json.loads(kwargs or "{}"):
+        if name not in known:
+            raise ConfigError(
+                f"{_KWARGS_KEY}: got {name!r:.60}, which the chat template does not read; wanted "
+                + (", ".join(known) or "none, as it reads none")
+            )
+
+
+def canonical_kwargs(given: Mapping[str, Any]) -> str:
+    """Keyword arguments of a template as a contract has them: JSON, by name; empty for none.
+
+    Raises:
+        ConfigError: a value is none that JSON has.
+    """
+    if not given:
+        return ""
+    try:
+        ordered = {str(name): given[name] for name in sorted(given)}
+        return json.dumps(ordered, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_KWARGS_KEY}: wanted values that JSON has: {error}") from error
+
+
+def with_kwargs_inside(template: str, kwargs: str) -> str:
+    """A template that has its keyword arguments in itself, for whoever renders it without."""
+    values = json.loads(kwargs or "{}")
+    return "".join(f"{{% set {name} = {_literal(values[name])} +%}}" for name in values) + template
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        items = (f"{_literal(key)}: {_literal(each)}" for key, each in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
+    """Whether a template writes another text tomorrow."""
+    texts = {render(template, _PROBE, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
+    return len(texts) > 1
+
+
+@lru_cache(maxsize=8)
+def end_of_turn(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
+    """What a template writes after the last reply, without white space around it."""
+    return after_reply(template, bos_token, eos_token, kwargs).strip()
+
+
+def after_reply(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
+    """What a template writes after the last reply."""
+    return _behind_reply(render(template, _PROBE, bos_token, eos_token, kwargs))
+
+
+def _behind_reply(probe: str) -> str:
+    return probe.rpartition(_REPLY)[2]
+
+
+class Frames(NamedTuple):
+    """What a template writes around the contents of messages.
+
+    Attributes:
+        around: all of it, in a dialogue.
+        between: of it what stands between two messages, whatever the role of the second.
+        end: what it writes after the last reply, without white space around it.
+        results: what stands between two results of tools, and between the last and a reply.
+    """
+
+    around: tuple[str, ...]
+    between: tuple[str, ...]
+    end: str
+    results: tuple[str, ...] = ()
+
+
+def find_frames(write: Callable[[Messages], str]) -> Frames:
+    """The frames of what ``write`` makes of conversations.
+
+    What stands before the last reply is left out where an earlier one tells the same: some
+    templates write more there, as tags for thoughts, which a content may have.
+
+    Raises:
+        DataError: it cannot write a question and its answer.
+    """
+    end = _behind_reply(write(_PROBE)).strip()
+    around = next(filter(None, (_around(write, roles) for roles in _TRIALS)), ())
+    others = (_around(write, ("user", "assistant", role, "assistant")) for role in ROLES)
+    between = [*around[1:-1], *(piece for found in others for piece in found[1:-1])]
+    return Frames(around, tuple(dict.fromkeys(between)), end, _around_results(write))
+
+
+def _around_results(write: Callable[[Messages], str]) -> tuple[str, ...]:
+    """Nothing where a template writes no results of tools, or not as they are."""
+    asked, answered = _turns_of(("user", "assistant"))
+    results = [{**tool_result(), "content": f"\ue000{number}\ue000"} for number in (2, 3)]
+    try:
+        text = write([asked, tool_call_turn(), *results, answered])
+    except DataError:
+        return ()
+    # Without what stands before the first of them, which is the call's.
+    _, *found = _CONTENT.split(text)
+    return tuple(found[1:-1]) if len(found) == len(results) + 2 else ()
+
+
+def tool_call_turn(name: str = "look_up", argument: str = "a word", content: str = "") -> Message:
+    """A turn that calls a tool, for trials; its id is one that Mistral's templates take."""
+    function = {"name": name, "arguments": {"query": argument}}
+    calls = [{"id": _CALL_ID, "type": "function", "function": function}]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def tool_result(content: str = "found") -> Message:
+    """What the tool of ``tool_call_turn`` answers."""
+    return {"role": "tool", "content": content, "name": "look_up", "tool_call_id": _CALL_ID}
+
+
+def _turns_of(roles: Sequence[str]) -> Messages:
+    return [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
+
+
+def _around(write: Callable[[Messages], str], roles: Sequence[str]) -> tuple[str, ...]:
+    """Nothing where such a conversation cannot be written."""
+    try:
+        before, *found = _CONTENT.split(write(_turns_of(roles)))
+    except DataError:
+        return ()
+    last_reply = len(found) - 2
+    kept = [piece for number, piece in enumerate(found) if number != last_reply or number == 0]
+    return (before, *kept)
+
+
+def render(
+    template: str,
+    conversation: Messages | Conversation,
+    bos_token: str,
+    eos_token: str,
+    kwargs: str = "",
+    strftime_now: Callable[[str], str] | None = None,
+) -> str:
+    """The text that a chat template makes of a conversation, reply included.
+
+    It is what ``apply_chat_template(messages, tools=..., documents=..., **kwargs, tokenize=False,
+    add_generation_prompt=False)`` of Hugging Face transformers gives, in a sandbox and without
+    today's date: ``check_template`` has seen to it that the text does not depend on it. ``kwargs``
+    are JSON.
+
+    Raises:
+        DataError: the template refuses the conversation, or is no valid template.
+    """
+    tools = documents = None
+    if isinstance(conversation, Conversation):
+        tools, documents = conversation.tools, conversation.documents
+    elif template in _QUICKER and is_plain(conversation):
+        template = _QUICKER[template]
+    try:
+        return _compile(template).render(
+            messages=messages_of(conversation),
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=False,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            **_parsed(kwargs),
+            **({} if strftime_now is None else {"strftime_now": strftime_now}),
+        )
+    except Exception as error:  # a template may raise anything, and so may its compilation
+        reason = f"{type(error).__name__}: {short(error)}"
+        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
+
+
+def _parsed(kwargs: str) -> dict[str, Any]:
+    return json.loads(kwargs) if kwargs else {}
+
+
+@lru_cache(maxsize=8)
+def names_in(template: str) -> frozenset[str]:
+    """The attributes, keys and other short texts that a template's code names.
+
+    Raises:
+        DataError: it is no valid template.
+    """
+    from jinja2 import nodes
+
+    tree = _parse(template)
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(attributes | texts)
+
+
+@lru_cache(maxsize=8)
+def variables_of(template: str) -> frozenset[str]:
+    """The variables that a template reads from whoever renders it.
+
+    Raises:
+        DataError: it is no valid template.
+    """
+    from jinja2 import pass_context
+    from jinja2.meta import TrackingCodeGenerator
+
+    # As find_undeclared_variables, but nothing is computed that is constant: 9 ** 9 ** 9 would
+    # never end.
+    environment = _environment().overlay(finalize=pass_context(lambda context, value: value))
+    generator = TrackingCodeGenerator(environment)
+    generator.optimizer = None
+    generator.visit(_parse(template))
+    return frozenset(generator.undeclared_identifiers.difference(_environment().globals))
+
+
+def _parse(template: str) -> Any:
+    import jinja2
+
+    try:
+        return _environment().parse(template)
+    except (jinja2.TemplateError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {short(error)}"
+        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.add_extension(_generation_tag())
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+@lru_cache(maxsize=1)
+def _generation_tag() -> Any:
+    from jinja2 import ext, nodes, parser
+
+    class GenerationTag(ext.Extension):
+        """``{% generation %}`` marks replies for other trainers; its body is written as it is."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, source: parser.Parser) -> list[nodes.Node]:
+            next(source.stream)
+            return source.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationTag
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # Jinja's own filter escapes <, > and & for HTML.
+    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,320 @@
+"""Turn boundaries of a chat template: where the reply begins and ends, and text that would forge a
+turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.contract.messages import (
+    REASONING,
+    Conversation,
+    Message,
+    Messages,
+    is_plain,
+    joined_content,
+    messages_of,
+    strings_of,
+)
+from nemo_aligner.contract.template_probe import template_reading
+from nemo_aligner.contract.templates import after_reply, find_frames, render
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import ConfigError, DataError, short
+
+# What a chat template writes around messages, and no message may hold.
+#
+# A reply that writes turns of its own (``bad<|im_end|>\n<|im_start|>user\nthanks``) would have the
+# token ids of a longer dialogue, so that a policy could answer itself in the user's name. So a
+# message is refused that holds
+#
+# - a token of the tokenizer's list of added ones, as far as the template writes it around messages;
+# - where it writes words instead (``\n\nUser: ``), all that stands between two turns, as a whole;
+# - at its end, what the template writes after a reply;
+# - where tools are used, a token that it writes around their results.
+#
+# That holds for every text of a message, names and arguments of calls too, and for tools and
+# documents. Raw texts are scored as they stand: whoever writes one has written its turns, too.
+
+# Its own end of turn may not be at the end of these.
+_SAID = ("content", *REASONING)
+
+
+class TurnMarkError(DataError):
+    """A message that holds what the chat template writes around messages."""
+
+
+@dataclass(frozen=True)
+class TurnMarks:
+    """The marks of one template.
+
+    Attributes:
+        anywhere: none of them may be in a content.
+        normalized: nor any of these, once the content is ``normalize``d.
+        end: no content may end with it, empty if any may.
+        around_results: none of them may be in a conversation that uses tools.
+    """
+
+    anywhere: tuple[str, ...]
+    normalized: tuple[str, ...]
+    end: str
+    normalize: Callable[[str], str]
+    around_results: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, write: Callable[[Messages], str], tokenizer: Tokenizer | None) -> TurnMarks:
+        """Those of what ``write`` makes of conversations; without a tokenizer no token is known.
+
+        Raises:
+            DataError: it cannot write a question and its answer.
+        """
+        frames = find_frames(write)
+        added = [] if tokenizer is None else tokenizer.added_tokens(frames.around)
+        tokens = [token for token in added if _is_mark(token.content, token.special)]
+        words = [
+            piece
+            for piece in frames.between
+            if _is_mark(piece, True) and not any(token.content in piece for token in tokens)
+        ]
+        anywhere = dict.fromkeys([*(token.content for token in tokens), *words])
+        added = [] if tokenizer is None else tokenizer.added_tokens(frames.results)
+        results = [token.content for token in added if _is_mark(token.content, token.special)]
+        results = [mark for mark in results if mark not in anywhere]
+        if tokenizer is None or not tokenizer.has_normalizer:
+            return cls(tuple(anywhere), (), frames.end, str, tuple(results))
+        changed = [tokenizer.normalize(token.content) for token in tokens if token.normalized]
+        normalize = tokenizer.normalize
+        return cls(tuple(anywhere), tuple(changed), frames.end, normalize, tuple(results))
+
+    def check(self, conversation: Messages | Conversation) -> None:
+        """Refuse a conversation with a mark in a message, or beside them.
+
+        Raises:
+            TurnMarkError: it names the message, the mark, and where it stands.
+        """
+        messages = messages_of(conversation)
+        if not isinstance(conversation, Conversation) and is_plain(messages):
+            for number, message in enumerate(messages, start=1):
+                self._refuse(message["content"], f"message {number}")
+            return
+        for number, message in enumerate(messages, start=1):
+            for key, value in message.items():
+                if key != "role":
+                    self._check_value(message, key, value, f"message {number}")
+        if isinstance(conversation, Conversation):
+            for name in ("tools", "documents"):
+                for place, text in strings_of(getattr(conversation, name), name):
+                    self._refuse(text, place, is_said=False, uses_tools=True)
+
+    def _check_value(self, message: Message, key: str, value: object, where: str) -> None:
+        is_said = key in _SAID
+        place = where if key == "content" else f"{where}, {key}"
+        for inside, text in strings_of(value, place):
+            self._refuse(text, inside, is_said, uses_tools=True)
+        if key == "content" and isinstance(value, list):
+            # A template may write parts without anything between them, or with a newline.
+            for text in ("".join(part["text"] for part in value), joined_content(value)):
+                self._refuse(text, f"{where}, parts of content together", uses_tools=True)
+
+    def _refuse(
+        self, text: str, where: str, is_said: bool = True, uses_tools: bool = False
+    ) -> None:
+        found = self._find(text, is_said, uses_tools)
+        if found is not None:
+            start, mark = found
+            raise TurnMarkError(
+                f"{where}: got {short(mark)!r} at character {start + 1}, which the "
+                "chat template writes around messages, so that one would read as several; "
+                "wanted a content without it"
+            )
+
+    def _find(self, content: str, is_said: bool, uses_tools: bool) -> tuple[int, str] | None:
+        """Where the first mark stands, and which it is."""
+        marks = (*self.anywhere, *self.around_results) if uses_tools else self.anywhere
+        found = [(content.index(mark), mark) for mark in marks if mark in content]
+        bare = content.rstrip()
+        if is_said and self.end and bare.endswith(self.end):
+            found.append((len(bare) - len(self.end), self.end))
+        if not found and self.normalized:
+            text = self.normalize(content)
+            found = [(text.index(mark), mark) for mark in self.normalized if mark in text]
+        return min(found, default=None)
+
+
+def _is_mark(text: str, is_special: bool) -> bool:
+    """Not white space and punctuation, nor a word of everybody's, which tell nobody's turn."""
+    return any(map(str.isalnum, text)) and (is_special or not text.strip().isalnum())
+
+
+@lru_cache(maxsize=4)
+def turn_marks(template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnMarks:
+    """The marks of a template that is written with the tokenizer's BOS and EOS.
+
+    Raises:
+        DataError: the template cannot write a question and its answer.
+    """
+
+    def write(messages: Messages) -> str:
+        return render(template, messages, tokenizer.bos_token, tokenizer.eos_token, kwargs)
+
+    return TurnMarks.of(write, tokenizer)
+
+
+def write_conversation(
+    template: str,
+    conversation: Messages | Conversation,
+    tokenizer: Tokenizer,
+    kwargs: str = "",
+) -> str:
+    """The text that a template makes of a conversation in the normal form.
+
+    Raises:
+        TurnMarkError: it holds a mark of the template.
+        DataError: the template refuses the conversation, or does not write a part of it, or is no
+            valid template.
+    """
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    turn_marks(template, tokenizer, kwargs).check(conversation)
+    adapted = template_reading(template, bos, eos, kwargs).adapt(conversation)
+    return render(template, adapted, bos, eos, kwargs)
+
+
+# What a chat template writes after a reply: the end of the turn, and what stands behind it.
+#
+# A policy's text ends where it has said its end of turn (``<|im_end|>``), a conversation where the
+# template does (``<|im_end|>\n``), and there a reward model has learned to read.
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """``end`` is the last that a policy writes, ``rest`` what the template has behind it.
+
+    ``end_ids`` and ``rest_ids`` are the same as token ids; without any where the two do not come
+    apart in tokens.
+    """
+
+    end: str
+    rest: str
+    end_ids: tuple[int, ...] = ()
+    rest_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnEnd | None:
+        """None where a template writes nothing behind the end of a turn, or there is none."""
+        if not template:
+            return None
+        whole = after_reply(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
+        end = whole.strip()
+        rest = whole.rpartition(end)[2]
+        if not end or not rest:
+            return None
+        end_ids, ids = tokenizer.encode(end), tokenizer.encode(end + rest)
+        if not end_ids or ids[: len(end_ids)] != end_ids:
+            return cls(end, rest)
+        return cls(end, rest, tuple(end_ids), tuple(ids[len(end_ids) :]))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TurnEnd:
+        """The inverse of ``to_dict``; raises KeyError, TypeError or ValueError where it is none."""
+        end, rest = str(values["end"]), str(values["rest"])
+        end_ids, rest_ids = (tuple(map(int, values[name])) for name in ("end_ids", "rest_ids"))
+        return cls(end, rest, end_ids, rest_ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "end": self.end,
+            "rest": self.rest,
+            "end_ids": list(self.end_ids),
+            "rest_ids": list(self.rest_ids),
+        }
+
+    def complete(self, text: str) -> str:
+        """A text that ends with the end of a turn, with all that the template has behind it."""
+        missing = _missing(text, self.end, self.rest)
+        return text if missing is None else text + str(missing)
+
+    def complete_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """``complete`` of token ids."""
+        ids = list(token_ids)
+        if not self.end_ids:
+            return ids
+        last = tuple(ids[-len(self.end_ids + self.rest_ids) :])
+        missing = _missing(last, self.end_ids, self.rest_ids)
+        return ids if missing is None else [*ids, *missing]
+
+
+def _missing(written: Any, end: Any, rest: Any) -> Any:
+    """What of ``rest`` is missing behind ``end``; None where what is written ends otherwise."""
+    for known in range(len(rest)):
+        begun = end + rest[:known]
+        if written[-len(begun) :] == begun:
+            return rest[known:]
+    return None
+
+
+# Where the reply begins, by a sequence's token ids alone.
+#
+# A head that reads the mean of the reply has to know, also where ids are all that is sent. What a
+# chat template writes between a question and its answer says so: the reply is what follows its last
+# occurrence, and where there is none, as in raw texts and those cut off behind it, all there is.
+
+_KEY = "model.head.reads"
+_QUESTION, _REPLY = "a question", "the reply"
+# As other texts around it may have the tokenizer cut it elsewhere.
+_TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{", "}"))
+
+
+def find_marker(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) -> int:
+    """Where the last ``marker`` begins in ``token_ids``; -1 where there is none."""
+    ids = np.asarray(token_ids)
+    if len(ids) < len(marker):
+        return -1
+    windows = np.lib.stride_tricks.sliding_window_view(ids, len(marker))
+    found = np.flatnonzero((windows == np.asarray(marker)).all(axis=1))
+    return int(found[-1]) if found.size else -1
+
+
+def reply_start(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) -> int:
+    """The first token of the reply; an empty one is the sequence's last token."""
+    found = find_marker(token_ids, marker)
+    return 0 if found < 0 else min(found + len(marker), len(token_ids) - 1)
+
+
+def make_reply_marker(template: str, tokenizer: Tokenizer, kwargs: str = "") -> tuple[int, ...]:
+    """The ids that ``template`` writes before a reply.
+
+    Raises:
+        ConfigError: there is no template, or the ids before a reply depend on the texts around.
+    """
+    if not template:
+        raise ConfigError(f"{_KEY}: got reply_mean, wanted a chat template, to know the reply by")
+    text = _written(template, tokenizer, kwargs, _QUESTION, _REPLY)
+    between = text[text.index(_QUESTION) + len(_QUESTION) : text.rindex(_REPLY)]
+    marker = tuple(tokenizer.encode(between.strip()))
+    for question, reply in _TRIALS:
+        ids = tokenizer.encode(_written(template, tokenizer, kwargs, question, reply))
+        start = find_marker(ids, marker) + len(marker) if marker else 0
+        found = tokenizer.decode(ids[start:])
+        if start < len(marker) or reply.strip() not in found or question.strip() in found:
+            raise ConfigError(
+                f"{_KEY}: got reply_mean, wanted a chat template that writes the same tokens "
+                f"before every reply; this one writes {between!r:.80}, which is not found as "
+                f"tokens between {question!r} and {reply!r}"
+            )
+    return marker
+
+
+def _written(template: str, tokenizer: Tokenizer, kwargs: str, question: str, reply: str) -> str:
+    conversation = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": reply},
+    ]
+    try:
+        return render(template, conversation, tokenizer.bos_token, tokenizer.eos_token, kwargs)
+    except DataError as error:
+        raise ConfigError(f"{_KEY}: {error}") from error

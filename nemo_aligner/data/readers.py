@@ -1,0 +1,419 @@
+"""A data file to records, in any of the formats.
+
+What is an error, what is malformed, and what is a counted drop:
+
+=============================================================================  ====================
+no file, no UTF-8, no JSON object in it, a broken JSON list, an odd number of  DataError
+comparison lines, no record that fits a format
+malformed JSON on a line, a missing key, a value of the wrong type, a          malformed: DataError,
+conversation that does not end with the reply, a label that is not finite, a   or dropped and
+record of another format than the others                                       counted
+chosen and rejected are the same (``identical``)                               dropped and counted
+the reply is empty or blank (``empty_reply``)                                  dropped and counted
+a rating without any label (``no_label``)                                      dropped and counted
+all completions are tied (``tied``)                                            dropped and counted,
+                                                                               kept where the
+                                                                               objective learns
+                                                                               from ties
+chosen and rejected answer different prompts (``different_prompts``)           kept and counted
+a cell of a table has lines that look like rows (``rows_in_cells``)            kept and counted
+=============================================================================  ====================
+
+Which of the two a malformed record is, ``MalformedRule`` decides; with an error, all files are read
+before it. Empty lines are skipped. A dropped record is never replaced by another one. What only
+tokens can show (too long, refused by the chat template, the same tokens on both sides) is told by
+``dataset.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.config.model import DataConfig
+from nemo_aligner.contract.messages import (
+    Conversation,
+    Messages,
+    Text,
+    messages_of,
+    question_of,
+    reply_of,
+    said,
+    with_messages,
+)
+from nemo_aligner.data.files import Line, count_swallowed, read_lines
+from nemo_aligner.data.formats import check_lines_are_whole, choose_format, parse_lines
+from nemo_aligner.data.formats.base import PairKeys, WantedLabels
+from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
+from nemo_aligner.utils.errors import ConfigError, DataError
+
+# What becomes of malformed records: the one place that decides whether a run goes on.
+
+MOST_LISTED = 10
+
+
+class ReadFile(Protocol):
+    """A file that was read, whose ``counts`` have ``read``; at least its first ``malformed``."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+
+    @property
+    def malformed(self) -> Sequence[MalformedRecord]: ...
+
+
+@dataclass(frozen=True)
+class MalformedRule:
+    """``action`` says whether malformed records are left out, ``most`` how many of a file's.
+
+    ``section`` is where the two settings stand, as errors name them: ``model.data.`` in training.
+    """
+
+    action: Malformed = DataConfig.malformed
+    most: float = DataConfig.max_malformed
+    section: str = "model.data."
+
+    def allows(self, file: ReadFile) -> bool:
+        """Whether the records that are left of the file are good to use."""
+        if self.action is Malformed.error:
+            return not file.malformed
+        return malformed_fraction(file) <= self.most
+
+
+def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
+    """Refuse files with more malformed records than the rule allows, all of them in one error.
+
+    Raises:
+        DataError: it lists the first malformed records of every such file, and how many there are.
+    """
+    # A file may be given twice, to train and to validate on.
+    bad = {file.path: file for file in files if not rule.allows(file)}
+    if not bad:
+        return
+    lines = []
+    for file in bad.values():
+        listed = list_first(file.malformed, MOST_LISTED, _count(file))
+        lines += [f"{file.path}: {_how_many(file)}", *listed]
+    raise DataError("\n".join([*lines, _advice(list(bad.values()), rule)]))
+
+
+def list_first(items: Sequence[object], most: int, total: int | None = None) -> list[str]:
+    """A line for each of the first ``most`` items, and how many more there are.
+
+    ``total`` is their number where not all of them are in ``items``.
+    """
+    lines = [f"  {item}" for item in items[:most]]
+    rest = (len(items) if total is None else total) - most
+    return [*lines, f"  and {rest} more"] if rest > 0 else lines
+
+
+def malformed_fraction(file: ReadFile) -> float:
+    """How much of the file's records is malformed."""
+    return _count(file) / max(file.counts.get("read", 0), 1)
+
+
+def _count(file: ReadFile) -> int:
+    # Of many, only the first are at hand.
+    return max(len(file.malformed), file.counts.get("malformed", 0))
+
+
+def _how_many(file: ReadFile) -> str:
+    return (
+        f"{_count(file)} of its {file.counts['read']} records "
+        f"({malformed_fraction(file):.2%}) are malformed"
+    )
+
+
+def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
+    allowed = f"{rule.section}max_malformed={rule.most:g}"
+    if rule.action is Malformed.drop:
+        return f"{allowed} allows {rule.most:.2%} of a file; mend the data, or raise it"
+    advice = f"{rule.section}malformed=drop would leave them out"
+    if max(map(malformed_fraction, files)) > rule.most:
+        return f"{advice}, but {allowed} allows {rule.most:.2%} of a file"
+    return advice
+
+
+# What is put around the prompts of a file: a system prompt, more words, or a raw text.
+#
+# A system prompt and a prompt's own words come from files, as NVIDIA-NeMo/RL's data sets have them
+# (``system_prompt_file``, ``prompt_file``); a raw text is written by OpenRLHF's ``input_template``.
+# In the last two ``{}`` is where the prompt goes.
+
+PLACE = "{}"
+
+
+class PromptSettings(Protocol):
+    """The section of the settings that says it."""
+
+    system_prompt_file: str | None
+    prompt_file: str | None
+    input_template: str | None
+
+
+@dataclass(frozen=True)
+class PromptWrapping:
+    """What every conversation of a file gets; None leaves it as it is.
+
+    Attributes:
+        system: said by the system, first; a conversation that has a system prompt keeps its own.
+        words: around the last user turn.
+        raw: around the one user turn of a conversation, which becomes a raw text: this and then
+            the reply.
+    """
+
+    system: str | None = None
+    words: str | None = None
+    raw: str | None = None
+
+    @classmethod
+    def of(cls, settings: PromptSettings, section: str) -> PromptWrapping | None:
+        """Those of a section of the settings; None where it says nothing.
+
+        Raises:
+            ConfigError: a file cannot be read, or the prompt has no place, or two, in a template.
+        """
+        files = {"system_prompt_file": settings.system_prompt_file}
+        files["prompt_file"] = settings.prompt_file
+        system, words = (_read(path, f"{section}.{name}") for name, path in files.items())
+        _check_place(words, f"{section}.prompt_file")
+        _check_place(settings.input_template, f"{section}.input_template")
+        if settings.input_template is not None and system is not None:
+            raise ConfigError(
+                f"{section}.input_template: a raw text has no turns, so the one of "
+                f"{section}.system_prompt_file cannot be put in front; write it into the template"
+            )
+        found = cls(system, words, settings.input_template)
+        return None if found == cls() else found
+
+    def put_around(self, record: Record) -> Record:
+        """``record`` with what its conversations get; raw texts stay as they are.
+
+        Raises:
+            DataError: a conversation has no user turn to write anything around, or, where it is to
+                become a raw text, something else than one user turn and the reply.
+        """
+        if isinstance(record, Rating):
+            return replace(record, response=self._write(record.response))
+        return replace(record, texts=tuple(map(self._write, record.texts)))
+
+    def _write(self, text: Text) -> Text:
+        if isinstance(text, str):
+            return text
+        messages = messages_of(text)
+        if self.words is not None:
+            messages = _around_last_question(messages, self.words)
+        if self.raw is not None:
+            if isinstance(text, Conversation):
+                raise DataError("got tools or documents, wanted none, as input_template has none")
+            return _as_raw(messages, self.raw)
+        if self.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return with_messages(text, messages)
+
+
+def _read(path: str | None, key: str) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
+
+
+def _check_place(template: str | None, key: str) -> None:
+    if template is not None and template.count(PLACE) != 1:
+        raise ConfigError(
+            f"{key}: got {PLACE} {template.count(PLACE)} times in {template!r:.80}, wanted it "
+            "once, where the prompt goes"
+        )
+
+
+def _around_last_question(conversation: Messages, words: str) -> Messages:
+    roles = [turn["role"] for turn in conversation]
+    if "user" not in roles:
+        raise DataError(f"got turns of {', '.join(roles)}, wanted a user's for the prompt file")
+    last = len(roles) - 1 - roles[::-1].index("user")
+    asked = {**conversation[last], "content": _put(words, said(conversation[last]))}
+    return [*conversation[:last], asked, *conversation[last + 1 :]]
+
+
+def _as_raw(conversation: Messages, template: str) -> str:
+    roles = [turn["role"] for turn in conversation]
+    if roles != ["user", "assistant"]:
+        raise DataError(
+            f"got turns of {', '.join(roles)}, wanted one user turn and the reply, which is what "
+            "input_template takes"
+        )
+    return _put(template, said(conversation[0])) + said(conversation[1])
+
+
+def _put(template: str, prompt: str) -> str:
+    # Not str.format: a template may have other braces.
+    return template.replace(PLACE, prompt)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read.
+
+    Attributes:
+        kind: what their records are; None takes either.
+        format: ``auto``, or a name of ``formats/``.
+        attributes: the labels of ratings, in order; without them ratings come with no labels.
+        loss_mask_val: the number that, like null, stands for a missing label.
+        pair_columns: the labels of comparisons, in order.
+        pair_keys: which fields of pairs have their texts, where they have other names.
+        prompts: what is put around them.
+        rule: what becomes of malformed records.
+        ties: keep comparisons whose completions are all tied.
+    """
+
+    kind: RecordKind | None = None
+    format: str = "auto"
+    attributes: Sequence[str] = ()
+    loss_mask_val: float | None = None
+    pair_columns: Sequence[str] = ()
+    pair_keys: PairKeys | None = None
+    prompts: PromptWrapping | None = None
+    rule: MalformedRule = field(default_factory=MalformedRule)
+    ties: bool = False
+
+    def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
+        """What the labels of such records are called."""
+        return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
+
+    def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
+        """The same of a data set that they may be in beside others, where both kinds are taken."""
+        return self.columns_of(kind if self.kind is not None else RecordKind.rating)
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred.
+
+    ``columns`` are what the records' labels are called; where files of both kinds are taken, what
+    those of ratings are.
+    """
+
+    path: str
+    kind: RecordKind
+    format: str
+    records: list[Any]
+    columns: tuple[str, ...]
+    counts: dict[str, int] = field(default_factory=dict)
+    malformed: list[MalformedRecord] = field(default_factory=list)
+
+
+def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
+    """Read files of comparisons or ratings.
+
+    Raises:
+        ConfigError: there is no format of that name.
+        DataError: see the table above; a file with nothing left to use is one, too.
+    """
+    files = [parse_file(path, how) for path in paths]
+    check_malformed(files, how.rule)
+    for file in files:
+        if not file.records:
+            raise nothing_left(file.path, file.counts)
+    return files
+
+
+def read_records(path: str | Path, how: Reading) -> RecordFile:
+    """``read_files`` for one file."""
+    return read_files([path], how)[0]
+
+
+def parse_file(path: str | Path, how: Reading) -> RecordFile:
+    """Read one file, whatever number of its records is malformed, or left to use.
+
+    Raises:
+        ConfigError: there is no format of that name.
+        DataError: the file as a whole cannot be read; see the table above.
+    """
+    lines = read_lines(path)
+    objects = [line for line in lines if isinstance(line, Line)]
+    chosen_format = choose_format(how.format, how.kind, objects, str(path), how.pair_keys)
+    check_lines_are_whole(chosen_format, lines, str(path))
+    columns = how.columns_of(chosen_format.kind)
+    of_set = how.set_columns_of(chosen_format.kind)
+    file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], of_set)
+    parsed = parse_lines(chosen_format, lines, str(path), WantedLabels(columns, how.loss_mask_val))
+    counts = Counter({"rows_in_cells": count_swallowed(lines)})
+    file.records.extend(usable_records(parsed, how, bool(columns), counts, file.malformed))
+    file.counts.update(+counts, kept=len(file.records))
+    return file
+
+
+def usable_records(
+    parsed: Iterable[Record | MalformedRecord],
+    how: Reading,
+    labelled: bool,
+    counts: Counter[str],
+    malformed: list[MalformedRecord],
+) -> Iterator[Record]:
+    """The records that are not dropped; the others are counted, or put into ``malformed``."""
+    for each in parsed:
+        record = _with_prompts(each, how.prompts)
+        counts["read"] += 1
+        if isinstance(record, MalformedRecord):
+            counts["malformed"] += 1
+            malformed.append(record)
+            continue
+        reason = _why_drop(record, labelled, how.ties)
+        if reason is not None:
+            counts[reason] += 1
+            continue
+        if isinstance(record, Comparison) and _have_different_prompts(record):
+            counts["different_prompts"] += 1
+        yield record
+
+
+def _with_prompts(
+    record: Record | MalformedRecord, prompts: PromptWrapping | None
+) -> Record | MalformedRecord:
+    if prompts is None or isinstance(record, MalformedRecord):
+        return record
+    try:
+        return prompts.put_around(record)
+    except DataError as error:
+        return MalformedRecord(record.origin, str(error))
+
+
+def _have_different_prompts(record: Comparison) -> bool:
+    first, *others = map(question_of, record.texts)
+    return any(other != first for other in others)
+
+
+def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
+    """Build the error of a file that has no record to use."""
+    advice = (
+        "; they are longer than model.data.seq_length: raise it, or set "
+        "model.data.overlong=truncate_left"
+    ) * bool(counts.get("overlong"))
+    return DataError(f"{path}: no usable record in it: {_describe(counts)}{advice}")
+
+
+def _describe(counts: Mapping[str, int]) -> str:
+    found = (f"{count} {name}" for name, count in counts.items() if count)
+    return ", ".join(found) or "it is empty"
+
+
+def _why_drop(record: Record, labelled: bool, ties: bool) -> str | None:
+    if any(not reply_of(text).strip() for text in record.texts):
+        return "empty_reply"
+    if isinstance(record, Comparison):
+        if all(text == record.texts[0] for text in record.texts):
+            return "identical"
+        return "tied" if record.is_tied and not ties else None
+    if labelled and all(label is None for label in record.labels):
+        return "no_label"
+    return None

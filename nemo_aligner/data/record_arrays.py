@@ -1,0 +1,277 @@
+"""Arrays of a data file's records: growing files on disk, and views without an object for each."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO, Generic, Protocol, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_aligner.batch.packed import LabelColumns
+from nemo_aligner.data.records import Origin
+
+# Named arrays that grow at their end: files of a folder, or bytes in memory.
+#
+# megatron-core's IndexedDataset is not used: it knows sequences and documents, and whatever else a
+# record has (ranks, labels, the length of its replies, its line) would lie beside it in such files.
+
+
+class Arrays(Protocol):
+    """Where arrays are put, part after part, and read from once that is done."""
+
+    def append(self, name: str, part: np.ndarray) -> None: ...
+
+    def replace(self, name: str, array: np.ndarray) -> None: ...
+
+    def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray: ...
+
+    def sizes(self) -> dict[str, int]: ...
+
+
+class ArraysInMemory:
+    """They end with the process."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, bytearray] = {}
+
+    def append(self, name: str, part: np.ndarray) -> None:
+        """Put ``part`` behind what is there."""
+        self._bytes.setdefault(name, bytearray()).extend(part.tobytes())
+
+    def replace(self, name: str, array: np.ndarray) -> None:
+        """Put ``array`` where another was."""
+        self._bytes[name] = bytearray(array.tobytes())
+
+    def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
+        """All of it, ``[n]`` or ``[n, width]``."""
+        return _shaped(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each."""
+        return {name: len(content) for name, content in self._bytes.items()}
+
+
+class ArraysInFolder:
+    """Each is a file of ``folder``, without a header; what is read is mapped, and costs no memory.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, BinaryIO] = {}
+
+    def append(self, name: str, part: np.ndarray) -> None:
+        """Put ``part`` behind what is there."""
+        if name not in self._open:
+            self._open[name] = self._path(name).open("ab")
+        self._open[name].write(part.tobytes())
+
+    def replace(self, name: str, array: np.ndarray) -> None:
+        """Put ``array`` where another was."""
+        file = self._open.pop(name, None)
+        if file is not None:
+            file.close()
+        # Not written over: what is mapped of the old file stays.
+        self._path(name).unlink(missing_ok=True)
+        self.append(name, array)
+
+    def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
+        """All of it, ``[n]`` or ``[n, width]``; what is written to it stays in this process."""
+        if name in self._open:
+            self._open[name].flush()
+        path = self._path(name)
+        if not path.exists() or path.stat().st_size == 0:
+            return _shaped(np.zeros(0, dtype), width)
+        return _shaped(np.memmap(path, dtype, mode="c"), width)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each."""
+        return {path.stem: path.stat().st_size for path in self._folder.glob("*.bin")}
+
+    def close(self) -> None:
+        """Have all of it on the disk."""
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self._open.clear()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.bin"
+
+
+def _shaped(array: np.ndarray, width: int | None) -> np.ndarray:
+    # Not a memmap: each slice of one costs much more than one of a plain array.
+    plain = array.view(np.ndarray)
+    if width is None:
+        return plain
+    return plain.reshape(-1, width) if width else np.zeros((0, 0), array.dtype)
+
+
+# What a data set has of every record, without an object for each: arrays, and what they stand for.
+#
+# Arrays of several files are looked at one after the other, and not joined, so that mapped ones
+# cost no memory.
+
+Item = TypeVar("Item")
+
+
+class FileParts(Sequence[Item], Generic[Item]):
+    """Items of several files, of which each has so many."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._starts = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self._at(each) for each in range(*index.indices(len(self)))]
+        return self._at(range(len(self))[index])
+
+    def _at(self, index: int) -> Item:
+        part = bisect_right(self._starts, index) - 1
+        return self._of_part(part, index - self._starts[part])
+
+    @abstractmethod
+    def _of_part(self, part: int, index: int) -> Item: ...
+
+
+class Origins(FileParts[Origin]):
+    """File and line of every record; ``parts`` are a path and ``[n]`` lines for each file."""
+
+    def __init__(self, parts: Sequence[tuple[str, np.ndarray]]) -> None:
+        super().__init__([len(lines) for _, lines in parts])
+        self._parts = parts
+
+    def _of_part(self, part: int, index: int) -> Origin:
+        path, lines = self._parts[part]
+        return Origin(path, int(lines[index]))
+
+
+class Sources(FileParts[str]):
+    """Where records say they are from; ``parts`` are names, and ``[n]`` which of them each has."""
+
+    def __init__(self, parts: Sequence[tuple[Sequence[str], np.ndarray]]) -> None:
+        super().__init__([len(codes) for _, codes in parts])
+        self._parts = parts
+
+    def _of_part(self, part: int, index: int) -> str:
+        names, codes = self._parts[part]
+        return names[codes[index]]
+
+
+class TokenSequences(FileParts[np.ndarray]):
+    """S sequences as ``[L]`` int32 each.
+
+    ``parts`` are for each file ``[T]`` tokens, and ``[s + 1]`` offsets of its sequences into them.
+    """
+
+    def __init__(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        super().__init__([len(offsets) - 1 for _, offsets in parts])
+        self._parts = parts
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> TokenSequences:
+        """Of sequences that lie anywhere."""
+        flat = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
+        offsets = np.array([0, *accumulate(map(len, flat))], dtype=np.int64)
+        return cls([(np.concatenate([np.zeros(0, np.int32), *flat]), offsets)])
+
+    def _of_part(self, part: int, index: int) -> np.ndarray:
+        tokens, offsets = self._parts[part]
+        return tokens[offsets[index] : offsets[index + 1]].astype(np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, of all of them."""
+        return sum(int(offsets[-1]) for _, offsets in self._parts)
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """``[stop - start]`` int64 tokens of these sequences."""
+        found = [np.zeros(0, np.int64)]
+        for (_, offsets), first in zip(self._parts, self._starts, strict=False):
+            low = min(max(start - first, 0), len(offsets) - 1)
+            high = min(max(stop - first, 0), len(offsets) - 1)
+            found.append(np.diff(offsets[low : high + 1]))
+        return np.concatenate(found)
+
+
+# What a column of labels ranges over, and which labels are far out.
+#
+# A label is far out if it is more than ten times as far from its column's median as
+#
+# * all labels but the farthest hundredth (at least three of them, at most a quarter), and
+# * zero is from the median (1, if that leaves nothing to compare with).
+#
+# The first makes it a matter of few: a long tail, or every fiftieth label at the scale's other end,
+# is none. The second keeps ratings quiet that are nearly all the same: of 0 to 4, mostly 4, no
+# label is far out, and 400 is.
+
+_TIMES = 10
+_FARTHEST = 0.01
+_AT_LEAST = 3
+
+
+@dataclass(frozen=True)
+class FarLabel:
+    """A label in the column ``name``, ``times`` as far from the median as others are."""
+
+    origin: Origin
+    name: str
+    value: float
+    median: float
+    times: float
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.name} is {self.value:g}, the median {self.median:g}"
+
+
+def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
+    """The smallest and the largest label of every column; NaN where there is none."""
+    columns = [_present(column) for column in labels.values.double().unbind(1)]
+    none = torch.tensor([torch.nan])
+    known = [column if column.numel() else none for column in columns]
+    return [float(column.min()) for column in known], [float(column.max()) for column in known]
+
+
+def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel]:
+    """The labels of N records that are far out, by the rule above, the farthest first."""
+    columns = zip(labels.names, labels.values.double().unbind(1), strict=True)
+    found = [label for name, column in columns for label in _far(name, column, origins)]
+    return sorted(found, key=lambda label: -label.times)
+
+
+def _far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[FarLabel]:
+    known = _present(column)
+    if not known.numel():
+        return
+    median = float(known.median())
+    ordered = (known - median).abs().sort().values
+    apart = min(max(_AT_LEAST, int(_FARTHEST * len(ordered))), len(ordered) // 4)
+    reach = max(float(ordered[len(ordered) - 1 - apart]), abs(median)) or 1.0
+    # NaN, a label that is missing, is not above anything.
+    for index in torch.nonzero((column - median).abs() > _TIMES * reach).flatten().tolist():
+        value = float(column[index])
+        yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
+
+
+def _present(column: Tensor) -> Tensor:
+    return column[~torch.isnan(column)]

@@ -1,0 +1,197 @@
+"""Collectives on Python objects and flags, sends between pipeline stages, and the device of this
+rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from nemo_aligner.distributed.cpu_products import multiplies_bf16
+from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.processes import is_main
+
+# The few collectives on Python objects and flags that the package needs beside Megatron's.
+
+T = TypeVar("T")
+_FIRST_WAIT_S = 0.01
+_LONGEST_WAIT_S = 1.0
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's ``value``, on every rank."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's ``value``, in rank order, on every rank."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def agree(flag: bool, device: torch.device | str) -> bool:
+    """Whether ``flag`` is set on any rank; the same answer on all of them."""
+    return agree_on([flag], device)[0]
+
+
+def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
+    """Which of ``flags`` are set on any rank, in one collective."""
+    if dist.get_world_size() == 1:
+        return list(flags)
+    box = to_device(torch.tensor([int(flag) for flag in flags]), device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return [bool(value) for value in box.tolist()]
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Run ``function`` on rank 0 and give its result, or raise its error, on every rank."""
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if is_main():
+        outcome = _attempt(function)
+    if dist.is_initialized():
+        outcome = broadcast_object(outcome)
+    return _result(outcome)
+
+
+def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
+    """Run ``function`` on the ranks that have one; what it gave on every rank, in rank order.
+
+    The others wait in short collectives, as none may wait for one as long as the work may take. It
+    runs in a thread, and must not call any itself. An error on one rank is raised on all.
+    """
+    if not dist.is_initialized():
+        return [None if function is None else function()]
+    box: list[tuple[T | None, Exception | None]] = []
+    if function is None:
+        box.append((None, None))
+    else:
+        work = partial(_attempt, function)
+        Thread(target=lambda: box.append(work()), daemon=True).start()
+    wait = _FIRST_WAIT_S
+    while True:
+        outcomes = gather_objects(box[0] if box else None)
+        failed = [each for each in outcomes if each is not None and each[1] is not None]
+        if failed or None not in outcomes:
+            return [_result(each) for each in (failed or outcomes) if each is not None]
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _result(outcome: tuple[T | None, Exception | None]) -> T:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+# The device that this rank computes on.
+
+
+def current_device() -> torch.device:
+    """The one that this rank computes on."""
+    return torch.device(torch.cuda.current_device())
+
+
+def wait_for_device() -> None:
+    """Until the GPU, where there is one, has done what it was asked to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def lacks_bf16() -> bool:
+    """Whether this rank computes on a CPU whose matrix products are not made for bf16.
+
+    Such a CPU needs many times as long for them as in fp32.
+    """
+    return not torch.cuda.is_available() and not multiplies_bf16()
+
+
+# Between pipeline stages: activations and gradients whose lengths every stage knows.
+
+_Shape = tuple[int, int, int]
+_MOST_ON_THEIR_WAY = 2
+
+
+class PipelineMessages(P2PCommunicator):
+    """Megatron's communicator for micro-batches of different lengths, with less to wait for.
+
+    Its own sends every shape ahead of its tensor, and has the host wait for the GPU to read it. All
+    stages have the same micro-batches: ``shapes`` are those of their activations, in order, which
+    are of ``dtype``.
+
+    What is received is waited for; what is sent travels while the stage computes on, until
+    ``finish``. Messages have the order of Megatron's unbatched ones, so no rank can meet another
+    out of order.
+    """
+
+    def __init__(
+        self, config: ModelParallelConfig, shapes: Sequence[_Shape], dtype: torch.dtype
+    ) -> None:
+        config = copy(config)
+        config.batch_p2p_comm, config.pipeline_dtype = False, dtype
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        self._forward, self._backward = iter(shapes), iter(shapes)
+        # With each message what it reads, which nobody may overwrite or free before.
+        self._sending: deque[tuple[Any, Tensor]] = deque()
+
+    def groups(self) -> ProcessGroupCollection:
+        """What Megatron's schedules ask for beside a communicator."""
+        return ProcessGroupCollection.use_mpu_process_groups()
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        self._wait_for_all_but(0)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[_Shape, _Shape]:
+        nothing = (0, 0, 0)
+        return (
+            next(self._forward) if recv_prev else nothing,
+            next(self._backward) if recv_next else nothing,
+        )
+
+    def _communicate(self, **options: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        options["wait_on_reqs"] = False
+        *received, requests = super()._communicate(**options)
+        for end in ("next", "prev"):
+            tensor = options[f"tensor_send_{end}"]
+            if tensor is not None:
+                self._sending.append((requests[f"send_{end}"], tensor.detach()))
+            if f"recv_{end}" in requests:
+                requests[f"recv_{end}"].wait()
+        self._wait_for_all_but(_MOST_ON_THEIR_WAY)
+        previous, following = received
+        return previous, following, None
+
+    def _wait_for_all_but(self, count: int) -> None:
+        while len(self._sending) > count:
+            request, _ = self._sending.popleft()
+            request.wait()

@@ -1,0 +1,207 @@
+"""Run megatron-core without CUDA: the CPU plays the CUDA device, gloo plays NCCL."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, ModuleType
+from typing import Any
+
+from nemo_aligner.distributed.cpu_products import add_weight_gradient
+
+# Gathers and reductions of megatron-core's buffers in place, over gloo.
+
+
+class _Works(list):
+    """Collectives that were begun."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+class _InPlaceCollectives:
+    """What megatron-core gathers and reduces its buffers with, where gloo would copy them.
+
+    Gloo gathers and scatters by way of memory of its own. Broadcasts and an all-reduce work on the
+    buffer itself; that the reduction leaves every rank the sums of all, not of its shard, harms no
+    one. Among one rank there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._works = _Works()
+
+    @contextmanager
+    def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
+        """What is begun inside; it is waited for at the end, unless ``async_ops``."""
+        self._works = works = _Works()
+        yield works
+        if not async_ops:
+            works.wait()
+
+    def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
+        """Fill ``output``, of which ``source`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() == 1:
+            return
+        for rank, shard in enumerate(output.chunk(group.size())):
+            self._works.append(dist.broadcast(shard, group=group, group_src=rank, async_op=True))
+
+    def reduce_scatter(
+        self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
+    ) -> None:
+        """Sum ``source``, of which ``output`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() > 1:
+            self._works.append(dist.all_reduce(source, op=op, group=group, async_op=True))
+
+
+def work_in_place(buffers: Any) -> None:
+    collectives = _InPlaceCollectives()
+    buffers._coalescing_manager = collectives.together
+    buffers.dist_all_gather_func = collectives.all_gather
+    buffers.dist_reduce_scatter_func = collectives.reduce_scatter
+
+
+# megatron-core on a machine without CUDA: the CPU plays the CUDA device, gloo plays NCCL.
+#
+# megatron-core names its device in string literals and asks a few ``torch.cuda`` functions.
+# ``install`` puts a finder in front of the import system that waits for ``megatron.core``. Where
+# there is no GPU, it gives those literals and functions their CPU meaning as each module is loaded.
+# Nothing of megatron-core is copied, and its files and line numbers stay as they are.
+
+_PACKAGE = "megatron.core"
+_LITERALS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+
+def install() -> None:
+    """Install the finder; imports nothing heavy, and does nothing where a GPU is found later.
+
+    Raises:
+        RuntimeError: megatron.core was imported before, on a machine without a GPU.
+    """
+    if _Finder in sys.meta_path:
+        return
+    if _PACKAGE in sys.modules:
+        import torch
+
+        if torch.cuda.is_available():
+            return
+        raise RuntimeError(
+            "megatron.core was imported before nemo_aligner.distributed: "
+            "without a GPU, import nemo_aligner.distributed first"
+        )
+    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+
+
+class _Finder:
+    """Finds megatron.core's modules and hands them to a loader that retargets them."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _PACKAGE and not name.startswith(_PACKAGE + "."):
+            return None
+        import torch
+
+        if torch.cuda.is_available():
+            return None
+        if name == _PACKAGE:
+            _stub_torch_cuda()
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType | None:
+        code = super().get_code(fullname)
+        return code if code is None else _retarget(code)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        adjust = _AFTER_IMPORT.get(module.__name__)
+        if adjust is not None:
+            adjust(module)
+
+
+def _retarget(constant: Any) -> Any:
+    """Swap the device literals in a code object's constants, at every depth."""
+    if isinstance(constant, str):
+        return _LITERALS.get(constant, constant)
+    if isinstance(constant, tuple):
+        return tuple(_retarget(item) for item in constant)
+    if isinstance(constant, CodeType):
+        return constant.replace(co_consts=tuple(_retarget(item) for item in constant.co_consts))
+    return constant
+
+
+def _stub_torch_cuda() -> None:
+    import torch
+
+    for name in ("current_device", "synchronize", "current_stream"):
+        setattr(torch.cuda, name, getattr(torch.cpu, name))
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _use_cpu_generator(random: Any) -> None:
+    import torch
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # The tracker warns when the CPU generator moves during a fork; here that is the forked one.
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _disable_jit(jit: Any) -> None:
+    jit.disable_jit_fuser()  # TorchInductor would need a C++ compiler and seconds per start
+
+
+def _adjust_linear_layers(layers: Any) -> None:
+    # They import torch, as megatron-core has by now.
+    from nemo_aligner.distributed.cpu_products import multiply_by_onednn
+
+    accumulate_weight_gradients(layers)
+    multiply_by_onednn(layers)
+
+
+_AFTER_IMPORT = {
+    "megatron.core.distributed.param_and_grad_buffer": work_in_place,
+    "megatron.core.jit": _disable_jit,
+    "megatron.core.tensor_parallel.layers": _adjust_linear_layers,
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
+}
+
+
+# Weight gradients on a CPU: what megatron-core takes from Apex's CUDA extension.
+
+
+class _WeightGradients:
+    """What megatron-core takes from Apex's CUDA extension: the product is summed as it is made."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
+        add_weight_gradient(main_grad, total_input, grad_output)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def accumulate_weight_gradients(layers: Any) -> None:
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True

@@ -1,0 +1,91 @@
+"""ParallelLayout: how a model and its data are spread over the ranks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from nemo_aligner.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSizes:
+    """Sizes of the tensor, pipeline and data parallel groups."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"TP={self.tp}{'+SP' * self.sequence_parallel} PP={self.pp} DP={self.dp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout(LayoutSizes):
+    """The sizes of the groups, and this rank's index in each."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+
+def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> int:
+    """The data parallel size that ``world_size`` leaves.
+
+    Raises:
+        ConfigError: ``tp * pp`` does not divide ``world_size``, or sequence parallel without TP.
+    """
+    if world_size % (tp * pp) != 0:
+        raise ConfigError(
+            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp}): "
+            f"got {world_size} processes, wanted a multiple of {tp * pp}"
+        )
+    if sequence_parallel and tp == 1:
+        raise ConfigError(
+            "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, "
+            "wanted 2 or more"
+        )
+    return world_size // (tp * pp)
+
+
+def initialize_layout(
+    tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234
+) -> ParallelLayout:
+    """Build Megatron's process groups over the initialised world and seed its generators."""
+    # Imported here: whoever only plans layouts needs no torch.
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel)
+    parallel_state.initialize_model_parallel(tp, pp)
+    model_parallel_cuda_manual_seed(seed)
+    return ParallelLayout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        sequence_parallel=sequence_parallel,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def destroy_layout() -> None:
+    """Forget Megatron's process groups, if any, so that others can be built in this process."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()

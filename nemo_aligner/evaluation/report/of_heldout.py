@@ -1,0 +1,255 @@
+"""What a report says of held-out records: accuracy, rewards, calibration, length, mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.evaluation.report.figures import (
+    Drawing,
+    Heldout,
+    Histogram,
+    LegendKey,
+    PageSection,
+    PageTable,
+    accuracy_by_source,
+    histogram,
+    lengths_compared,
+    mean_by_length,
+    of_pairs,
+    reliability_diagram,
+    reward_by_label,
+    reward_by_length,
+)
+from nemo_aligner.evaluation.report.run_report import JudgedPairs, JudgedRatings, Reported
+from nemo_aligner.evaluation.robustness import (
+    BOTH,
+    REJECTED,
+    Robustness,
+    RobustnessRow,
+    robustness_note,
+)
+from nemo_aligner.metrics import ranking
+from nemo_aligner.utils.console import show_number
+
+_MOST_SOURCES = 30
+MOST_MISTAKES = 10
+_NO_PAIRS = "There are no pairs here."
+_NO_RECORDS = "There are no held-out rewards here: nothing was validated, or evaluate wrote none."
+
+
+def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSection:
+    """By source with intervals; of a benchmark its own table, too."""
+    shares = [(key, judged.shares()) for key, judged in of_pairs(sets)]
+    rows = [
+        [
+            key.name,
+            row.source,
+            str(row.pairs),
+            f"{row.accuracy:.3f}",
+            _interval(row.low, row.high),
+        ]
+        for key, found in shares
+        for row in found
+    ]
+    header = ["", "source", "pairs", "accuracy", "95% interval"]
+    tables = [PageTable(header, rows)] if rows else []
+    tables += [_benchmark(each) for each in reported if each.rows]
+    drawings = [accuracy_by_source("sources", shares, _MOST_SOURCES)] if shares else []
+    notes = ["Intervals are Wilson's, of 95%. A tie of a pair counts one half."] if rows else []
+    return PageSection("accuracy", "Accuracy by source", drawings, tables, (), notes, _NO_PAIRS)
+
+
+def _benchmark(each: Reported) -> PageTable:
+    header = ["", "", "value", "95% interval", "items"]
+    return PageTable(header, [_task_row(row) for row in each.rows], f"{each.name}: {each.kind}")
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{low:.3f} to {high:.3f}"
+
+
+def _task_row(row: Mapping[str, Any]) -> list[str]:
+    low, high, value = row.get("low"), row.get("high"), row.get("value")
+    interval = "" if low is None or high is None else _interval(low, high)
+    number = f"{value:.4f}" if isinstance(value, float) else str(value)
+    count = row.get("count")
+    name, level = str(row.get("name")), str(row.get("level"))
+    return [level, name, number, interval, "" if count is None else str(count)]
+
+
+def rewards(sets: Sequence[Heldout]) -> PageSection:
+    """Margins of all sets in one histogram; of each set chosen beside rejected, or each label."""
+    pairs = of_pairs(sets)
+    drawings: list[Drawing] = []
+    if pairs:
+        margins = [Histogram(key, -np.diff(judged.rewards)[:, 0]) for key, judged in pairs]
+        drawings.append(
+            histogram("margins", "Reward margin", "chosen minus rejected", margins, 0.0)
+        )
+    for number, each in enumerate(sets):
+        if isinstance(each.judged, JudgedPairs):
+            drawings.append(_both_sides(f"rewards-{number}", each, each.judged))
+        else:
+            drawings += _by_attribute(f"rewards-{number}", each, each.judged)
+    return PageSection("rewards", "Rewards and margins", drawings, nothing=_NO_RECORDS)
+
+
+def _both_sides(name: str, each: Heldout, judged: JudgedPairs) -> Drawing:
+    sides = [
+        Histogram(LegendKey("chosen", 0), judged.rewards[:, 0]),
+        Histogram(LegendKey("rejected", 1), judged.rewards[:, 1]),
+    ]
+    return histogram(name, f"Rewards: {each.key.name}", "reward", sides)
+
+
+def _by_attribute(name: str, each: Heldout, judged: JudgedRatings) -> Iterator[Drawing]:
+    for column, attribute in enumerate(judged.attributes):
+        own, labels = judged.rewards[:, column], judged.labels[:, column]
+        present = ~np.isnan(labels) & ~np.isnan(own)
+        if present.any():
+            title = f"{attribute}: {each.key.name}"
+            yield reward_by_label(
+                f"{name}-{column}", title, each.key, labels[present], own[present]
+            )
+
+
+def reliability(sets: Sequence[Heldout]) -> PageSection:
+    """How far the size of a margin tells whether it is right."""
+    pairs = [(key, judged.as_metrics()) for key, judged in of_pairs(sets)]
+    rows = [
+        [
+            key.name,
+            show_number(ranking.expected_calibration_error(each)),
+            show_number(ranking.brier(each)),
+            show_number(ranking.temperature(each)),
+        ]
+        for key, each in pairs
+    ]
+    bins = [(key, ranking.reliability(each)) for key, each in pairs]
+    return PageSection(
+        "calibration",
+        "Calibration",
+        drawings=[reliability_diagram("reliability", bins)] if bins else [],
+        tables=[PageTable(["", "ECE", "Brier score", "temperature"], rows)] if rows else [],
+        nothing=_NO_PAIRS,
+    )
+
+
+def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
+    """Whether long replies get high rewards, and what taking the longer one would give."""
+    drawings = []
+    if len(sets) > 1:
+        lines = [mean_by_length(each.key, *_standardised(each)) for each in sets]
+        drawings.append(lengths_compared("lengths", lines))
+    for number, each in enumerate(sets):
+        drawings.append(reward_by_length(f"length-{number}", each.key, *_lengths_and_rewards(each)))
+    rows = [_length_row(each, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]
+    header = [
+        "",
+        "correlation with length",
+        "accuracy where the longer is chosen",
+        "where the shorter is",
+        "always the longer",
+    ]
+    return PageSection(
+        "length",
+        "Reward against length",
+        drawings=drawings,
+        tables=[PageTable(header, rows)] if rows else [],
+        notes=[
+            "Lengths are characters, the same for every model, but where tokens are named: what "
+            "the run or the evaluation recorded."
+        ],
+        nothing=_NO_RECORDS,
+    )
+
+
+def _lengths_and_rewards(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
+    """Of every reply its characters and its reward; of several attributes their mean."""
+    if isinstance(each.judged, JudgedPairs):
+        return each.judged.lengths.ravel(), each.judged.rewards.ravel()
+    return each.judged.lengths, each.judged.rewards.mean(axis=1)
+
+
+def _standardised(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
+    lengths, found = _lengths_and_rewards(each)
+    return lengths, (found - found.mean()) / (found.std() or 1.0)
+
+
+def _length_row(each: Heldout, judged: JudgedPairs) -> list[str]:
+    pairs = judged.as_metrics()
+    values = (
+        ranking.length_correlation(pairs),
+        ranking.accuracy_longer_chosen(pairs),
+        ranking.accuracy_shorter_chosen(pairs),
+    )
+    return [each.key.name, *map(show_number, values), longer_baseline(each)]
+
+
+def longer_baseline(each: Heldout) -> str:
+    """Render the accuracy that length alone would have, with its unit; empty without pairs."""
+    found = each.longer_baseline()
+    return "" if found is None else f"{found[0]:.3f} (by {found[1]})"
+
+
+def mistakes(sets: Sequence[Heldout]) -> PageSection:
+    """The records that each model is surest of, and wrong."""
+    found = [(each.key.name, each.judged.mistakes(MOST_MISTAKES)) for each in sets]
+    return PageSection(
+        "mistakes",
+        "The most confident mistakes",
+        mistakes=[(name, some) for name, some in found if some],
+        notes=["Of pairs the most negative margins; of ratings the largest errors."],
+        nothing="No record was got wrong." if sets else _NO_RECORDS,
+    )
+
+
+# What a report says of how far verdicts and rewards follow the style of replies.
+
+_HEADER = (
+    "change",
+    "pairs",
+    "verdicts that turn (95%)",
+    "rewards move by",
+    "in sd of margins",
+    "absolute",
+    "unchanged",
+    "too long",
+)
+
+
+def robustness(reported: Sequence[Reported]) -> PageSection:
+    """What changes of style did, to both replies and to the rejected one alone."""
+    tables: list[PageTable] = []
+    notes = []
+    for each in reported:
+        if each.robustness is not None:
+            prefix = f"{each.name}: " * (len(reported) > 1)
+            notes.append(prefix + robustness_note(each.robustness))
+            tables += _tables(prefix, each.robustness)
+    nothing = "It was not checked: evaluate's robustness_pairs does."
+    return PageSection("robustness", "Robustness", (), tables, (), notes, nothing)
+
+
+def _tables(prefix: str, found: Robustness) -> Iterator[PageTable]:
+    for side, title in (
+        (BOTH, "Both replies changed: no verdict should turn"),
+        (REJECTED, "The rejected reply alone changed: verdicts that turn in its favour"),
+    ):
+        rows = [_cells(row) for row in found.rows if row.changed == side]
+        yield PageTable(_HEADER, rows, prefix + title)
+    best = [
+        [f"best of {row.n}", show_number(row.reward), f"{row.characters:.1f}"]
+        for row in found.best_of
+    ]
+    yield PageTable(["", "reward", "characters"], best, f"{prefix}The best by reward of a pair")
+
+
+def _cells(row: RobustnessRow) -> list[str]:
+    share = "" if row.share is None else f"{row.share:.3f} ({row.low:.3f} to {row.high:.3f})"
+    shifts = (row.shift, row.shift_in_std, row.absolute_shift)
+    shown = ["" if shift is None else show_number(shift) for shift in shifts]
+    return [row.change, str(row.pairs), share, *shown, str(row.unchanged), str(row.too_long)]

@@ -1,0 +1,255 @@
+"""A report for people: one HTML file that asks for nothing, has no script, and can be printed.
+
+Whatever stands in it is untrusted: the template escapes all of it, and the page forbids the browser
+to run or to load anything, in case it ever did not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
+from nemo_aligner.evaluation.report import of_heldout, of_training, page
+from nemo_aligner.evaluation.report.figures import (
+    COLOURS,
+    Headline,
+    Heldout,
+    PageSection,
+    heldout_sets,
+)
+from nemo_aligner.evaluation.report.of_training import main_curve
+from nemo_aligner.evaluation.report.run_report import (
+    JudgedPairs,
+    JudgedRatings,
+    Mistake,
+    Reported,
+    name_apart,
+    read_reported,
+)
+from nemo_aligner.metrics.ranking import correlation
+from nemo_aligner.utils.console import show_number
+from nemo_aligner.utils.errors import ConfigError, DataError
+
+MOST_REPORTED = len(COLOURS)
+# Of all mistakes together; escaped, in UTF-8, it is still below the 3 MB of a page.
+_MOST_CHARACTERS = 400_000
+_MOST_OF_A_TEXT = 20_000
+# Those that would not be seen, or would turn what stands around them.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+
+
+@dataclass(frozen=True)
+class ShownTurn:
+    """Who says what; ``is_cut`` where it is longer than the page has room for."""
+
+    role: str
+    text: str
+    is_cut: bool
+
+
+@dataclass(frozen=True)
+class ShownMistake:
+    """A mistake as the page has it: the prompt once, and below it the replies."""
+
+    mistake: Mistake
+    prompt: Sequence[ShownTurn]
+    replies: Sequence[ShownTurn]
+
+
+def write_page(paths: Sequence[Path], output: Path) -> Path:
+    """Write the report of runs and evaluations, which are overlaid where there are several.
+
+    Raises:
+        DataError: one of them is neither.
+        ConfigError: there are too many, or ``output`` cannot be written.
+    """
+    return save_page([read_reported(path) for path in paths], output)
+
+
+def save_page(reported: Sequence[Reported], output: Path) -> Path:
+    """``write_page`` of what has been read; where it is."""
+    content = render_page(reported)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A text may have half of a surrogate pair.
+        output.write_bytes(content.encode("utf-8", "replace"))
+    except OSError as error:
+        raise ConfigError(f"output: got {output}, wanted a file to write: {error}") from error
+    return output
+
+
+def render_page(reported: Sequence[Reported]) -> str:
+    """The HTML.
+
+    Raises:
+        ConfigError: there are more than colours can tell apart.
+    """
+    if not 1 <= len(reported) <= MOST_REPORTED:
+        raise ConfigError(f"runs: got {len(reported)}, wanted 1 to {MOST_REPORTED} in a report")
+    reported = name_apart(reported)
+    parts = build_sections(reported)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"svg": Markup, "seen": seen}
+    names = " and ".join(each.name for each in reported)
+    how_many = sum(len(some) for part in parts for _, some in part.mistakes)
+    return environment.get_template("page.html.jinja").render(
+        title=f"Report of {names}",
+        parts=parts,
+        show=lambda mistake: show_mistake(mistake, how_many),
+    )
+
+
+def build_sections(reported: Sequence[Reported]) -> list[PageSection]:
+    """All sections, in their order; those without content say why."""
+    sets = heldout_sets(reported)
+    for each in sets:
+        if len(each.judged.lengths) == 0:
+            raise DataError(f"{each.key.name}: it has no record, wanted at least one")
+    return [
+        page.overview(reported, sets),
+        of_training.summary(reported, sets),
+        of_training.learning_curves(reported),
+        of_heldout.accuracy(sets, reported),
+        of_heldout.rewards(sets),
+        of_heldout.reliability(sets),
+        of_heldout.reward_and_length(sets),
+        of_heldout.robustness(reported),
+        of_heldout.mistakes(sets),
+        of_training.data(reported),
+        of_training.contract(reported),
+        of_training.settings(reported),
+        of_training.versions(reported),
+        of_training.throughput(reported),
+    ]
+
+
+def show_mistake(mistake: Mistake, how_many: int) -> ShownMistake:
+    """The texts of one of ``how_many``: each whole, unless it is very long."""
+    most = min(_MOST_OF_A_TEXT, _MOST_CHARACTERS // (4 * max(1, how_many)))
+    prompts = [prompt_of(text) for _, text in mistake.texts]
+    is_common = all(prompt == prompts[0] for prompt in prompts)
+    prompt = [_turn(each["role"], said(each), most) for each in prompts[0] * is_common]
+    # Where there is no common prompt a text stands whole.
+    shown = reply_of if is_common else _whole
+    replies = [_turn(side, shown(text), most) for side, text in mistake.texts]
+    return ShownMistake(mistake, prompt, replies)
+
+
+def _turn(role: str, text: str, most: int) -> ShownTurn:
+    return ShownTurn(role, text[:most], len(text) > most)
+
+
+def _whole(text: Text) -> str:
+    if isinstance(text, str):
+        return text
+    return "\n\n".join(f"{turn['role']}: {said(turn)}" for turn in messages_of(text))
+
+
+def seen(text: str) -> str:
+    """With characters that nobody would see, or that turn the text around, as ``\\u202e``."""
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+# The first screen of a report: how good the model is, against what, and where it is wrong.
+
+_WORST = 5
+_MOST_OF_A_TEXT = 90
+
+
+def overview(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSection:
+    """Build the headline of every held-out set, and the curve that a run is judged by."""
+    headlines = [_headline(each, each.key.name * (len(sets) > 1)) for each in sets]
+    curve = main_curve(reported)
+    return PageSection(
+        "overview",
+        "Overview",
+        headlines=headlines,
+        drawings=[] if curve is None else [curve],
+        nothing="Nothing has been validated or evaluated yet.",
+    )
+
+
+def _headline(each: Heldout, name: str) -> Headline:
+    worst = [_on_one_line(mistake) for mistake in each.judged.mistakes(_WORST)]
+    if isinstance(each.judged, JudgedPairs):
+        return Headline(name, *_of_pairs(each, each.judged), worst)
+    return Headline(name, *_of_ratings(each.judged), worst)
+
+
+def _of_pairs(each: Heldout, judged: JudgedPairs) -> tuple[list[tuple[str, str]], str]:
+    """Compare accuracy with the length baseline; the interval is Wilson's (1927), of 95%."""
+    share, baseline = judged.shares()[0], each.longer_baseline()
+    longer, unit = baseline or (0.5, "")
+    figures = [
+        (
+            f"{share.accuracy:.1%}",
+            f"accuracy on {share.pairs} held-out pairs (95%: {share.low:.1%} to {share.high:.1%})",
+        ),
+        (f"{longer:.1%}", f"always the longer reply, in {unit}"),
+    ]
+    points = 100 * (share.accuracy - longer)
+    if share.low > max(longer, 0.5):
+        verdict = f"The model beats the longer reply by {points:.1f} points, beyond chance at 95%."
+    elif share.high < longer:
+        verdict = f"Always taking the longer reply is better by {-points:.1f} points."
+    elif share.low <= 0.5 <= share.high:
+        verdict = "On these pairs the model cannot be told from a coin."
+    else:
+        verdict = (
+            f"The model is {abs(points):.1f} points {'above' if points >= 0 else 'below'} the "
+            "longer reply; so few pairs cannot tell the two apart."
+        )
+    return figures, verdict
+
+
+def _of_ratings(judged: JudgedRatings) -> tuple[list[tuple[str, str]], str]:
+    """Correlate rewards and labels (Pearson), as a mean over attributes."""
+    found = {
+        name: _correlation(judged.rewards[:, column], judged.labels[:, column])
+        for column, name in enumerate(judged.attributes)
+    }
+    known = {name: value for name, value in found.items() if not np.isnan(value)}
+    if not known:
+        return [(str(len(judged.records)), "rated replies")], "No attribute has labels that vary."
+    mean = float(np.mean(list(known.values())))
+    figures = [
+        (show_number(mean), f"Pearson's r of reward and label, mean of {len(known)} attributes"),
+        (str(len(judged.records)), "rated replies"),
+    ]
+    best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
+    verdict = f"Best known is {best} (r {known[best]:.3f})"
+    if worst != best:
+        verdict += f", least {worst} (r {known[worst]:.3f})"
+    return figures, f"{verdict}."
+
+
+def _correlation(rewards: np.ndarray, labels: np.ndarray) -> float:
+    present = ~np.isnan(labels) & ~np.isnan(rewards)
+    own = (torch.from_numpy(each[present]) for each in (rewards, labels))
+    return correlation(*own)
+
+
+def _on_one_line(mistake: Mistake) -> str:
+    prompt = prompt_of(mistake.texts[0][1])
+    asked = f"\u201c{_short(said(prompt[-1]))}\u201d: " if prompt else ""
+    replies = [f"{side} \u201c{_short(reply_of(text))}\u201d" for side, text in mistake.texts]
+    return f"{asked}{', '.join(replies)} ({mistake.about})"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_OF_A_TEXT else f"{line[: _MOST_OF_A_TEXT - 1]}\u2026"

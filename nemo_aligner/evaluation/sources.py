@@ -1,0 +1,441 @@
+"""Sources of rewards: a model file of ours, a running server, or a transformers model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
+from nemo_aligner.config.common import Overlong, RecordKind
+from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
+from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract, one_reward
+from nemo_aligner.contract.from_settings import check_expected
+from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
+from nemo_aligner.contract.turns import TurnMarkError, write_conversation
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
+from nemo_aligner.serving.client.reward import RewardClient
+from nemo_aligner.serving.client.server import NoKServeError
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.tokens import find_token
+from nemo_aligner.utils.console import Counter, say
+from nemo_aligner.utils.errors import ConfigError, ServingError, short
+from nemo_aligner.utils.processes import find_process
+
+# What gives texts rewards, and what is known of it.
+
+# N texts -> [N, A] float32.
+Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
+# N texts -> the lengths of their N replies.
+Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
+# N texts -> [N, A] float32 twice: rewards, and how uncertain they are, None where nothing says so.
+ScoreAndSpread: TypeAlias = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray | None]]
+
+
+class EvaluableScorer(Protocol):
+    """A reward model of this process that knows its contract."""
+
+    contract: ScoringContract
+
+    def score(self, texts: Sequence[Text]) -> np.ndarray: ...
+
+    def encode(self, text: Text) -> EncodedText: ...
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class SpreadScorer(Protocol):
+    """A scorer that may know how uncertain its rewards are."""
+
+    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]: ...
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """What gives texts rewards.
+
+    Attributes:
+        name: the file, folder or URL.
+        attributes: what the A columns of its rewards are called.
+        attribute_weights: A weights that make one reward of a text's A.
+        score: where ``encode`` is None, a row of NaN is a text that the source refuses.
+        contract: by what it scores; None where it does not say.
+        encode: the token ids of a text; None where the source alone knows them.
+        measure: the lengths of replies, in tokens; None where they are to be counted in characters.
+        score_and_spread: ``score``, where it says in one go how uncertain it is.
+    """
+
+    name: str
+    attributes: tuple[str, ...]
+    attribute_weights: tuple[float, ...]
+    score: Score
+    contract: ScoringContract | None = None
+    encode: Callable[[Text], EncodedText] | None = None
+    measure: Measure | None = None
+    score_and_spread: ScoreAndSpread | None = None
+
+    @property
+    def takes_ratings(self) -> bool:
+        """Whether rated files may be measured: not by a model that was made to rank."""
+        return self.contract is None or self.contract.record_kind is RecordKind.rating
+
+    @property
+    def stops_at_overlong(self) -> bool:
+        """Whether a text that is too long is an error, and not left out."""
+        return self.contract is not None and self.contract.overlong == Overlong.error.value
+
+    @property
+    def about_contract(self) -> str:
+        """The hash of its contract, if it says one."""
+        return "not known" if self.contract is None else self.contract.hash
+
+    def score_as_one(self, texts: Sequence[Text]) -> np.ndarray:
+        """``[N]`` rewards of N texts, by the weights; NaN where one is refused."""
+        return one_reward(np.asarray(self.score(texts)), self.attribute_weights)
+
+    def fits(self, text: Text) -> bool:
+        """Whether a text is not known to be cut or refused."""
+        try:
+            return self.encode is None or not self.encode(text).truncated
+        except (OverlongError, TurnMarkError):
+            return False
+
+
+def of_scorer(scorer: EvaluableScorer, name: str = "a scorer") -> RewardSource:
+    """A reward model of this process."""
+    contract = scorer.contract
+    with_spread = None
+    if contract.readout is not None and isinstance(scorer, SpreadScorer):
+        with_spread = scorer.score_and_spread
+    return RewardSource(
+        name=name,
+        attributes=tuple(contract.attributes),
+        attribute_weights=tuple(contract.attribute_weights),
+        score=scorer.score,
+        contract=contract,
+        encode=scorer.encode,
+        measure=scorer.count_reply_tokens,
+        score_and_spread=with_spread,
+    )
+
+
+# The source that settings name, for as long as it is asked.
+
+_OF_POSTS = ("attribute_weights", "token_variable", "timeout_s")
+# Settings of ``source``, by the setting that names it, or the path of a server's URL.
+_USED = {
+    "hf_model": ("attribute_weights",),
+    "": ("token_variable", "timeout_s"),
+    "/classify": _OF_POSTS,
+    "/get_reward": (*_OF_POSTS, "tokenizer"),
+}
+
+
+@contextmanager
+def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
+    """What ``rm_model_file``, ``hf_model`` or ``server`` names, until the end of the block.
+
+    Raises:
+        AlignerError: it cannot be had, or scores by another contract than ``expect_contract``.
+    """
+    key, name = config.source_key()
+    _check_used(config.source, key, name)
+    if key != "rm_model_file":
+        _refuse_ranks(key)
+    if key == "server":
+        say(f"asking {name} ...")
+        with open_server(name, config.source) as source:
+            yield _expected(source, config.expect_contract)
+        return
+    with launch():
+        yield load_source(config, initialize_layout(*layout_sizes(config)))
+
+
+def layout_sizes(config: EvaluateConfig) -> tuple[int, int, bool]:
+    """Tensor and pipeline parallel sizes, and sequence parallelism, of what is loaded here."""
+    model = config.model
+    if config.rm_model_file is None:
+        return 1, 1, False
+    return (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.sequence_parallel,
+    )
+
+
+def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
+    """What ``rm_model_file`` or ``hf_model`` names, on the ranks of ``layout``; all call it.
+
+    Raises:
+        AlignerError: as ``open_source``.
+    """
+    key, name = config.source_key()
+    _check_used(config.source, key, name)
+    if key == "hf_model":
+        _refuse_ranks(key)
+    say(f"loading {name} ...")
+    load = _archive if key == "rm_model_file" else _hugging_face
+    return _expected(load(config, name, layout), config.expect_contract)
+
+
+def _check_used(config: SourceConfig, key: str, name: str) -> None:
+    """Refuse a setting that would have no effect."""
+    kind = urlsplit(name).path.rstrip("/") if key == "server" else key
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(SourceConfig(), field.name) and field.name not in _USED.get(kind, ()):
+            raise ConfigError(
+                f"source.{field.name}: got {value!r}, wanted it not to be set: "
+                f"{key}={name} has no use for it"
+            )
+
+
+def _refuse_ranks(key: str) -> None:
+    ranks = find_process(os.environ).world_size
+    if ranks > 1:
+        raise ConfigError(f"{key}: got {ranks} ranks, wanted one: only rm_model_file takes several")
+
+
+def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
+    scorer = load_scorer(
+        name,
+        layout,
+        precision=config.precision,
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        invariant_rows=config.model.invariant_rows,
+        watch=Counter("scoring", "texts").show,
+    )
+    return of_scorer(scorer, name)
+
+
+def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
+    watch = Counter("scoring", "texts").show
+    model = load_hf_reward_model(name, config.precision, config.model.micro_batch_tokens, watch)
+    weights = config.source.attribute_weights or dict.fromkeys(model.attributes, 1.0)
+    if set(weights) != set(model.attributes):
+        raise ConfigError(
+            f"source.attribute_weights: got {', '.join(weights)}, "
+            f"wanted the model's: {', '.join(model.attributes)}"
+        )
+    return RewardSource(
+        name=name,
+        attributes=model.attributes,
+        attribute_weights=tuple(weights[attribute] for attribute in model.attributes),
+        score=model.score,
+        encode=model.encode,
+        measure=model.count_reply_tokens,
+    )
+
+
+def _expected(source: RewardSource, expected: str | None) -> RewardSource:
+    if source.contract is not None:
+        check_expected(source.contract, expected, "expect_contract")
+    elif expected is not None:
+        raise ConfigError(
+            f"expect_contract: got {expected}, wanted null: {source.name} says no scoring contract"
+        )
+    return source
+
+
+# Running servers as sources of rewards; the path of a URL says which protocol it is.
+#
+# ================  ================================================================================
+# no path           this package's own server, by KServe
+# ``/classify``     vLLM's, as its server 0.32 has it; also the gateway's
+# ``/get_reward``   OpenRLHF's remote reward model, as of its 0.11; also the gateway's
+# ================  ================================================================================
+#
+# What the last two are sent and answer is in ``serving/protocols/``, which
+# serve the same.
+
+_log = logging.getLogger(__name__)
+_REFUSED = (400, 413, 422)
+_QUERIES = 16
+_ONE_REWARD = {"reward": 1.0}
+
+
+@contextmanager
+def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
+    """A server as a source, until the end of the block.
+
+    Raises:
+        ConfigError: the URL has another path, or a setting is not for this protocol.
+        ServingError: a server of ours does not answer, or publishes no contract.
+    """
+    path = urlsplit(url).path.rstrip("/")
+    if path == "":
+        token = _bearer_token(config)
+        with RewardClient(url, timeout_s=config.timeout_s, token=token) as client:
+            yield _ours(url, client)
+        return
+    if path not in ("/classify", "/get_reward"):
+        raise ConfigError(
+            f"server: got {url}, wanted http://HOST:PORT of a server of ours, or one that ends in "
+            "/classify (vLLM) or /get_reward (OpenRLHF)"
+        )
+    address = PostingAddress(url, _bearer_token(config), config.timeout_s)
+    weights = config.attribute_weights or _ONE_REWARD
+    if path == "/classify":
+        score: Score = partial(_ask_vllm, address, tuple(weights))
+    else:
+        tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+        score = partial(_ask_openrlhf, address, tokenizer, tuple(weights))
+    yield RewardSource(url, tuple(weights), tuple(weights.values()), score)
+
+
+def _bearer_token(config: SourceConfig) -> str | None:
+    return find_token(None, config.token_variable, "source.token")
+
+
+def _ours(url: str, client: RewardClient) -> RewardSource:
+    try:
+        contract = client.contract()
+    except NoKServeError as error:
+        raise ServingError(
+            f"server: {error}; wanted {url}/classify for vLLM or the gateway, {url}/get_reward for "
+            "OpenRLHF's remote reward model"
+        ) from error
+    return RewardSource(
+        name=url,
+        attributes=tuple(contract.attributes),
+        attribute_weights=tuple(contract.attribute_weights),
+        score=partial(_ask_ours, client, contract.attributes),
+        contract=contract,
+    )
+
+
+def _ask_ours(client: RewardClient, attributes: Sequence[str], texts: Sequence[Text]) -> np.ndarray:
+    """What is wrong with texts that it refuses, the client logs."""
+    rewards = client.score(texts, on_error="nan")
+    if np.isnan(rewards).all():  # a client that has seen no reward does not know how many there are
+        return np.full((len(texts), len(attributes)), np.nan, dtype=np.float32)
+    return rewards
+
+
+def _ask_vllm(
+    address: PostingAddress, attributes: Sequence[str], texts: Sequence[Text]
+) -> np.ndarray:
+    """A request for each text, as vLLM refuses a whole request for one text of it."""
+    answers = post_all(
+        address, [_vllm_body(text) for text in texts], Counter("scoring", "texts").show
+    )
+    rewards = np.full((len(texts), len(attributes)), np.nan, dtype=np.float32)
+    refused = []
+    for row, answer in enumerate(answers):
+        if answer.status in _REFUSED:
+            refused.append(row)
+        else:
+            rewards[row] = _vllm_rewards(address, attributes, answer)
+    if refused:
+        first = _error(address, answers[refused[0]])
+        _log.warning("%d of %d texts have no reward; %s", len(refused), len(texts), first)
+    return rewards
+
+
+def _vllm_body(text: Text) -> dict[str, Any]:
+    if isinstance(text, str):
+        asked: dict[str, Any] = {"input": text}
+    else:
+        conversation = as_json(text)
+        asked = {"messages": conversation} if isinstance(conversation, list) else conversation
+    return {**asked, "use_activation": False}
+
+
+def _vllm_rewards(
+    address: PostingAddress, attributes: Sequence[str], answer: JsonAnswer
+) -> list[float]:
+    try:
+        rewards = [float(number) for number in _good(address, answer)["data"][0]["probs"]]
+    except (LookupError, TypeError, ValueError) as error:
+        raise _error(address, answer) from error
+    if len(rewards) != len(attributes):
+        raise ServingError(
+            f"{address.url}: got {len(rewards)} numbers for a text, wanted {len(attributes)} "
+            f"({', '.join(attributes)}); source.attribute_weights says their names and weights"
+        )
+    return rewards
+
+
+def _ask_openrlhf(
+    address: PostingAddress,
+    tokenizer: Tokenizer | None,
+    attributes: Sequence[str],
+    texts: Sequence[Text],
+) -> np.ndarray:
+    if len(attributes) != 1:
+        raise ConfigError(
+            f"source.attribute_weights: got {len(attributes)} names, wanted one or none: "
+            "/get_reward answers one number for a text"
+        )
+    queries: dict[int, str] = {}
+    for row, text in enumerate(texts):
+        try:
+            queries[row] = _written(text, tokenizer)
+        except TurnMarkError as error:
+            _log.warning("text %d has no reward; %s", row, error)
+    rewards = np.full((len(texts), 1), np.nan, dtype=np.float32)
+    rewards[[*queries], 0] = _ask_queries(address, [*queries.values()], _QUERIES)
+    return rewards
+
+
+def _ask_queries(address: PostingAddress, queries: Sequence[str], size: int) -> np.ndarray:
+    """``[N]`` rewards, so many of a request; those of one that is refused are asked one by one."""
+    rewards = np.full(len(queries), np.nan, dtype=np.float32)
+    chunks = [slice(start, start + size) for start in range(0, len(queries), size)]
+    answers = post_all(
+        address,
+        [{"query": queries[chunk]} for chunk in chunks],
+        Counter("scoring", "requests").show,
+    )
+    for chunk, answer in zip(chunks, answers, strict=True):
+        asked = queries[chunk]
+        if answer.status not in _REFUSED:
+            rewards[chunk] = _openrlhf_rewards(address, answer, len(asked))
+        elif len(asked) > 1:
+            rewards[chunk] = _ask_queries(address, asked, 1)
+        else:
+            _log.warning("a text has no reward; %s", _error(address, answer))
+    return rewards
+
+
+def _written(text: Text, tokenizer: Tokenizer | None) -> str:
+    """As the policy's tokenizer writes it, which is what OpenRLHF's trainer sends."""
+    if isinstance(text, str):
+        return text
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ConfigError(
+            "source.tokenizer: got none with a chat template, wanted the folder of the policy's "
+            "tokenizer: /get_reward takes texts, and these are conversations"
+        )
+    return write_conversation(tokenizer.chat_template, text, tokenizer)
+
+
+def _openrlhf_rewards(address: PostingAddress, answer: JsonAnswer, count: int) -> list[float]:
+    try:
+        rewards = [float(reward) for reward in _good(address, answer)["rewards"]]
+    except (LookupError, TypeError, ValueError) as error:
+        raise _error(address, answer) from error
+    if len(rewards) != count:
+        raise ServingError(f"{address.url}: got {len(rewards)} rewards for {count} texts")
+    return rewards
+
+
+def _good(address: PostingAddress, answer: JsonAnswer) -> Mapping[str, Any]:
+    if answer.status != 200 or not isinstance(answer.body, Mapping):
+        raise _error(address, answer)
+    return answer.body
+
+
+def _error(address: PostingAddress, answer: JsonAnswer) -> ServingError:
+    return ServingError(f"{address.url}: status {answer.status}, got {short(answer.body)}")

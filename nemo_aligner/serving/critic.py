@@ -1,0 +1,311 @@
+"""The critic as a service: values in parallel, training and saving exclusive, and its operations
+on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+
+import numpy as np
+import torch
+
+from nemo_aligner.config.serving import ServeCriticConfig, WhileTraining
+from nemo_aligner.contract.contract import TextEncoder, one_reward
+from nemo_aligner.data.rollout import Rollout
+from nemo_aligner.distributed.cpu_products import resident_bytes
+from nemo_aligner.models.offload import Holds, Residence, ResidentPart
+from nemo_aligner.serving.engine.batcher import Batcher, Turns
+from nemo_aligner.serving.engine.executor import ModelRanks, Operation
+from nemo_aligner.serving.engine.scorer import RewardScorer
+from nemo_aligner.serving.metrics import Meter
+from nemo_aligner.serving.protocols import critic as wire
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.base import Failure, FailureKind
+from nemo_aligner.serving.reward import RewardService, answer_request, contract_endpoint
+from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
+from nemo_aligner.training.critic import CriticRun, ValueStep
+
+# The critic as a service: values are answered side by side, training and saving take turns.
+
+# What all ranks are asked for.
+VALUES, TRAIN, SAVE = "give values", "train", "save"
+
+
+class CriticService:
+    """The endpoints ``critic_infer``, ``critic_train`` and ``critic_save``.
+
+    A request for values, all of it, is answered by one state of the critic: what comes while it
+    trains or saves waits until it has, or is refused (``trainer.ppo.infer_while_training``).
+    """
+
+    def __init__(
+        self,
+        run: CriticRun,
+        config: ServeCriticConfig,
+        ranks: ModelRanks,
+        shown: Sequence[str] = (),
+        *,
+        has_rewards: bool,
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._ranks = ranks
+        self._shown = shown
+        self._has_rewards = has_rewards
+        self._turns = Turns()
+        self._saved_step = run.learner.step  # it is new, or goes on from what was saved
+        self._meter = Meter()
+        self._contract = run.contract
+        values = partial(ranks.submit, VALUES)
+        self._batcher = Batcher(values, run.learner.tokens_per_call, self._meter, wire.join_rows)
+        self._intake = RewardService(
+            TextEncoder(run.contract, run.tokenizer),
+            _InTurn(self._batcher, self._turns),
+            config.server,
+            self._meter,
+        )
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        outputs = [*wire.INFER_OUTPUTS, *([wire.REWARDS_OUTPUT] if self._has_rewards else [])]
+        rows = self._config.server.max_batch_size
+        endpoints = [
+            Endpoint(wire.INFER_NAME, wire.INFER_INPUTS, outputs, self._infer, rows),
+            Endpoint(wire.TRAIN_NAME, wire.TRAIN_INPUTS, wire.TRAIN_OUTPUTS, self._train),
+            Endpoint(wire.SAVE_NAME, wire.SAVE_INPUTS, wire.SAVE_OUTPUTS, self._save),
+        ]
+        # Where the reward model is here, too, it has an endpoint for its own.
+        if self._has_rewards:
+            return endpoints
+        return [*endpoints, contract_endpoint(self._contract, self._meter.statistics)]
+
+    @property
+    def greeting(self) -> Sequence[str]:
+        step, folder = self._run.learner.step, self._run.checkpoints.folder
+        return [f"Critic at step {step}; critic_save writes to {folder}", *self._shown]
+
+    def report(self) -> str | None:
+        line = self._meter.take_line(self._batcher.waiting_rows)
+        return None if line is None else f"critic: {line}"
+
+    def close(self) -> None:
+        self._intake.close()
+        self._batcher.close()
+        lost = _never_saved(self._run.learner.step, self._saved_step)
+        if lost is not None:
+            print(lost, flush=True)
+
+    async def _infer(self, inputs: Tensors) -> Tensors | Failure:
+        refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
+        if refuses and self._turns.is_reserved:
+            self._meter.refused()
+            return Failure("the critic is at training; retry after 1 s", FailureKind.busy)
+        reply = await answer_request(self._intake, inputs)
+        if isinstance(reply, Failure):
+            return reply
+        return wire.encode_values(inputs, reply.rewards, reply.exceeded, self._has_rewards)
+
+    async def _train(self, inputs: Tensors) -> Tensors | Failure:
+        return await _answered(partial(self._train_on, inputs))
+
+    async def _train_on(self, inputs: Tensors) -> Tensors:
+        _, num_bytes = kserve.size_of_request(inputs)
+        check_size(num_bytes, self._config.server.max_request_bytes)
+        rollout = wire.decode_rollout(inputs)
+        rollout.check(
+            self._contract.seq_length,
+            self._run.tokenizer.vocab_size,
+            self._config.model.global_batch_size,
+        )
+        submit = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
+        steps = await answer_of(self._turns.take(submit, alone=True))
+        for step in steps:
+            print(_shown(step), flush=True)
+        total = sum(step.loss * step.num_tokens for step in steps)
+        loss = total / sum(step.num_tokens for step in steps)
+        return {"loss_mean": np.array([loss], dtype=np.float32)}
+
+    async def _save(self, inputs: Tensors) -> Tensors | Failure:
+        return await _answered(self._save_now)
+
+    async def _save_now(self) -> Tensors:
+        submit = partial(self._ranks.submit, SAVE)
+        path = await answer_of(self._turns.take(submit, alone=True))
+        self._saved_step = self._run.learner.step
+        print(f"saved {path} and the state that a restart goes on from", flush=True)
+        return {"status": np.zeros(1, dtype=np.int64)}
+
+
+class _InTurn:
+    """A batcher whose requests take turns with what must be alone with the model."""
+
+    def __init__(self, batcher: Batcher, turns: Turns) -> None:
+        self._batcher = batcher
+        self._turns = turns
+
+    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        return self._turns.take(partial(self._batcher.submit, token_lists), alone=False)
+
+
+async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure:
+    """What ``work`` answers, or why it does not."""
+    try:
+        return await work()
+    except Exception as error:
+        return failure_of(error)
+
+
+def _never_saved(step: int, saved: int) -> str | None:
+    """What a person who ends the service after ``step`` has lost; None: nothing."""
+    if step <= saved:
+        return None
+    lost = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
+    again = f"goes on from step {saved}" if saved else "begins at step 0"
+    return f"{lost} never saved (critic_save); a restart {again}"
+
+
+def _shown(step: ValueStep) -> str:
+    """What a person who watches sees of a step."""
+    norm = "skipped, fp16 overflowed" if step.grad_norm is None else f"{step.grad_norm:.4g}"
+    return (
+        f"step {step.step}: loss {step.loss:.6g}, grad norm {norm}, lr {step.lr:.4g}, "
+        f"{step.num_tokens:,} values in {step.seconds:.2f} s"
+    )
+
+
+# The critic on every rank, and the reward model beside it: what they compute, and where they lie.
+#
+# Of two models that share the ranks only the one at work has its weights on the GPU; the optimizer
+# goes with the critic. They lie in host memory meanwhile (``models/offload.py``).
+
+_MEMORY = "show memory"
+_REWARD, _CRITIC, _OPTIMIZER = "reward model", "critic", "optimizer and gradients"
+_MIB = 2**20
+
+
+class CriticServable:
+    """A critic's run on every rank, and a reward model's scorer on the same, if there is one."""
+
+    def __init__(
+        self,
+        run: CriticRun,
+        config: ServeCriticConfig,
+        scorer: RewardScorer | None = None,
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._scorer = scorer
+        self._residence = Residence(_parts(run, None if scorer is None else scorer.model))
+        wish = config.trainer.ppo.offload_idle_model
+        self._swaps = scorer is not None and (torch.cuda.is_available() if wish is None else wish)
+        self._offloads_optimizer = config.model.offload_adam_states
+
+    @property
+    def operations(self) -> Mapping[str, Operation]:
+        return {
+            VALUES: self._values,
+            TRAIN: self._train,
+            SAVE: self._save,
+            _MEMORY: self._show_memory,
+        }
+
+    def forget(self) -> None:
+        """The critic keeps nothing; the reward model's cache is forgotten by who offers it."""
+
+    def start(self, ranks: ModelRanks) -> CriticService:
+        shown = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
+        # The first forward pass is slow, and may show that the model cannot run.
+        ranks.execute(VALUES, [np.zeros(1, dtype=np.int64)])
+        has_rewards = self._scorer is not None
+        return CriticService(self._run, self._config, ranks, shown, has_rewards=has_rewards)
+
+    def make_room_for_rewards(self) -> None:
+        """Every rank calls it before it scores."""
+        self._residence.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
+
+    def _make_room_for_values(self) -> None:
+        away = [_REWARD] if self._swaps else []
+        away += [_OPTIMIZER] if self._offloads_optimizer else []
+        self._residence.move([_CRITIC], away=away)
+
+    def _make_room_for_training(self) -> None:
+        away = [_REWARD] if self._swaps else []
+        self._residence.move([_CRITIC, _OPTIMIZER], away=away)
+
+    def _values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of each sequence its values; with a reward model its reward stands before them."""
+        if self._scorer is None:
+            return self._values_alone(sequences)
+        # The model that is here goes first: one of two moves is saved.
+        if self._residence.is_here(_CRITIC):
+            values = self._values_alone(sequences)
+            rewards = self._rewards_alone(sequences)
+        else:
+            rewards = self._rewards_alone(sequences)
+            values = self._values_alone(sequences)
+        return [np.append(reward, own) for reward, own in zip(rewards, values, strict=True)]
+
+    def _values_alone(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        self._make_room_for_values()
+        return self._run.learner.values(sequences)
+
+    def _rewards_alone(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        """``[N]`` float32, attributes merged by the weights of the scoring contract."""
+        assert self._scorer is not None
+        self.make_room_for_rewards()
+        rewards = self._scorer.score_token_lists(sequences)
+        return one_reward(rewards, self._scorer.contract.attribute_weights)
+
+    def _train(self, *arrays: np.ndarray) -> list[ValueStep]:
+        self._make_room_for_training()
+        self._residence.note_change(_CRITIC, _OPTIMIZER)
+        steps = self._run.learner.train(Rollout(*arrays))
+        for each in steps:
+            numbers = {name: value for name, value in asdict(each).items() if value is not None}
+            named = {f"train/{name}": float(value) for name, value in numbers.items()}
+            self._run.loggers.log(named, each.step)
+        return steps
+
+    def _save(self) -> str:
+        self._make_room_for_training()
+        return str(self._run.save())
+
+    def _show_memory(self) -> list[str]:
+        """What lies where before, during and after each kind of work; it moves as the work does."""
+        lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
+        phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
+        phases += [
+            ("values", self._make_room_for_values),
+            ("training", self._make_room_for_training),
+            ("values again", self._make_room_for_values),
+        ]
+        lines.append(self._memory_now("before"))
+        for name, make_room in phases:
+            make_room()
+            lines.append(self._memory_now(name))
+        return lines
+
+    def _memory_now(self, phase: str) -> str:
+        is_gpu = torch.cuda.is_available()
+        device = torch.cuda.memory_allocated() if is_gpu else self._residence.device_bytes
+        return f"  {phase:<13}{device / _MIB:>10,.1f}{resident_bytes() / _MIB:>10,.1f}"
+
+
+def _parts(run: CriticRun, reward_model: torch.nn.Module | None) -> dict[str, list[ResidentPart]]:
+    critic = run.learner.model
+    weights = ResidentPart([*critic.parameters(), *critic.buffers()], Holds.state)
+    trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
+    parts = {
+        _CRITIC: [weights],
+        _OPTIMIZER: [
+            ResidentPart(run.learner.optimizer.state_tensors(), Holds.state, apart_from=[weights]),
+            ResidentPart([parameter.main_grad for parameter in trained], Holds.scratch),
+        ],
+    }
+    if reward_model is not None:
+        tensors = [*reward_model.parameters(), *reward_model.buffers()]
+        parts[_REWARD] = [ResidentPart(tensors, Holds.constant)]
+    return parts

@@ -1,0 +1,326 @@
+"""Continuous batching: what waits is scored as soon as the model is free, oldest first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from threading import Condition, Lock, Thread
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nemo_aligner.data.packing import take_oldest
+from nemo_aligner.serving.metrics import Meter
+from nemo_aligner.utils.errors import ServingError
+
+logger = logging.getLogger(__name__)
+
+Execute = Callable[[list[np.ndarray]], "Future[Any]"]
+"""N sequences of token ids -> the future of what each has, as ``[N, A]``; one call after the other.
+"""
+Join = Callable[[list[np.ndarray]], np.ndarray]
+"""What the rows of a request have -> what the request is answered with."""
+
+# One runs, and the next is ready for the moment in which it ends.
+_MOST_CALLS = 2
+# A common prefix counts once, so more rows may fit than their lengths tell.
+_LOOK_AHEAD = 8
+_GATHER = 0.05
+
+
+class _Request:
+    def __init__(self, token_lists: Sequence[Sequence[int]]) -> None:
+        self.sequences = [np.asarray(token_ids, dtype=np.int64) for token_ids in token_lists]
+        self.rewards: dict[int, np.ndarray] = {}
+        self.answer: Future[np.ndarray] = Future()
+        self.answer.set_running_or_notify_cancel()  # nobody can cancel it any more
+        self.came = time.monotonic()
+
+
+_Row = tuple[_Request, int]
+
+
+class Batcher:
+    """A queue of texts to score, of all requests, in front of a model that scores many at once.
+
+    A call of the model takes as many of the oldest rows as have ``tokens_per_call`` tokens, what
+    several begin with counted once. A request's rows may fall into several calls, and a call has
+    rows of many requests. While one call runs, a full one is made ready; one that is not full waits
+    for more rows until the model is free, and a moment longer where many have just been answered:
+    they come back one by one, and the first would have a call of its own, and all others wait for
+    it.
+    """
+
+    def __init__(
+        self,
+        execute: Execute,
+        tokens_per_call: int,
+        meter: Meter | None = None,
+        join: Join = np.stack,
+    ) -> None:
+        self._execute = execute
+        self._meter = meter or Meter()
+        self._join = join
+        self._tokens_per_call = tokens_per_call
+        self._waiting: deque[_Row] = deque()
+        self._waiting_tokens = 0
+        self._again: deque[list[_Row]] = deque()
+        self._running = 0
+        self._last_rows = self._last_end = self._last_seconds = 0.0
+        self._is_closing = False
+        self._changed = Condition()
+        self._thread = Thread(target=self._run, name="batcher", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting_rows(self) -> int:
+        """How many rows no call has taken yet."""
+        return len(self._waiting)
+
+    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        """The future of the rewards ``[N, A]`` of N token lists, at least one.
+
+        Its error is the model's; of a call that fails, every request is tried again alone, so that
+        it fails by itself only.
+
+        Raises:
+            ServingError: the server is stopping.
+        """
+        request = _Request(token_lists)
+        with self._changed:
+            if self._is_closing:
+                raise ServingError("the server is stopping")
+            self._waiting.extend((request, row) for row in range(len(token_lists)))
+            self._waiting_tokens += sum(map(len, token_lists))
+            self._changed.notify()
+        return request.answer
+
+    def close(self) -> None:
+        """Score what waits, and end."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                if self._is_idle():
+                    return
+                self._gather()
+            self._start(self._again.popleft() if self._again else self._take())
+
+    def _has_work(self) -> bool:
+        if self._is_idle():
+            return self._is_closing
+        if self._again or self._waiting:
+            return self._running == 0 or (self._running < _MOST_CALLS and self._is_full())
+        return False
+
+    def _gather(self) -> None:
+        """Wait for as many rows as the last call had, a twentieth of its time at most."""
+        if self._running == 0 and not self._again:
+            rest = self._last_end + _GATHER * self._last_seconds - time.monotonic()
+            self._changed.wait_for(self._has_come_back, max(0.0, rest))
+
+    def _has_come_back(self) -> bool:
+        return self._is_full() or self._is_closing or len(self._waiting) >= self._last_rows
+
+    def _is_full(self) -> bool:
+        return self._waiting_tokens >= self._tokens_per_call
+
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._again or self._running)
+
+    def _take(self) -> list[_Row]:
+        """The oldest rows that fit into one call; only this thread takes any away."""
+        oldest, tokens = [], 0
+        with self._changed:
+            rows = list(self._waiting)
+        for row in rows:
+            oldest.append(row)
+            tokens += len(_sequence(row))
+            if tokens >= _LOOK_AHEAD * self._tokens_per_call:
+                break
+        count = take_oldest([_sequence(row) for row in oldest], self._tokens_per_call)
+        with self._changed:
+            taken = [self._waiting.popleft() for _ in range(count)]
+            self._waiting_tokens -= sum(len(_sequence(row)) for row in taken)
+        # One that has failed meanwhile needs no more rewards.
+        return [row for row in taken if not row[0].answer.done()]
+
+    def _start(self, call: list[_Row]) -> None:
+        if not call:
+            return
+        with self._changed:
+            self._running += 1
+        try:
+            scored = self._execute([_sequence(row) for row in call])
+        except Exception as error:
+            scored = Future()
+            scored.set_exception(error)
+        begun = time.monotonic()
+        scored.add_done_callback(lambda done: self._finish(call, begun, done))
+
+    def _finish(self, call: list[_Row], begun: float, scored: Future[np.ndarray]) -> None:
+        error = scored.exception()
+        requests = list(dict.fromkeys(request for request, _ in call))
+        with self._changed:
+            self._running -= 1
+            # One that was made ready beside another begins when that has ended.
+            started = max(begun, self._last_end)
+            self._last_rows, self._last_end = len(call), time.monotonic()
+            self._last_seconds = self._last_end - begun
+            queued = sum(started - request.came for request, _ in call)
+            self._meter.called(queued, self._last_end - started)
+            if error is not None and len(requests) > 1:
+                logger.error("a call of %d requests failed: %s", len(requests), error)
+                self._again.extend([row for row in call if row[0] is each] for each in requests)
+                requests = []
+            self._changed.notify()
+        if error is None:
+            self._hand_out(call, scored.result())
+        else:
+            for request in requests:
+                _fail(request, error)
+
+    def _hand_out(self, call: Sequence[_Row], rewards: Any) -> None:
+        for (request, number), reward in zip(call, rewards, strict=True):
+            request.rewards[number] = reward
+            count = len(request.sequences)
+            if len(request.rewards) == count and not request.answer.done():
+                whole = self._join([request.rewards[row] for row in range(count)])
+                request.answer.set_result(whole)
+
+
+def _sequence(row: _Row) -> np.ndarray:
+    request, number = row
+    return request.sequences[number]
+
+
+def _fail(request: _Request, error: BaseException) -> None:
+    if not request.answer.done():
+        request.answer.set_exception(error)
+
+
+# How many rows a server lets in, and when it asks the others to come back.
+
+_FIRST_GUESS = 100.0  # rows/s, before any was scored
+
+
+class BusyError(ServingError):
+    """More rows wait than may; ``retry_after_s`` is a guess at when there is room."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Admission:
+    """How many rows are inside, of all that may (the setting ``key``); for one event loop."""
+
+    def __init__(self, most: int, key: str) -> None:
+        self.inside = 0
+        self._most, self._key = most, key
+        self._rows_per_second = _FIRST_GUESS
+
+    @contextmanager
+    def of(self, rows: int) -> Iterator[None]:
+        """Let so many in for a block; alone, a request is always let in.
+
+        Raises:
+            BusyError: too many are inside.
+        """
+        if self.inside and self.inside + rows > self._most:
+            seconds = max(1, round(self.inside / self._rows_per_second))
+            raise BusyError(
+                f"the queue is full ({self.inside} rows wait of {self._most}, {self._key}); "
+                f"retry after {seconds} s",
+                seconds,
+            )
+        ahead, begun = self.inside, time.monotonic()
+        self.inside += rows
+        try:
+            yield
+        finally:
+            self.inside -= rows
+            self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
+
+
+# Whose turn it is: work that others may stand beside, and work that must be alone.
+
+T = TypeVar("T")
+Begin = Callable[[], "Future[Any]"]
+"""Starts some work; it has ended when the future is done."""
+
+
+class Turns:
+    """Work in the order in which it came: what need not be alone, beside what came just before.
+
+    So a request for values that the model has half answered is answered whole before the model
+    learns, and what is asked for meanwhile waits. Safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._waiting: deque[tuple[bool, Begin, Future[Any]]] = deque()
+        self._running = 0
+        self._runs_alone = False
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether something is alone, or waits to be."""
+        with self._lock:
+            return self._runs_alone or any(alone for alone, _, _ in self._waiting)
+
+    def take(self, begin: Callable[[], Future[T]], *, alone: bool) -> Future[T]:
+        """Call ``begin`` when its turn has come: the future of what comes of it."""
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # nobody can cancel it any more
+        with self._lock:
+            self._waiting.append((alone, begin, answer))
+        self._begin_what_may()
+        return answer
+
+    def _begin_what_may(self) -> None:
+        while (taken := self._next()) is not None:
+            begin, answer = taken
+            try:
+                work = begin()
+            except Exception as error:
+                self._end_turn()
+                answer.set_exception(error)
+            else:
+                work.add_done_callback(partial(self._end, answer))
+
+    def _next(self) -> tuple[Begin, Future[Any]] | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            alone, begin, answer = self._waiting[0]
+            if self._running and (alone or self._runs_alone):
+                return None
+            self._waiting.popleft()
+            self._running += 1
+            self._runs_alone = alone
+            return begin, answer
+
+    def _end(self, answer: Future[Any], work: Future[Any]) -> None:
+        self._end_turn()
+        self._begin_what_may()
+        error = work.exception()
+        if error is None:
+            answer.set_result(work.result())
+        else:
+            answer.set_exception(error)
+
+    def _end_turn(self) -> None:
+        with self._lock:
+            self._running -= 1
+            self._runs_alone = False

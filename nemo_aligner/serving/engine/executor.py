@@ -1,0 +1,249 @@
+"""Rank 0 drives, the others follow: one operation on every rank at once.
+
+Two gloo groups, apart from the model's own: *work* carries the calls and waits as long as it takes;
+*pulse* beats every few seconds in a thread of its own, so that a rank that died or froze is noticed
+by all others within seconds, also in the middle of a forward pass or when nobody asks for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.distributed.collectives import wait_for_device
+from nemo_aligner.distributed.cpu_products import FreedMemory
+from nemo_aligner.utils.errors import ServingError, first_line
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Operation = Callable[..., Any]
+"""Collective: each rank calls it with the same arguments; what rank 0's gives is the answer."""
+_Call = tuple[str, tuple[Any, ...]]
+"""An operation's name and its arguments."""
+
+
+class RanksLostError(ServingError):
+    """A rank is gone: this server answers nothing any more."""
+
+
+# Calls have ever other sizes, and what they leave between live blocks would grow for days.
+_CALLS_BETWEEN_TRIMS = 100
+_NO_LIMIT = timedelta(days=365)
+
+
+class ModelRanks:
+    """``operations`` on all ranks, by name: rank 0 is in ``lead``, the others in ``follow``.
+
+    One runs at a time, in the order in which they were submitted.
+    A follower that cannot go on ends its process with exit code 1. On rank 0 ``failure`` then says
+    why, None as long as the ranks can go on, and what was submitted has its error.
+    """
+
+    def __init__(
+        self,
+        operations: Mapping[str, Operation],
+        forget: Callable[[], None] = lambda: None,
+        heartbeat_secs: float = 3.0,
+        worker_timeout_secs: float = 30.0,
+    ) -> None:
+        """Collective over all ranks of the default group, if there is one.
+
+        ``forget`` is called on every rank after a call that failed on any: what operations keep
+        from call to call must be the same on all.
+        """
+        self._operations = dict(operations)
+        self._forget = forget
+        self._heartbeat_secs = heartbeat_secs
+        self._timeout_secs = worker_timeout_secs
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        self._open: set[Future[Any]] = set()
+        self._leaving = threading.Event()
+        self._freed = FreedMemory(steps=_CALLS_BETWEEN_TRIMS)
+        self._calls: SimpleQueue[tuple[Future[Any], _Call] | None] = SimpleQueue()
+        if self.world_size > 1:
+            self._work = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+            self._pulse = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=heartbeat_secs + worker_timeout_secs)
+            )
+            self._pulse_thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+            self._pulse_thread.start()
+
+    def submit(self, operation: str, *arguments: Any) -> Future[Any]:
+        """Run an operation on all ranks, after what was submitted before; rank 0, from any thread.
+
+        ``arguments`` are arrays, numbers, or lists of them, and may not be changed any more. The
+        future's error is a ServingError: the operation failed (the next call may succeed); or a
+        RanksLostError, which comes before the model comes back, as it may never do.
+        """
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        with self._lock:
+            if self.failure is not None:
+                answer.set_exception(RanksLostError(self.failure))
+                return answer
+            self._open.add(answer)
+        self._calls.put((answer, (operation, arguments)))
+        return answer
+
+    def execute(self, operation: str, *arguments: Any) -> Any:
+        """``submit``, and wait.
+
+        Raises:
+            ServingError: as above.
+        """
+        return self.submit(operation, *arguments).result()
+
+    def lead(self, drive: Callable[[], T]) -> T:
+        """Rank 0: compute here what is submitted, until ``drive`` returns in a thread beside.
+
+        The caller is the thread that has loaded the model. OpenMP gives every thread that computes
+        its own helpers, and once there are more of them than cores, all of them go to sleep after
+        each operation: a forward pass took 1.3 to 1.5 times as long in a thread of its own.
+        """
+        with ThreadPoolExecutor(1, "drive") as beside:
+            driving = beside.submit(drive)
+            driving.add_done_callback(lambda _: self._calls.put(None))
+            while (call := self._calls.get()) is not None:
+                self._compute(*call)
+            return driving.result()
+
+    def follow(self) -> None:
+        """Serve rank 0's calls until it stops; every rank but 0."""
+        while True:
+            header = self._broadcast(torch.zeros(1, dtype=torch.int64))
+            size = int(header)
+            if size == 0:
+                return
+            payload = self._broadcast(torch.zeros(size, dtype=torch.uint8))
+            self._attempt(pickle.loads(payload.numpy().data))
+
+    def stop(self) -> None:
+        """Release the followers and end the heartbeat; every rank calls it when idle."""
+        if self.world_size > 1 and self.failure is None:
+            if self.rank == 0:
+                self._broadcast(torch.zeros(1, dtype=torch.int64))
+            self._leaving.set()
+            self._pulse_thread.join()
+
+    def lose(self, why: str) -> None:
+        """Note that the ranks cannot go on; a follower's process ends here."""
+        if self.rank != 0:
+            logger.error("rank %d leaves: %s", self.rank, why)
+            os._exit(1)
+        with self._lock:
+            if self.failure is None:
+                self.failure = why
+            left, self._open = self._open, set()
+        for answer in left:
+            answer.set_exception(RanksLostError(self.failure))
+
+    def _compute(self, answer: Future[Any], call: _Call) -> None:
+        found: Any = None
+        error: Exception | None = None
+        try:
+            found = self._call_all(call)
+        except Exception as caught:
+            error = caught
+        with self._lock:
+            if answer not in self._open:
+                return  # a rank was lost, and it has its error
+            self._open.remove(answer)
+        if error is None:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error)
+
+    def _call_all(self, call: _Call) -> Any:
+        if self.world_size > 1:
+            # Everything is built before the first byte goes out: nothing may raise in between.
+            payload = torch.frombuffer(bytearray(pickle.dumps(call, protocol=5)), dtype=torch.uint8)
+            header = torch.tensor([payload.numel()], dtype=torch.int64)
+            self._broadcast(header)
+            self._broadcast(payload)
+        return self._attempt(call)
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._in_step():
+            dist.broadcast(tensor, src=0, group=self._work)
+        return tensor
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A control message that fails leaves the ranks out of step for good."""
+        try:
+            yield
+        except Exception as error:
+            why = f"the ranks lost each other: {first_line(error)[:200]}"
+            self.lose(why)
+            raise RanksLostError(why) from error
+
+    def _attempt(self, call: _Call) -> Any:
+        """Run an operation, and exchange errors with all ranks, so that they stay in step."""
+        operation, arguments = call
+        found, error = None, None
+        try:
+            found = self._operations[operation](*arguments)
+        except Exception as caught:
+            error = caught
+            logger.exception("rank %d could not %s", self.rank, operation)
+            self._lose_where_the_device_is_lost()
+        self._freed.end_step()
+        errors = self._acknowledge(error)
+        if errors:
+            self._forget()
+        if self.rank == 0 and errors:
+            raise ServingError("; ".join(errors)) from error
+        return found
+
+    def _lose_where_the_device_is_lost(self) -> None:
+        """Some errors of CUDA stay: a process that has met one computes nothing any more."""
+        try:
+            wait_for_device()
+        except Exception as error:
+            self.lose(f"the device of rank {self.rank} is lost: {first_line(error)[:200]}")
+
+    def _acknowledge(self, error: Exception | None) -> list[str]:
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        if self.world_size == 1:
+            return [] if mine is None else [mine]
+        # A rank that fails alone leaves the others waiting for it inside the model.
+        watch = threading.Timer(
+            self._timeout_secs, self.lose, [f"rank {self.rank} failed alone: {mine}"]
+        )
+        watch.daemon = True
+        if error is not None:
+            watch.start()
+        everyone: list[str | None] = [None] * self.world_size
+        with self._in_step():
+            dist.all_gather_object(everyone, mine, group=self._work)
+        watch.cancel()
+        return [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+
+    def _beat(self) -> None:
+        """All ranks meet, and the others wait here while rank 0 sleeps; until rank 0 leaves."""
+        while True:
+            leaving = torch.tensor([int(self.rank == 0 and self._leaving.is_set())])
+            try:
+                dist.all_reduce(leaving, op=dist.ReduceOp.MAX, group=self._pulse)
+            except Exception as error:
+                self.lose(f"a rank died or froze: {first_line(error)[:200]}")
+                return
+            if leaving.item():
+                return
+            if self.rank == 0:
+                self._leaving.wait(self._heartbeat_secs)

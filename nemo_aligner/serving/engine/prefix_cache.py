@@ -1,0 +1,246 @@
+"""Which beginnings of texts are kept, where, and what a call has to compute because of it.
+
+Keys and values are kept by blocks of 16 tokens. A block is known by the block before it and its own
+token ids, which are compared as they are: no hash decides a score. The least recently used go
+first, and a block goes before the one that it follows.
+
+Every rank has the indices of all data parallel replicas, and finds the same by the same calls; keys
+and values are in the pool of each rank's model.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_aligner.batch.packed import CachedPrefix, PackedBatch, Stored
+from nemo_aligner.contract.turns import find_marker
+from nemo_aligner.data.packing import PrefixGroup, find_prefix_groups, pack_groups
+from nemo_aligner.distributed.layout import ParallelLayout
+
+BLOCK_TOKENS = 16
+_BLOCK_BYTES = BLOCK_TOKENS * 4
+_NONE = -1  # the block before the first
+
+
+@dataclass(frozen=True)
+class BlockUse:
+    """The blocks of one sequence: those that are kept, and those that are new from block ``first``.
+
+    Between them may be some that another sequence of the same call has computed.
+    """
+
+    found: tuple[int, ...]
+    first: int
+    new: tuple[int, ...]
+
+
+def as_key(tokens: np.ndarray) -> bytes:
+    """Token ids as ``PrefixIndex`` has them."""
+    return tokens.astype(np.int32).tobytes()
+
+
+class PrefixIndex:
+    """Which block of tokens is in which place of a pool of ``capacity`` blocks."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._blocks: dict[tuple[int, bytes], int] = {}
+        # By block, the least recently used first; a block comes before the one that it follows.
+        self._keys: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        self._free = list(range(self._capacity - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, key: bytes) -> tuple[int, ...]:
+        """The blocks that a sequence begins with and may use: its last token is computed anew."""
+        found: list[int] = []
+        block = _NONE
+        for start in range(0, len(key) - _BLOCK_BYTES, _BLOCK_BYTES):
+            known = self._blocks.get((block, key[start : start + _BLOCK_BYTES]))
+            if known is None:
+                break
+            block = known
+            found.append(block)
+        return tuple(found)
+
+    def use(self, keys: Sequence[bytes]) -> list[BlockUse]:
+        """What is found of the sequences of one call, and the places for what is new.
+
+        What a call uses stays until it is over. If it has more than there is place for, beginnings
+        are kept.
+        """
+        found = [self.find(key) for key in keys]
+        paths = [list(blocks) for blocks in found]
+        pinned = {block for blocks in found for block in blocks}
+        for block in pinned:
+            self._keys.move_to_end(block)
+        new = self._extend(keys, paths, pinned)
+        for path in paths:
+            for block in reversed(path):
+                self._keys.move_to_end(block)
+        uses = zip(found, new, strict=True)
+        return [BlockUse(known, min(its, default=0), tuple(its.values())) for known, its in uses]
+
+    def _extend(
+        self, keys: Sequence[bytes], paths: Sequence[list[int]], pinned: set[int]
+    ) -> list[dict[int, int]]:
+        """Make the paths whole as far as there is place, all of them a block further at a time.
+
+        Returns:
+            For each the blocks that it is the first to have, by their number in the sequence.
+        """
+        new: list[dict[int, int]] = [{} for _ in keys]
+        growing = [index for index, key in enumerate(keys) if len(key) >= _BLOCK_BYTES]
+        depth = 0
+        while growing:
+            still = []
+            for index in growing:
+                path, start = paths[index], depth * _BLOCK_BYTES
+                if depth >= len(path):
+                    key = (path[-1] if path else _NONE, keys[index][start : start + _BLOCK_BYTES])
+                    block = self._blocks.get(key)
+                    if block is None:
+                        block = self._place(key, pinned)
+                        if block is None:
+                            continue
+                        new[index][depth] = block
+                    path.append(block)
+                    pinned.add(block)
+                if start + 2 * _BLOCK_BYTES <= len(keys[index]):
+                    still.append(index)
+            growing, depth = still, depth + 1
+        return new
+
+    def _place(self, key: tuple[int, bytes], pinned: set[int]) -> int | None:
+        """A place for a new block, if need be the oldest one's; None where all are in use."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = next(iter(self._keys), _NONE)
+            if block == _NONE or block in pinned:
+                return None
+            del self._blocks[self._keys.pop(block)]
+        self._blocks[key] = block
+        self._keys[block] = key
+        return block
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """One call's work.
+
+    Attributes:
+        packs: of this replica.
+        computed: tokens that all replicas compute.
+        cached: tokens of all sequences that need no computing.
+    """
+
+    packs: list[PackedBatch]
+    computed: int
+    cached: int
+
+
+class PrefixCache:
+    """Plans the calls, of which every rank sees all, of a model and its data parallel replicas.
+
+    ``slots`` are what each replica's pool has to have, at most ``tokens``. Of a model that reads
+    all of the reply, nothing from ``reply_marker`` on is kept: the states of it are needed.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        layout: ParallelLayout,
+        micro_batch_tokens: int,
+        reply_marker: Sequence[int] | None = None,
+    ) -> None:
+        blocks = tokens // BLOCK_TOKENS
+        self._indices = [PrefixIndex(blocks) for _ in range(layout.dp)]
+        self._spent = [0] * layout.dp
+        self._replica = layout.dp_rank
+        self._budget = micro_batch_tokens
+        self._reply_marker = reply_marker
+        self.slots = blocks * BLOCK_TOKENS
+
+    def forget(self) -> None:
+        """Nothing is kept: what was planned may not have been computed."""
+        for index in self._indices:
+            index.clear()
+
+    def plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
+        """What to compute, in which packs; it counts as kept from here on."""
+        keys = [as_key(self._kept(sequence)) for sequence in sequences]
+        packs: list[PackedBatch] = []
+        computed = cached = 0
+        for replica, members in enumerate(self._share_out(sequences, keys)):
+            uses = self._indices[replica].use([keys[member] for member in members])
+            prefixes = dict(zip(members, _prefixes_of(uses), strict=True))
+            groups = find_prefix_groups(sequences, self._budget, prefixes)
+            size = sum(group.size for group in groups)
+            self._spent[replica] += size
+            computed += size
+            cached += BLOCK_TOKENS * sum(len(use.found) for use in uses)
+            if replica == self._replica:
+                stored = dict(zip(members, map(_stored_of, uses), strict=True))
+                packs = pack_groups(sequences, groups, self._budget, stored)
+        return CallPlan(packs, computed, cached)
+
+    def _kept(self, sequence: np.ndarray) -> np.ndarray:
+        """What of a sequence may be kept, and one token, as the last one is always computed."""
+        if self._reply_marker is None:
+            return sequence
+        return sequence[: max(0, find_marker(sequence, self._reply_marker)) + 1]
+
+    def _share_out(self, sequences: Sequence[np.ndarray], keys: Sequence[bytes]) -> list[list[int]]:
+        """Which sequences each replica has: the largest groups first, each where it ends soonest.
+
+        A group is split where it is more than a replica's share of all.
+        """
+        replicas = range(len(self._indices))
+        if len(replicas) == 1:
+            return [list(range(len(sequences)))]
+        total = sum(group.size for group in find_prefix_groups(sequences, self._budget))
+        share = min(self._budget, -(-total // len(replicas)))
+        known = [[BLOCK_TOKENS * len(of.find(key)) for key in keys] for of in self._indices]
+        parts: list[list[int]] = [[] for _ in replicas]
+        loads = [0] * len(replicas)
+        groups = find_prefix_groups(sequences, share)
+        for group in sorted(groups, key=lambda group: (-group.size, group.members[0])):
+            costs = [_cost(group, sequences, known[replica]) for replica in replicas]
+            # Of equal ones, that which has had less to do: its pool has more place.
+            chosen = min(replicas, key=lambda r: (loads[r] + costs[r], self._spent[r], r))
+            loads[chosen] += costs[chosen]
+            parts[chosen] += group.members
+        return [sorted(part) for part in parts]
+
+
+def _cost(group: PrefixGroup, sequences: Sequence[np.ndarray], known: Sequence[int]) -> int:
+    """Tokens of a group to compute where so many of each sequence are known."""
+    prefix = max(0, group.prefix - max(known[member] for member in group.members))
+    rests = (len(sequences[member]) - max(group.prefix, known[member]) for member in group.members)
+    return prefix + sum(rests)
+
+
+def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
+    return (torch.tensor(blocks)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
+
+
+def _prefixes_of(uses: Sequence[BlockUse]) -> list[CachedPrefix | None]:
+    """What each begins with, the same object for the same blocks."""
+    distinct = dict.fromkeys(use.found for use in uses if use.found)
+    made = {found: CachedPrefix(_slots_of(found)) for found in distinct}
+    return [made.get(use.found) for use in uses]
+
+
+def _stored_of(use: BlockUse) -> Stored | None:
+    return Stored(use.first * BLOCK_TOKENS, _slots_of(use.new)) if use.new else None

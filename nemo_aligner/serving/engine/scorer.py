@@ -1,0 +1,331 @@
+"""RewardScorer: texts or tokens -> rewards on all ranks, by the rule of the checkpoint's contract.
+
+Evaluation and the server call the same code from here down, so a text has one reward, whether it is
+scored in process or over HTTP, alone or among others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
+from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
+from nemo_aligner.contract.from_settings import describe_differences
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import GPTRewardModel, make_batch_invariant
+from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
+from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
+from nemo_aligner.utils.console import Watch, unwatched
+from nemo_aligner.utils.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of all calls, on all ranks.
+
+    Attributes:
+        asked: of the texts to score.
+        computed: that went through the model; what texts of one call have in common, once.
+        cached: that did not, as their keys and values were kept.
+    """
+
+    asked: int = 0
+    computed: int = 0
+    cached: int = 0
+
+    def after(self, asked: int, computed: int, cached: int) -> TokenCounts:
+        """With those of one more call."""
+        return TokenCounts(self.asked + asked, self.computed + computed, self.cached + cached)
+
+
+class RewardScorer:
+    """Scores N texts as ``[N, A]`` float32, one column per attribute of the contract.
+
+    The ``score`` methods are collective: every rank calls them with the same arguments and gets all
+    rewards. The packs are shared out over the data parallel ranks.
+
+    With a prefix cache the keys and values of ``prefix_cache_tokens`` tokens are kept on each data
+    parallel replica, the last ones used, and a text that begins as one before it is computed from
+    there on. After a call that failed on any rank, every rank has to ``forget``.
+    """
+
+    def __init__(
+        self,
+        model: GPTRewardModel,
+        contract: ScoringContract,
+        tokenizer: Tokenizer,
+        layout: ParallelLayout,
+        micro_batch_tokens: int,
+        watch: Watch = unwatched,
+        prefix_cache_tokens: int = 0,
+    ) -> None:
+        """Raises ConfigError when a text of the contract's ``seq_length`` exceeds the budget."""
+        if micro_batch_tokens < contract.seq_length:
+            raise ConfigError(
+                f"model.micro_batch_tokens: got {micro_batch_tokens}, "
+                f"wanted at least the scoring contract's seq_length, {contract.seq_length}"
+            )
+        self.model = model
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._micro_batch_tokens = micro_batch_tokens
+        self._watch = watch
+        self._num_outputs = len(contract.attributes) * contract.outputs_per_attribute
+        self._encoder = TextEncoder(contract, tokenizer)
+        self.contract = contract
+        self.counts = TokenCounts()
+        marker = contract.reply_marker
+        self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens, marker)
+        self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """What the columns of the rewards are called."""
+        return tuple(self.contract.attributes)
+
+    @property
+    def tokens_per_call(self) -> int:
+        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        return self._micro_batch_tokens * self._layout.dp * self._layout.pp
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """What the prefix cache takes on this rank."""
+        return 0 if self._pool is None else self._pool.num_bytes
+
+    def turn_end(self) -> TurnEnd | None:
+        """What the contract's chat template writes behind a reply."""
+        return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
+
+    def forget(self) -> None:
+        """Forget what is cached, as keys and values of a call that failed may not be there."""
+        self._cache.forget()
+
+    def score(self, texts: Sequence[Text]) -> np.ndarray:
+        """Rewards of raw texts and conversations.
+
+        Raises:
+            DataError: the contract refuses a text; the message has its number.
+        """
+        return self.score_token_lists(
+            [self._encode_numbered(i, text) for i, text in enumerate(texts)]
+        )
+
+    def score_tokens(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
+        """Rewards of token ids as they stand.
+
+        Raises:
+            DataError: a sequence is empty, too long, or has an id outside the vocabulary.
+        """
+        for token_ids in token_lists:
+            self.check_tokens(token_ids)
+        return self.score_token_lists([list(token_ids) for token_ids in token_lists])
+
+    def encode(self, text: Text) -> EncodedText:
+        """The token ids of one text; DataError where the contract refuses it."""
+        return self._encoder.encode(text)
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone, at its full length."""
+        return self._encoder.count_reply_tokens(texts)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Refuse, with a DataError, what the model would fail on or take for something else."""
+        self._encoder.check_tokens(token_ids)
+
+    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]:
+        """``score``, and ``[N, A]`` float32 how uncertain they are, None where no output says so.
+
+        Raises:
+            DataError: as ``score``.
+        """
+        ids = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
+        return self.read_outputs(self.score_outputs(ids))
+
+    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """Rewards of token ids that ``check_tokens`` let pass."""
+        return self.contract.rewards_of(self.score_outputs(token_lists))
+
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """``[N, A]`` float32 rewards of the head's ``outputs``, and their spreads, if any.
+
+        It is not collective.
+        """
+        return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
+
+    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, A * K]`` float32 outputs of the head, for token ids that were checked."""
+        if not token_lists:
+            return np.zeros((0, self._num_outputs), dtype=np.float32)
+        try:
+            return self._score([np.array(tokens, dtype=np.int64) for tokens in token_lists])
+        except BaseException:
+            self.forget()
+            raise
+
+    def _score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        count = len(sequences)
+        plan = self._plan(sequences)
+        parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
+        self.model.key_value_pool = self._pool
+        self._watch(0, count)
+        rewards = infer_in_parts(
+            self.model,
+            plan.packs,
+            self._layout,
+            parts,
+            lambda share: self._watch(round(share * count), count),
+        )
+        shape = (count, self._num_outputs)
+        everyone = gather_rewards(rewards, plan.packs, shape, self._layout)
+        self.counts = self.counts.after(sum(map(len, sequences)), plan.computed, plan.cached)
+        return everyone.numpy()
+
+    def _plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
+        if self._pool is not None:
+            return self._cache.plan(sequences)
+        packs = pack_sequences(sequences, self._micro_batch_tokens)
+        mine = packs[self._layout.dp_rank :: self._layout.dp]
+        return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
+
+    def _encode_numbered(self, number: int, text: Text) -> list[int]:
+        try:
+            return self.encode(text).token_ids
+        except DataError as error:
+            raise DataError(f"text {number}: {error}") from error
+
+
+def load_scorer(
+    path: str | Path,
+    layout: ParallelLayout,
+    *,
+    precision: Precision | None = None,
+    micro_batch_tokens: int = 8192,
+    watch: Watch = unwatched,
+    prefix_cache_tokens: int = 0,
+    invariant_rows: int | None = BATCH_INVARIANT_ROWS,
+) -> RewardScorer:
+    """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
+
+    ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached. With
+    ``invariant_rows`` (see ``make_batch_invariant``) a reward has the same bits in any batch.
+
+    Raises:
+        CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
+        ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
+    """
+    loaded = load_reward_model(path, layout, precision)
+    make_batch_invariant(loaded.model, invariant_rows)
+    return RewardScorer(
+        loaded.model,
+        loaded.contract,
+        loaded.tokenizer,
+        layout,
+        micro_batch_tokens,
+        watch,
+        prefix_cache_tokens,
+    )
+
+
+# Several reward models that score the same token ids, as one scorer.
+
+# All else decides what ids a text becomes, or what the columns are.
+_MAY_DIFFER = ("label_means", "attribute_weights")
+
+
+class RewardEnsemble:
+    """M models on the same ranks: ``[N, M * A]`` rewards, model after model.
+
+    Its methods are those of ``RewardScorer``, and as collective. ``contract`` is the first model's.
+    """
+
+    def __init__(self, members: Sequence[RewardScorer]) -> None:
+        """Raises ConfigError: two of them make other token ids, or other attributes, of a text."""
+        check_alike([member.contract for member in members])
+        self._members = list(members)
+        self.contract = members[0].contract
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Tokens of all models."""
+        counts = TokenCounts()
+        for member in self._members:
+            counts = counts.after(*vars(member.counts).values())
+        return counts
+
+    @property
+    def tokens_per_call(self) -> int:
+        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        return self._members[0].tokens_per_call
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """What the prefix caches take on this rank."""
+        return sum(member.prefix_cache_bytes for member in self._members)
+
+    def encode(self, text: Text) -> EncodedText:
+        """The token ids of one text; DataError where the contract refuses it."""
+        return self._members[0].encode(text)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Refuse, with a DataError, what a model would fail on or take for something else."""
+        self._members[0].check_tokens(token_ids)
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone, at its full length."""
+        return self._members[0].count_reply_tokens(texts)
+
+    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, M * A]`` float32 rewards of token ids that ``check_tokens`` let pass."""
+        return np.concatenate(
+            [member.score_token_lists(token_lists) for member in self._members], axis=1
+        )
+
+    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, M * A * K]`` float32 outputs of the heads, for token ids that were checked."""
+        return np.concatenate(
+            [member.score_outputs(token_lists) for member in self._members], axis=1
+        )
+
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""
+        parts = np.split(outputs, len(self._members), axis=1)
+        read = [
+            member.read_outputs(part) for member, part in zip(self._members, parts, strict=True)
+        ]
+        spreads = [each for _, each in read if each is not None]
+        return (
+            np.concatenate([rewards for rewards, _ in read], axis=1),
+            np.concatenate(spreads, axis=1) if spreads else None,
+        )
+
+    def forget(self) -> None:
+        """Forget what is cached, as keys and values of a call that failed may not be there."""
+        for member in self._members:
+            member.forget()
+
+
+def check_alike(contracts: Sequence[ScoringContract]) -> None:
+    """Refuse models that do not score the same token ids by the same attributes.
+
+    Raises:
+        ConfigError: it names the model by its number in ``ensemble.files``, and what is different.
+    """
+    for number, contract in enumerate(contracts[1:], start=1):
+        differences = contracts[0].differences(contract)
+        parting = {name: each for name, each in differences.items() if name not in _MAY_DIFFER}
+        if parting:
+            raise ConfigError(
+                f"ensemble.files: model {number} scores otherwise than rm_model_file: "
+                + describe_differences(parting)
+            )

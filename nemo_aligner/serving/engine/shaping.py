@@ -1,0 +1,381 @@
+"""From a model's raw rewards to the reward that a trainer learns from, by rules it can read.
+
+In this order, each off by default: every attribute of every model is standardised; the attributes
+are weighed into one reward; a multiple of its uncertainty comes off; the models' rewards are
+combined; a penalty for length comes off; the reward is clipped, and compared with a threshold. The
+rules are part of the contract that a server publishes, so that a client which expects one is not
+given another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, Standardize
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.utils.errors import ConfigError, short
+
+logger = logging.getLogger(__name__)
+
+_SAVE_SECS = 30.0
+_MERGED = "reward"
+
+
+@dataclass(frozen=True)
+class ShapedRewards:
+    """Rewards of N texts, with one column, or with one for each attribute.
+
+    Attributes:
+        rewards: ``[N, A]`` float32.
+        deviation: ``[N, A]`` float32, between the models of an ensemble (the root of the mean
+            squared difference from their mean); None for one model.
+        passed: ``[N]`` bool, whether the reward is at least the threshold; None without one.
+        spread: ``[N, A]`` float32, the uncertainty of the rewards in their own unit, of several
+            models the mean; of weighed attributes the sum of ``|weight| * spread``, as if their
+            errors went together. None where no model tells it.
+    """
+
+    rewards: np.ndarray
+    deviation: np.ndarray | None
+    passed: np.ndarray | None
+    spread: np.ndarray | None = None
+
+
+class RewardShaper:
+    """Shapes the raw rewards of M models with A attributes each; not for several threads.
+
+    ``contract`` is what the shaped rewards mean: the first model's, with the rules, and with the
+    attributes that are left.
+    """
+
+    def __init__(
+        self,
+        shaping: ShapingConfig,
+        ensemble: EnsembleConfig,
+        contracts: Sequence[ScoringContract],
+    ) -> None:
+        """``contracts`` of M models that score the same token ids.
+
+        Raises:
+            ConfigError: a rule does not fit the models, or a file of statistics is of others.
+        """
+        self._shaping = shaping
+        self._ensemble = ensemble
+        self._shape = (len(contracts), len(contracts[0].attributes))
+        self._weights = _weights(shaping, contracts[0])
+        self._check_columns()
+        if shaping.spread_penalty and contracts[0].output_readout is None:
+            raise ConfigError(
+                f"shaping.spread_penalty: got {shaping.spread_penalty}, but the model has one "
+                "output for each attribute and no uncertainty; wanted 0, or a model of the "
+                "objective ordinal_bins or quantiles"
+            )
+        self._fixed = _fixed_statistics(shaping, contracts)
+        hashes = [contract.hash for contract in contracts]
+        self._running = None
+        if _is(shaping, Standardize.running):
+            self._running = RunningStatistics(shaping.statistics_file, hashes, self._shape)
+        self.contract = self._published(contracts[0], hashes)
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether ``shape`` takes the replies' lengths."""
+        return self._shaping.length_penalty > 0
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What there is beside ``rewards`` and ``raw_rewards``."""
+        has = {
+            "deviation": self._shape[0] > 1,
+            "passed": self._shaping.threshold is not None,
+        }
+        return tuple(name for name in has if has[name])
+
+    def shape(
+        self,
+        raw: np.ndarray,
+        reply_tokens: Sequence[int] | None = None,
+        spreads: np.ndarray | None = None,
+    ) -> ShapedRewards:
+        """Shape raw rewards.
+
+        Args:
+            raw: ``[N, M * A]`` float32, model after model.
+            reply_tokens: ``[N]``, with a length penalty.
+            spreads: ``[N, M * A]`` float32, how uncertain they are; negative ones count as 0.
+        """
+        values = raw.astype(np.float64).reshape(len(raw), *self._shape)
+        spread = None
+        if spreads is not None:
+            spread = spreads.astype(np.float64).reshape(values.shape).clip(0)
+        std: np.ndarray | float = 1.0
+        if self._running is not None:
+            self._running.add(values)
+            values, std = self._running.standardize(values), self._running.std
+        if self._fixed is not None:
+            mean, std = self._fixed
+            values = (values - mean) / std
+        if spread is not None:
+            spread = spread / std
+        if self._weights is not None:
+            values = values @ self._weights[:, None]
+            spread = None if spread is None else spread @ np.abs(self._weights)[:, None]
+        if spread is not None and self._shaping.spread_penalty:
+            values = values - self._shaping.spread_penalty * spread
+        deviation = values.std(axis=1)
+        rewards = self._combine(values, deviation)
+        shaping = self._shaping
+        if self.needs_lengths:
+            beyond = np.asarray(reply_tokens, dtype=np.float64) - shaping.length_penalty_from
+            rewards = rewards - shaping.length_penalty * beyond.clip(0)[:, None]
+        if shaping.clip:
+            low, high = shaping.clip
+            rewards = np.minimum(np.maximum(rewards, low), high)
+        shaped, least = rewards.astype(np.float32), shaping.threshold
+        return ShapedRewards(
+            shaped,
+            deviation.astype(np.float32) if "deviation" in self.outputs else None,
+            None if least is None else shaped[:, 0] >= np.float32(least),
+            None if spread is None else spread.mean(axis=1).astype(np.float32),
+        )
+
+    def check_file(self) -> None:
+        """Once, by the one process that saves.
+
+        Raises:
+            ConfigError: the file of running statistics cannot be written.
+        """
+        if self._running is not None:
+            self._running.check_file()
+
+    def save(self) -> None:
+        """Keep running statistics for the next start, where there is a file for them."""
+        if self._running is not None:
+            self._running.save()
+
+    def _combine(self, values: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+        """``[N, M, A] -> [N, A]``."""
+        if self._ensemble.combine is Combine.min:
+            return values.min(axis=1)
+        mean = values.mean(axis=1)
+        if self._ensemble.combine is Combine.lower_bound:
+            return mean - self._ensemble.k * deviation
+        return mean
+
+    def _check_columns(self) -> None:
+        columns = self._shape[1] if self._weights is None else 1
+        asked = {
+            "length_penalty": self.needs_lengths,
+            "threshold": self._shaping.threshold is not None,
+        }
+        for name in asked:
+            if asked[name] and columns > 1:
+                raise ConfigError(
+                    f"shaping.{name}: the model has {columns} attributes, wanted one reward; set "
+                    "shaping.attribute_weights"
+                )
+
+    def _published(self, contract: ScoringContract, hashes: list[str]) -> ScoringContract:
+        rules = _rules(self._shaping, self._ensemble, hashes)
+        if self._fixed is not None:
+            rules["mean"], rules["std"] = (each.tolist() for each in self._fixed)
+        if self._weights is not None:
+            contract = dataclasses.replace(
+                contract,
+                attributes=(_MERGED,),
+                attribute_weights=(1.0,),
+                label_means=(0.0,),
+                # Its numbers are a row for each attribute, and there is one left.
+                readout=contract.readout if len(contract.attributes) == 1 else None,
+            )
+        return dataclasses.replace(
+            contract,
+            # Of the raw rewards, these are none of what is published.
+            reward_mean=None,
+            reward_std=None,
+            measured_on=None,
+            shaping=json.dumps(rules, sort_keys=True),
+        )
+
+
+class RunningStatistics:
+    """Mean and deviation of each column of all rewards so far; saved to a file, if there is one.
+
+    By Chan, Golub and LeVeque's update of means and sums of squared differences (1983).
+    """
+
+    def __init__(self, file: str | None, contracts: list[str], shape: tuple[int, int]) -> None:
+        """``contracts``: the hashes of the models whose rewards they are.
+
+        Raises:
+            ConfigError: the file cannot be read, or has the statistics of other models.
+        """
+        self._file = None if file is None else Path(file)
+        self._contracts = contracts
+        self.count = 0
+        self.mean = np.zeros(shape)
+        self._squares = np.zeros(shape)
+        self._saved = time.monotonic()
+        if self._file is not None and self._file.exists():
+            self._load(self._file)
+
+    @property
+    def std(self) -> np.ndarray:
+        """``[M, A]``; 1 where all rewards were the same."""
+        std = np.sqrt(self._squares / max(self.count, 1))
+        return np.where(std > 0, std, 1.0)
+
+    def add(self, values: np.ndarray) -> None:
+        """Take in ``[N, M, A]``."""
+        count = len(values)
+        mean, squares = values.mean(axis=0), values.var(axis=0) * count
+        difference, total = mean - self.mean, self.count + count
+        self.mean = self.mean + difference * count / total
+        self._squares = self._squares + squares + difference**2 * self.count * count / total
+        self.count = total
+        if time.monotonic() - self._saved > _SAVE_SECS:
+            self.save()
+
+    def standardize(self, values: np.ndarray) -> np.ndarray:
+        """``[N, M, A]`` less the mean, over the deviation."""
+        return (values - self.mean) / self.std
+
+    def check_file(self) -> None:
+        """Raises ConfigError where the file cannot be written."""
+        if self._file is None:
+            return
+        try:
+            self._write(self._file)
+        except OSError as error:
+            raise ConfigError(f"shaping.statistics_file: {self._file}: {short(error)}") from error
+
+    def save(self) -> None:
+        """Keep them where there is a file; that it cannot be written now is a warning."""
+        self._saved = time.monotonic()
+        if self._file is None:
+            return
+        try:
+            self._write(self._file)
+        except OSError as error:
+            logger.warning("shaping.statistics_file: %s: %s", self._file, short(error))
+
+    def _write(self, file: Path) -> None:
+        """The file anew, as a whole."""
+        content = {
+            "contracts": self._contracts,
+            "count": self.count,
+            "mean": self.mean.tolist(),
+            "squares": self._squares.tolist(),
+        }
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _load(self, file: Path) -> None:
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            contracts, count = content["contracts"], int(content["count"])
+            mean, squares = (np.array(content[name], dtype=float) for name in ("mean", "squares"))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"shaping.statistics_file: {file}: {short(error)}") from error
+        if contracts != self._contracts or {mean.shape, squares.shape} != {self.mean.shape}:
+            raise ConfigError(
+                f"shaping.statistics_file: {file} has the statistics of other models (scoring "
+                f"contracts {short(contracts)}), wanted {self._contracts}, or no such file yet"
+            )
+        self.count, self.mean, self._squares = count, mean, squares
+
+
+def build_shaper(
+    shaping: ShapingConfig, ensemble: EnsembleConfig, contracts: Sequence[ScoringContract]
+) -> RewardShaper | None:
+    """None where one model's rewards are to stay as they are.
+
+    Raises:
+        ConfigError: see ``RewardShaper``.
+    """
+    if len(contracts) == 1 and shaping == ShapingConfig():
+        return None
+    return RewardShaper(shaping, ensemble, contracts)
+
+
+def _is(shaping: ShapingConfig, wanted: Standardize) -> bool:
+    return shaping.standardize is wanted
+
+
+def _weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | None:
+    """``[A]``, or None where the attributes stay apart."""
+    given = shaping.attribute_weights
+    if not given:
+        return None
+    unknown = set(given) - set(contract.attributes)
+    if unknown:
+        raise ConfigError(
+            f"shaping.attribute_weights: got {', '.join(sorted(unknown))}, wanted attributes of "
+            f"the model: {', '.join(contract.attributes)}"
+        )
+    return np.array([given.get(name, 0.0) for name in contract.attributes])
+
+
+def _fixed_statistics(
+    shaping: ShapingConfig, contracts: Sequence[ScoringContract]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and deviation ``[M, A]`` that do not change; None where there are none."""
+    if _is(shaping, Standardize.contract):
+        return _of_contracts(contracts)
+    if not _is(shaping, Standardize.given):
+        return None
+    wanted = len(contracts[0].attributes)
+    if len(shaping.mean) != wanted:
+        raise ConfigError(
+            f"shaping.mean: got {len(shaping.mean)} numbers, wanted {wanted}, one for each "
+            f"attribute: {', '.join(contracts[0].attributes)}"
+        )
+    rows = (len(contracts), 1)
+    return np.tile(np.array(shaping.mean), rows), np.tile(np.array(shaping.std), rows)
+
+
+def _of_contracts(contracts: Sequence[ScoringContract]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation ``[M, A]`` as they were measured in training."""
+    for number, contract in enumerate(contracts):
+        if contract.reward_mean is None or contract.reward_std is None:
+            raise ConfigError(
+                f"shaping.standardize=contract: model {number} has no measured mean and deviation "
+                "of its rewards; use shaping.standardize=running"
+            )
+        if not all(contract.reward_std):
+            raise ConfigError(
+                f"shaping.standardize=contract: the rewards of model {number} had a deviation of 0"
+            )
+    return (
+        np.array([contract.reward_mean for contract in contracts]),
+        np.array([contract.reward_std for contract in contracts]),
+    )
+
+
+def _rules(shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]) -> dict[str, Any]:
+    """What is not at its default; where a file lies is no rule."""
+    rules: dict[str, Any] = {
+        item.name: getattr(shaping, item.name)
+        for item in dataclasses.fields(shaping)
+        if item.name != "statistics_file"
+        and getattr(shaping, item.name) != getattr(ShapingConfig(), item.name)
+    }
+    if "standardize" in rules:
+        rules["standardize"] = shaping.standardize.value
+    if len(hashes) > 1:
+        rules["ensemble"] = {"combine": ensemble.combine.value, "k": ensemble.k, "models": hashes}
+    return rules

@@ -1,0 +1,408 @@
+"""The gateway's FastAPI application, and uvicorn around it: socket, TLS, shutdown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic_core import to_json
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import nemo_aligner
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.metrics import GatewayMetrics
+from nemo_aligner.serving.protocols.base import (
+    Failure,
+    FailureKind,
+    HttpAnswer,
+    PlainRoute,
+    Route,
+    ScoredRequest,
+    ScoreReply,
+    ScoreRequest,
+    Served,
+)
+from nemo_aligner.serving.protocols.gym import without_rollout
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
+from nemo_aligner.serving.reward import RelayService, TurnCompletion
+from nemo_aligner.serving.tokens import has_token
+from nemo_aligner.serving.triton import ready_file
+from nemo_aligner.utils.errors import ServingError, one_line
+
+# The gateway's routes as a FastAPI application; each answers by its own protocol.
+
+# Who looks whether it lives has no token.
+_OPEN_PATHS = ("/health", "/ready")
+_SCHEMAS = "#/components/schemas/"
+_ERRORS = {
+    "400": "A body that cannot be read, or a text that cannot be scored",
+    "401": "The bearer token is missing or wrong",
+    "413": "A body of more than gateway.max_request_bytes",
+    "503": "No backend answers, or the queue is full; Retry-After says when to come again",
+}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(
+    routes: Sequence[Route[Any]],
+    client: RewardClient,
+    config: GatewayConfig,
+    token: str | None,
+    at_end: Callable[[], Awaitable[None]] | None = None,
+    plain_routes: Sequence[PlainRoute] = (),
+    turn_end: Callable[[], Awaitable[TurnEnd | None]] | None = None,
+) -> ASGIApp:
+    """What answers HTTP; with a ``token``, all but health and readiness asks for it.
+
+    ``at_end`` is called in its event loop once all is answered. ``turn_end`` says what the chat
+    template of the backends writes behind a reply; None: nothing is completed.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if at_end is not None:
+            await at_end()
+
+    app = FastAPI(
+        lifespan=lifespan,
+        title="nemo_aligner gateway",
+        version=nemo_aligner.__version__,
+        description="Rewards of a reward model, by several protocols.",
+    )
+    relay = RelayService(client, config.max_queue_rows, config.drift_rows)
+    metrics = GatewayMetrics()
+    completion = None if turn_end is None else TurnCompletion(turn_end)
+    for route in routes:
+        app.add_api_route(
+            route.path,
+            _Endpoint(route, relay, config, metrics, completion).handle,
+            methods=["POST"],
+            summary=route.about,
+            description=route.about,  # else the handler's docstring is on the page
+            operation_id=route.path.strip("/").replace("/", "_"),
+            openapi_extra=_described(route),
+        )
+    for plain in plain_routes:
+        _add_plain_route(app, plain, config.max_request_bytes)
+    _add_own_routes(app, relay, client, metrics)
+    app.openapi = lambda: _openapi(app, routes)  # type: ignore[method-assign]
+    refusals = {route.path: route for route in routes}
+    return _Plain(app if token is None else _Guarded(app, token, refusals, metrics))
+
+
+class _Endpoint:
+    """One route: its requests, one by one."""
+
+    def __init__(
+        self,
+        route: Route[Any],
+        relay: RelayService,
+        config: GatewayConfig,
+        metrics: GatewayMetrics,
+        completion: TurnCompletion | None,
+    ) -> None:
+        self._route, self._relay = route, relay
+        self._config, self._metrics = config, metrics
+        self._completion = completion if route.completes_turns else None
+
+    async def handle(self, request: Request) -> Response:
+        """The answer by the route's protocol, whatever happens."""
+        begun = time.monotonic()
+        answer, retry_after_s = await self._answer(request)
+        seconds = time.monotonic() - begun
+        self._metrics.answered(self._route.path, answer.status, seconds)
+        return respond(answer, retry_after_s)
+
+    async def _answer(self, request: Request) -> tuple[HttpAnswer, int | None]:
+        route, body = self._route, None
+        try:
+            content = await _read(request, self._config.max_request_bytes)
+            body = route.parse(content)
+            asked = route.read(body)
+            found = await self._scored(asked)
+            if isinstance(found, Failure) and found.row is not None and route.with_other_reply:
+                found = await self._whose_fault(found, route.with_other_reply(body))
+            if not isinstance(found, Failure):
+                scored = ScoredRequest(*found)
+                self._metrics.scored(route.path, scored)
+                return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
+            failure = found
+        except _TooLargeBodyError as error:
+            failure = Failure(str(error), FailureKind.too_large)
+        except ServingError as error:
+            failure = Failure(one_line(error), FailureKind.bad_request)
+        return route.refuse(failure, body), failure.retry_after_s
+
+    async def _scored(self, asked: ScoreRequest) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+        if self._completion is not None:
+            try:
+                asked, completed = await self._completion.complete(asked)
+            except ServingError as error:
+                return Failure(one_line(error), FailureKind.unreachable, 1)
+            self._metrics.completed(self._route.path, completed)
+        return await self._relay.answer(asked, self._route.sets_rows_aside)
+
+    async def _whose_fault(
+        self, refusal: Failure, other: ScoreRequest
+    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+        """Of a refused text: the reply's as a row's error, the prompt's as a failure."""
+        found = await self._relay.answer(other, False, is_probe=True)
+        if isinstance(found, Failure):
+            return found
+        reply, _ = found
+        nothing = ScoreReply(np.full_like(reply.rewards, np.nan), np.zeros(1, dtype=bool))
+        return nothing, {0: refusal.message.removeprefix(f"row {refusal.row}: ")}
+
+    def _served(self, scored: ScoredRequest) -> Served:
+        contract, threshold = self._relay.contract, self._config.reward_threshold
+        if contract is not None:
+            return Served(MODEL_NAME, contract.attributes, contract.attribute_weights, threshold)
+        columns = scored.reply.rewards.shape[1]
+        names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
+        return Served(MODEL_NAME, names, None, threshold)
+
+
+class _TooLargeBodyError(Exception):
+    """More bytes than a body may have."""
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """The body; of one that is too large, no more than it takes to know that.
+
+    Raises:
+        _TooLargeBodyError: it has more bytes than ``most``.
+    """
+    said = request.headers.get("content-length", "")
+    too_large = _TooLargeBodyError(
+        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once"
+    )
+    if said.isdecimal() and int(said) > most:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
+    """Its JSON; with ``Retry-After`` where there is something to wait for."""
+    headers = {}
+    if retry_after_s is not None and answer.status == 503:
+        headers["Retry-After"] = str(retry_after_s)
+    if answer.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    content = to_json(answer.content, inf_nan_mode="constants")
+    return Response(content, answer.status, headers, "application/json")
+
+
+class _Plain:
+    """The application, for the paths of NeMo Gym's observed rollouts, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = without_rollout(scope["path"]) if scope["type"] == "http" else None
+        if path is not None and path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
+
+
+class _Guarded:
+    """The application, for those who have the token."""
+
+    def __init__(
+        self, app: ASGIApp, token: str, routes: dict[str, Route[Any]], metrics: GatewayMetrics
+    ) -> None:
+        self._app, self._routes, self._metrics = app, routes, metrics
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._has_token(scope):
+            await self._app(scope, receive, send)
+            return
+        failure = Failure("the bearer token is missing or wrong", FailureKind.unauthorized)
+        route = self._routes.get(scope["path"])
+        if route is None:
+            answer = HttpAnswer(401, {"detail": failure.message})
+        else:
+            answer = route.refuse(failure, None)
+            self._metrics.answered(route.path, answer.status, 0.0)
+        await respond(answer)(scope, receive, send)
+
+    def _has_token(self, scope: Scope) -> bool:
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        return has_token(sent, self._token)
+
+
+def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
+    async def handle(request: Request) -> Response:
+        try:
+            return respond(route.answer(await _read(request, max_request_bytes)))
+        except _TooLargeBodyError as error:
+            return respond(HttpAnswer(413, {"detail": str(error)}))
+        except ServingError as error:
+            return respond(HttpAnswer(400, {"detail": one_line(error)}))
+
+    about, method = route.about, route.method
+    app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
+
+
+def _add_own_routes(
+    app: FastAPI, relay: RelayService, client: RewardClient, metrics: GatewayMetrics
+) -> None:
+    async def health() -> Response:
+        return respond(HttpAnswer(200, {"status": "ok"}))
+
+    async def ready() -> Response:
+        backends = await client.probe_async()
+        status = 200 if None in backends.values() else 503
+        words = {url: "ready" if why is None else one_line(why) for url, why in backends.items()}
+        content = {"status": "ready" if status == 200 else "no backend answers", "backends": words}
+        return respond(HttpAnswer(status, content), 1)
+
+    async def contract() -> Response:
+        try:
+            return respond(HttpAnswer(200, (await relay.ask_contract()).to_dict()))
+        except ServingError as error:
+            return respond(HttpAnswer(503, {"detail": one_line(error)}), 1)
+
+    async def scrape() -> Response:
+        text, kind = metrics.render(relay, await client.statistics_async())
+        return Response(text, media_type=kind)
+
+    own: list[tuple[str, Callable[[], Awaitable[Response]], str]] = [
+        ("/v1/contract", contract, "The scoring contract: what a reward means"),
+        ("/health", health, "200 while the gateway runs"),
+        ("/ready", ready, "200 while a backend answers, else 503"),
+        ("/metrics", scrape, "For Prometheus"),
+    ]
+    for path, handler, about in own:
+        app.add_api_route(path, handler, methods=["GET"], summary=about, response_model=None)
+
+
+def _described(route: Route[Any]) -> dict[str, Any]:
+    """For the OpenAPI page: FastAPI does not see the models, as it does not read the bodies."""
+
+    def content(name: str) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{name}"}}}
+
+    return {
+        "requestBody": {"required": True, "content": content(route.request.__name__)},
+        "responses": {
+            "200": {"description": "Scored", "content": content(route.response.__name__)},
+            **{status: {"description": about} for status, about in _ERRORS.items()},
+        },
+    }
+
+
+def _openapi(app: FastAPI, routes: Sequence[Route[Any]]) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        page = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        schemas = page.setdefault("components", {}).setdefault("schemas", {})
+        for model in {model for route in routes for model in (route.request, route.response)}:
+            schema = model.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+            schemas.update({**schema.pop("$defs", {}), model.__name__: schema})
+        app.openapi_schema = page
+    return app.openapi_schema
+
+
+# uvicorn around the gateway's application: its socket, TLS, and every end.
+
+_WAITING_CONNECTIONS = 2048
+
+
+def open_socket(config: GatewayConfig) -> socket.socket:
+    """Where the gateway listens.
+
+    Raises:
+        ServingError: the port is taken, or the host is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (config.host, config.port), family=family, backlog=_WAITING_CONNECTIONS
+        )
+    except OSError as error:
+        raise ServingError(
+            f"gateway.port: {config.host}:{config.port} is not free: {error}"
+        ) from error
+
+
+def run_app(app: ASGIApp, listening: socket.socket, config: GatewayConfig) -> int:
+    """Answer requests until SIGTERM or SIGINT, then what is in flight; the exit code.
+
+    Raises:
+        ServingError: the certificate or its key cannot be used.
+    """
+    try:
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            ssl_certfile=config.certificate_file,
+            ssl_keyfile=config.key_file,
+            timeout_graceful_shutdown=config.exit_timeout_secs,
+            server_header=False,
+        )
+        settings.load()
+    except OSError as error:  # ssl's errors are among them
+        files = f"{config.certificate_file}, {config.key_file}"
+        raise ServingError(f"gateway.certificate_file, key_file: {files}: {error}") from error
+    url = _url(listening, config)
+    with closing(listening), _ends_quietly():
+        server = _Gateway(settings, url, config.ready_file)
+        server.run(sockets=[listening])
+    print("Stopped", flush=True)
+    return 0
+
+
+def _url(listening: socket.socket, config: GatewayConfig) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "http" if config.certificate_file is None else "https"
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+class _Gateway(uvicorn.Server):
+    """uvicorn's server, which says when it answers and when it drains."""
+
+    def __init__(self, settings: uvicorn.Config, url: str, ready: str | None) -> None:
+        super().__init__(settings)
+        self._url, self._ready = url, ready
+
+    async def main_loop(self) -> None:
+        """Until it shall stop."""
+        with ready_file(self._ready, self._url):
+            print(f"Gateway at {self._url} (pid {os.getpid()})", flush=True)
+            await super().main_loop()
+        print("Draining: in-flight requests are answered, new ones are refused", flush=True)
+
+
+@contextmanager
+def _ends_quietly() -> Iterator[None]:
+    """Have the signal that uvicorn raises again after it has drained end nothing."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,300 @@
+r"""What a protocol over plain HTTP and JSON is to the gateway that serves it.
+
+A protocol is one file of this folder with its ``Route``\ s, and their line in ``__init__.py``. It
+only translates: its body to a ``ScoreRequest``, and what became of that to its own answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_aligner.config.describe import suggestion
+from nemo_aligner.contract.contract import one_reward
+from nemo_aligner.contract.messages import Text, read_text
+from nemo_aligner.utils.errors import DataError, ServingError, short, shown
+
+# What a client asks and what it is answered, by whichever protocol the two talk.
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
+
+    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B.
+    """
+
+    texts: list[Text] | None = None
+    token_lists: list[list[int]] | None = None
+    add_eos: list[bool] | None = None
+
+
+@dataclass(frozen=True)
+class ScoreReply:
+    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known.
+
+    Where the server shapes rewards (see engine/shaping.py): what they were before, ``[B, M * A]``
+    for M models; ``deviation`` ``[B, A]`` between models; ``passed`` ``[B]`` bool. None if not.
+
+    Where a head has several outputs for an attribute: ``spread`` ``[B, A]``, how uncertain the
+    rewards are, and the ``outputs`` ``[B, M * A * K]`` themselves.
+    """
+
+    rewards: np.ndarray
+    exceeded: np.ndarray
+    contract_hash: str | None = None
+    raw_rewards: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+    passed: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    outputs: np.ndarray | None = None
+
+
+class FailureKind(Enum):
+    """Whose fault it is, and so what its sender may do."""
+
+    bad_request = "bad request"  # mend it
+    unauthorized = "unauthorized"  # send the token
+    too_large = "too large"  # send less at once
+    busy = "busy"  # send it again later
+    unreachable = "unreachable"  # start the server; a request sent again later is answered then
+    internal = "internal"  # look at the server's log
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one request is not answered, in one line; and when to ask again, where that may help.
+
+    ``row`` is there where the model refused one text: which, and so not the request as a whole.
+    """
+
+    message: str
+    kind: FailureKind
+    retry_after_s: int | None = None
+    row: int | None = field(default=None, compare=False)
+
+
+_SHOWN_PROBLEMS = 3
+# Of a value that is unfit; the line has room for what was wanted, too.
+_SHOWN_VALUE = 60
+# By pydantic's types of errors; what is not here keeps its own words.
+_WORDS = {
+    "missing": "missing, wanted a value",
+    "too_short": "got {actual_length}, wanted at least {min_length}",
+    "list_type": "got {got}, wanted a list",
+    "string_type": "got {got}, wanted a text",
+    "int_type": "got {got}, wanted an integer",
+    "model_type": "got {got}, wanted an object",
+    "dict_type": "got {got}, wanted an object",
+    "literal_error": "got {got}, wanted {expected}",
+}
+# HTTP's statuses for what may be wrong.
+STATUSES = {
+    FailureKind.bad_request: 400,
+    FailureKind.unauthorized: 401,
+    FailureKind.too_large: 413,
+    FailureKind.internal: 500,
+    FailureKind.busy: 503,
+    FailureKind.unreachable: 503,
+}
+
+
+class Body(BaseModel):
+    """What a request or an answer has; names that a request has beyond it are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+T = TypeVar("T", bound=Body)
+Item = TypeVar("Item")
+# A list of a body. It is left at its first unfit element: pydantic would make an error of each of
+# millions, which takes seconds, and nothing else is answered meanwhile.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the gateway serves, for answers that say so.
+
+    ``attributes`` are the names of a reward's columns, and ``weights`` (None where no server says)
+    make one number of them.
+    """
+
+    model_name: str
+    attributes: Sequence[str]
+    weights: Sequence[float] | None
+    reward_threshold: float | None = None
+
+    def one_reward(self, rewards: np.ndarray) -> list[float]:
+        """Of ``[B, A]`` rewards one for each row, as evaluation has it: A = 1 as it stands.
+
+        Raises:
+            ServingError: A > 1, and nobody says how much each attribute counts.
+        """
+        if self.weights is None and rewards.shape[1] > 1:
+            raise ServingError(
+                f"the model has {rewards.shape[1]} attributes, and its server publishes no scoring "
+                "contract with their weights; wanted one reward for each text"
+            )
+        return one_reward(rewards, self.weights or (1.0,)).tolist()
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """A status, and an object for JSON."""
+
+    status: int
+    content: Any
+
+
+@dataclass(frozen=True)
+class ScoredRequest:
+    """The rewards of a request; ``errors`` says of rows why they have none (theirs are NaN)."""
+
+    reply: ScoreReply
+    errors: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Route(Generic[T]):
+    """A URL of a protocol.
+
+    Attributes:
+        path: the URL's path; requests come by POST.
+        about: for people, in one line.
+        request: what the body has; unfit ones are refused in one line.
+        response: what the answer has, for the OpenAPI page.
+        read: raises ServingError where the body cannot be scored.
+        answer: to a request that was scored.
+        refuse: to one that was not; the body is None where it could not be read.
+        sets_rows_aside: a row that is refused has an error of its own; else the request has.
+        completes_turns: a raw text or token row that ends at an end of turn gets what the model's
+            template writes behind it (``gateway.complete_turns``).
+        with_other_reply: the request of one text with a reply that nobody refuses. Where the text
+            is refused, this says whose fault it is: the reply's, if this is scored; ``answer`` then
+            gets it as a row with an error. Else the prompt's, which is for ``refuse``.
+    """
+
+    path: str
+    about: str
+    request: type[T]
+    response: type[Body]
+    read: Callable[[T], ScoreRequest]
+    answer: Callable[[T, ScoredRequest, Served], Any]
+    refuse: Callable[[Failure, T | None], HttpAnswer]
+    sets_rows_aside: bool = False
+    completes_turns: bool = False
+    with_other_reply: Callable[[T], ScoreRequest] | None = None
+
+    def parse(self, body: bytes) -> T:
+        """The body of a request.
+
+        Raises:
+            ServingError: it is no JSON, or has not the form of ``request``.
+        """
+        try:
+            return self.request.model_validate_json(body)
+        except ValidationError as error:
+            raise ServingError(problems_of(error, self.request)) from error
+
+
+@dataclass(frozen=True)
+class PlainRoute:
+    """A URL that a protocol's clients ask beside rewards; ``answer`` to the bytes of a body.
+
+    It raises ServingError where the body is unfit: HTTP 400.
+    """
+
+    path: str
+    about: str
+    answer: Callable[[bytes], HttpAnswer]
+    method: str = "POST"
+
+
+def as_json(value: Any) -> str:
+    """A value of a body for an error message, as its sender wrote it: short, and of one line."""
+    try:
+        return short(json.dumps(value, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):
+        return shown(value)
+
+
+def conversation_of(given: Any, where: str) -> Text:
+    """A conversation of a body in the normal form.
+
+    Raises:
+        ServingError: it is none.
+    """
+    if isinstance(given, str):
+        raise ServingError(f"{where}: got {as_json(given)}, wanted a list of messages")
+    try:
+        return read_text(given)
+    except DataError as error:
+        raise ServingError(f"{where}: {error}") from error
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content: a string, or parts that are all texts (OpenAI's form).
+
+    Raises:
+        ServingError: a part is an image, or anything else but text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse_content(content, where)
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            _refuse_content(part, where)
+    return "".join(text for text in texts if text is not None)
+
+
+def _refuse_content(content: Any, where: str) -> NoReturn:
+    raise ServingError(
+        f"{where}: got {as_json(content)}, wanted a text or a list of parts with text"
+    )
+
+
+def problems_of(error: ValidationError, request: type[BaseModel]) -> str:
+    """What is unfit in a body, in one line."""
+    problems = error.errors(include_url=False)
+    found = [
+        f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"
+        for each in problems[:_SHOWN_PROBLEMS]
+    ]
+    more = len(problems) - len(found)
+    rest = [f"and {more} more"] if more else []
+    return short("; ".join([*found, *rest]))
+
+
+def _problem(each: ErrorDetails, request: type[BaseModel]) -> str:
+    if each["type"] == "extra_forbidden":
+        # Which model a name further inside belongs to is not known here.
+        known = request.model_fields if len(each["loc"]) == 1 else ()
+        near = suggestion(str(each["loc"][0]), known)
+        meant = f"; did you mean {near}?" if near else ""
+        return f"unknown key{meant}" + (f"; known are {', '.join(known)}" if known else "")
+    words = _WORDS.get(each["type"])
+    if words is None:
+        return each["msg"]
+    got = as_json(each["input"])
+    cut = got if len(got) <= _SHOWN_VALUE else f"{got[:_SHOWN_VALUE]}..."
+    return words.format(got=cut, **each.get("ctx", {}))

@@ -1,0 +1,115 @@
+"""KServe v2: the tensors of a critic's endpoints, as NeMo-Aligner's clients send and read them.
+
+``critic_infer`` takes what ``reward_model`` takes (see ``kserve.py``). ``critic_train`` and
+``critic_save`` are not batched: a request has whole shapes.
+
+================  ===========  =========  =========================================================
+model             input        dtype      shape and meaning
+================  ===========  =========  =========================================================
+``critic_train``  tokens       INT64      [N, S]
+                  returns      FP32       [N, S - 1]: of every token but the last
+                  prev_values  FP32       [N, S - 1]
+                  mask         FP32       [N, S - 1], 1, or 0 where there is nothing to learn
+``critic_save``   dummy_var    INT64      [1], which is not looked at
+================  ===========  =========  =========================================================
+
+``critic_infer`` answers ``values`` FP32 [B, S]: number t is the value of the sequence up to token
+t; S is the width of the request's ``tokens``, or the length of its longest text, and what comes
+after a sequence's end is 0. ``exceeded`` INT32 [B, 1] is that of ``reward_model``. A server that
+has the reward model, too, adds ``rewards`` FP32 [B, 1], with attributes merged by the contract's
+weights. ``critic_train`` answers ``loss_mean`` FP32 [1], ``critic_save`` ``status`` INT64 [1], 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_aligner.data.rollout import Rollout
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.base import TensorSpec
+from nemo_aligner.utils.errors import DataError
+
+INFER_NAME, TRAIN_NAME, SAVE_NAME = "critic_infer", "critic_train", "critic_save"
+DEFAULT_URL = "http://127.0.0.1:5556"
+
+INFER_INPUTS = kserve.INPUTS
+INFER_OUTPUTS = (TensorSpec("values", np.float32, (-1,)), TensorSpec("exceeded", np.int32, (1,)))
+REWARDS_OUTPUT = TensorSpec("rewards", np.float32, (1,))
+TRAIN_INPUTS = (
+    TensorSpec("tokens", np.int64, (-1, -1)),
+    TensorSpec("returns", np.float32, (-1, -1)),
+    TensorSpec("prev_values", np.float32, (-1, -1)),
+    TensorSpec("mask", np.float32, (-1, -1)),
+)
+TRAIN_OUTPUTS = (TensorSpec("loss_mean", np.float32, (1,)),)
+SAVE_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
+SAVE_OUTPUTS = (TensorSpec("status", np.int64, (1,)),)
+
+
+@dataclass(frozen=True)
+class ValueReply:
+    """``values`` ``[B, W]`` float32, and ``rewards`` ``[B]`` float32 where the server has them."""
+
+    values: np.ndarray
+    rewards: np.ndarray | None = None
+
+
+def join_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of different lengths as one array, filled up with zeros."""
+    joined = np.zeros((len(rows), max(map(len, rows))), dtype=np.float32)
+    for line, row in zip(joined, rows, strict=True):
+        line[: len(row)] = row
+    return joined
+
+
+def encode_values(
+    inputs: Mapping[str, np.ndarray], joined: np.ndarray, exceeded: np.ndarray, has_rewards: bool
+) -> dict[str, np.ndarray]:
+    """The answer to a request's ``inputs``: ``joined`` rows of values, rewards before them."""
+    rewards, values = joined[:, : int(has_rewards)], joined[:, int(has_rewards) :]
+    if "tokens" in inputs:
+        missing = inputs["tokens"].shape[1] - values.shape[1]
+        values = np.pad(values, ((0, 0), (0, missing)))
+    flags = np.asarray(exceeded, dtype=np.int32).reshape(-1, 1)
+    answer = {"values": np.ascontiguousarray(values), "exceeded": flags}
+    return {**answer, "rewards": np.ascontiguousarray(rewards)} if has_rewards else answer
+
+
+def decode_values(outputs: Mapping[str, np.ndarray]) -> ValueReply:
+    """What a client of ``critic_infer`` got.
+
+    Raises:
+        KeyError: there are no values.
+    """
+    rewards = outputs.get("rewards")
+    return ValueReply(
+        np.asarray(outputs["values"], dtype=np.float32),
+        None if rewards is None else np.asarray(rewards, dtype=np.float32).reshape(-1),
+    )
+
+
+def encode_rollout(rollout: Rollout) -> dict[str, np.ndarray]:
+    """The inputs of ``critic_train``."""
+    return {
+        "tokens": np.asarray(rollout.tokens, dtype=np.int64),
+        "returns": np.asarray(rollout.returns, dtype=np.float32),
+        "prev_values": np.asarray(rollout.prev_values, dtype=np.float32),
+        "mask": np.asarray(rollout.mask, dtype=np.float32),
+    }
+
+
+def decode_rollout(inputs: Mapping[str, np.ndarray]) -> Rollout:
+    """A request's tensors; whether they fit each other, ``Rollout.check`` says.
+
+    Raises:
+        DataError: one is missing.
+    """
+    names = [spec.name for spec in TRAIN_INPUTS]
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        got = ", ".join(sorted(inputs)) or "no inputs"
+        raise DataError(f"got {got}, wanted {', '.join(names)}")
+    return Rollout(*(inputs[name] for name in names))

@@ -1,0 +1,377 @@
+"""NeMo Gym's ``POST /verify``: one rollout, and the same back with its reward.
+
+The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``responses_create_params`` is
+what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
+API, and ``tools``), ``response.output`` what it said. Both together are scored as one conversation,
+calls of functions and their results included. Reasoning is no part of it, and a rollout with a
+refusal, or with tools that are no functions, cannot be scored.
+
+A rollout whose reward is no measurement of the policy has ``mask_sample``, ``failure_kind`` (of
+Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, where it cannot be
+scored, or with no other reply could be, and where the model refuses what the policy said (too
+long, or with the template's own tokens; with ``gateway.reward_threshold`` that is a rollout that
+failed: reward 0, and no mask), or it said nothing, as one does whose thoughts took all of its
+tokens. An answer other than 200 is for a body that is no rollout.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import ConfigDict, Field, ValidationError
+
+from nemo_aligner.contract.messages import Message, Messages, Text
+from nemo_aligner.serving.protocols.base import (
+    STATUSES,
+    Body,
+    Failure,
+    FailureKind,
+    HttpAnswer,
+    PlainRoute,
+    Route,
+    ScoredRequest,
+    ScoreRequest,
+    Served,
+    as_json,
+    conversation_of,
+    problems_of,
+    text_of,
+)
+from nemo_aligner.utils.errors import ServingError
+
+# Gym's failure_kinds.py; of its own kinds a server says whose they are.
+_KINDS = {
+    FailureKind.busy: "transport_unreachable",
+    FailureKind.unreachable: "transport_unreachable",
+    FailureKind.internal: "verifier_error",
+    FailureKind.bad_request: "verifier_error",
+    FailureKind.too_large: "verifier_error",
+}
+_REFUSED = "reward_model:refused_text"
+_NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
+_ROLES = {"developer": "system"}
+_OF_FUNCTION = ("name", "description", "parameters", "strict")
+_OTHER_REPLY = "."  # that nobody refuses
+
+
+class ResponseParams(Body):
+    """What the policy was asked."""
+
+    input: str | list[Any]
+    instructions: str | None = None
+    tools: list[Any] | None = None
+
+
+class PolicyResponse(Body):
+    """What the policy said."""
+
+    output: list[Any]
+
+
+class VerifyRequest(Body):
+    """One rollout; whatever else it has comes back as it is."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "responses_create_params": {"input": "What is red?"},
+                "response": {
+                    "output": [
+                        {
+                            "type": "message",
+                            "role": "assistant",
+                            "content": [{"type": "output_text", "text": "A rose."}],
+                        }
+                    ]
+                },
+            }
+        }
+    )
+
+    responses_create_params: ResponseParams
+    response: PolicyResponse
+
+
+class VerifyResponse(Body):
+    """The request's fields, and those from ``reward`` on."""
+
+    responses_create_params: ResponseParams
+    response: PolicyResponse
+    reward: float
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    mask_sample: bool = False
+    failure_kind: str | None = None
+    failure_reason: str | None = None
+
+
+def read(body: VerifyRequest) -> ScoreRequest:
+    """Raises ServingError: it has items that are no text."""
+    said = _turns(body.response.output, "response.output")
+    if not _has_reply(said):
+        raise ServingError(_NO_REPLY)
+    return ScoreRequest(texts=[_conversation(body, said)])
+
+
+def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
+    """The same prompt with a reply of one letter: where that is refused, the prompt is."""
+    other = {"role": "assistant", "content": _OTHER_REPLY}
+    return ScoreRequest(texts=[_conversation(body, [other])])
+
+
+def _conversation(body: VerifyRequest, said: Messages) -> Text:
+    asked = body.responses_create_params
+    messages: Messages = []
+    if asked.instructions:
+        messages.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        messages.append({"role": "user", "content": asked.input})
+    else:
+        messages += _turns(asked.input, "responses_create_params.input")
+    tools = [_tool(tool, number) for number, tool in enumerate(asked.tools or ())]
+    return conversation_of({"messages": _joined([*messages, *said]), "tools": tools}, "rollout")
+
+
+def _tool(given: Any, number: int) -> dict[str, Any]:
+    """A function of the Responses API, as the chat API has it."""
+    if not isinstance(given, dict) or given.get("type", "function") != "function":
+        place = f"responses_create_params.tools.{number}"
+        raise ServingError(f"{place}: got {as_json(given)}, wanted a function")
+    kept = {key: given[key] for key in _OF_FUNCTION if given.get(key) is not None}
+    return {"type": "function", "function": kept}
+
+
+def _has_reply(said: Messages) -> bool:
+    return bool(said) and said[-1]["role"] == "assistant"
+
+
+def _turns(items: list[Any], where: str) -> Messages:
+    """Messages of the Responses API, calls of tools and their results, without reasoning."""
+    turns: Messages = []
+    for number, item in enumerate(items):
+        place = f"{where}.{number}"
+        kind = item.get("type") or "message" if isinstance(item, dict) else None
+        if kind == "reasoning":
+            continue
+        if kind in _READ_BY_KIND:
+            turns.append(_READ_BY_KIND[kind](item, place))
+            continue
+        if kind != "message" or not isinstance(item.get("role"), str):
+            raise ServingError(
+                f"{place}: got {as_json(item)}, wanted a message with role and content"
+            )
+        role = _ROLES.get(item["role"], item["role"])
+        turns.append({"role": role, "content": text_of(item.get("content"), place)})
+    return turns
+
+
+def _call(item: dict[str, Any], place: str) -> Message:
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _result(item: dict[str, Any], place: str) -> Message:
+    text = text_of(item.get("output"), place)
+    return {"role": "tool", "content": text, "tool_call_id": item.get("call_id")}
+
+
+_READ_BY_KIND = {"function_call": _call, "function_call_output": _result}
+
+
+def _joined(turns: Messages) -> Messages:
+    """With the assistant's messages and calls that follow each other as one."""
+    joined: Messages = []
+    for turn in turns:
+        if not joined or not joined[-1]["role"] == turn["role"] == "assistant":
+            joined.append(turn)
+            continue
+        before = joined[-1]
+        contents = [each["content"] for each in (before, turn) if each["content"] is not None]
+        joined[-1] = {"role": "assistant", "content": "".join(contents) if contents else None}
+        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
+        joined[-1] |= {"tool_calls": calls} if calls else {}
+    return joined
+
+
+def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+    """The rollout with its reward: 1 or 0 where there is a threshold, else as it is."""
+    threshold = served.reward_threshold
+    if scored.errors:
+        reason = f"the model refuses what the policy said: {scored.errors[0]}"
+        return {**_echo(body), **_unmeasured(_REFUSED, reason, is_masked=threshold is None)}
+    (reward,) = served.one_reward(scored.reply.rewards)
+    components = dict(zip(served.attributes, scored.reply.rewards[0].tolist(), strict=True))
+    return {
+        **_echo(body),
+        "reward": reward if threshold is None else float(reward >= threshold),
+        "raw_reward": reward,
+        "reward_components": components,
+        "mask_sample": False,
+        "failure_kind": None,
+        "failure_reason": None,
+    }
+
+
+def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
+    """A rollout without a reward; an error where the body is none, or its sender unknown."""
+    kind = _REFUSED if failure.message == _NO_REPLY else _KINDS.get(failure.kind)
+    if body is None or kind is None:
+        return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
+    unmeasured = _unmeasured(kind, failure.message, is_masked=True)
+    return HttpAnswer(200, {**_echo(body), **unmeasured})
+
+
+def _echo(body: VerifyRequest) -> dict[str, Any]:
+    return body.model_dump(exclude_unset=True)
+
+
+def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
+    return {
+        "reward": 0.0,
+        "mask_sample": is_masked,
+        "failure_kind": kind,
+        "failure_reason": reason,
+    }
+
+
+ROUTES = [
+    Route(
+        "/verify",
+        "NeMo Gym: a rollout's reward",
+        VerifyRequest,
+        VerifyResponse,
+        read,
+        answer,
+        refuse,
+        with_other_reply=read_with_other_reply,
+    )
+]
+
+
+# What NeMo Gym asks a resources server beside rewards, as its ``SimpleResourcesServer`` has it.
+#
+# ``POST /seed_session`` and ``POST /close_session`` come before and after each rollout: nothing is
+# kept for one, so they hand back the identifier that they were given. ``POST /aggregate_metrics``
+# comes at a run's end, with all rollouts without their texts: mean, largest, smallest, median and
+# standard deviation of each number that stands in them, of all and of each task, by Gym's names.
+# Masked rollouts have no part in them, and are counted. ``GET /reverify_mode``: a rollout may be
+# scored again at any time. Where Gym observes its rollouts, all paths begin with
+# ``/ng-rollout/ROLLOUT``, which its own servers take off, too.
+
+_TASK = "_ng_task_index"
+_ROLLOUT = "_ng_rollout_index"
+_OWN = "_ng_"  # what begins so is Gym's own, and no measurement
+_SESSION = "resources_session_id"
+# ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
+_OF_ROLLOUT = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
+
+
+class SessionRequest(Body):
+    """An identifier, where an environment server gives one."""
+
+    resources_session_id: str | None = None
+
+
+class AggregateRequest(Body):
+    """All rollouts of a run, without what was asked and said."""
+
+    verify_responses: list[dict[str, Any]]
+
+
+def without_rollout(path: str) -> str:
+    """The path of a request without the rollout that Gym puts before it."""
+    return _OF_ROLLOUT.sub("", path)
+
+
+def answer_session(content: bytes) -> HttpAnswer:
+    """The identifier, if there is one."""
+    body = _parsed(SessionRequest, content)
+    known = body.resources_session_id
+    return HttpAnswer(200, {} if known is None else {_SESSION: known})
+
+
+def answer_aggregate(content: bytes) -> HttpAnswer:
+    """Metrics by Gym's names."""
+    rollouts = _parsed(AggregateRequest, content).verify_responses
+    measured = [each for each in rollouts if not each.get("mask_sample")]
+    by_task: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for each in measured:
+        by_task[each.get(_TASK, 0)].append(each)
+    coverage = _coverage(rollouts, measured, len(by_task))
+    groups = [
+        {_TASK: task, **_statistics(own), "num_rollouts": len(own)} for task, own in by_task.items()
+    ]
+    statistics = _statistics(measured)
+    repeats = {"num_repeats": len({each.get(_ROLLOUT, 0) for each in rollouts})} if measured else {}
+    means = {name: value for name, value in statistics.items() if name.startswith("mean/")}
+    return HttpAnswer(
+        200,
+        {
+            "group_level_metrics": groups,
+            "agent_metrics": {**statistics, **coverage, **repeats},
+            "key_metrics": {**means, **coverage},
+        },
+    )
+
+
+def answer_reverify_mode(content: bytes) -> HttpAnswer:
+    """Nothing is kept from one rollout to the next."""
+    return HttpAnswer(200, "stateless")
+
+
+def _parsed(model: Any, content: bytes) -> Any:
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise ServingError(problems_of(error, model)) from error
+
+
+def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each number that stands in rollouts, by its name."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    for each in rollouts:
+        for name, value in each.items():
+            if isinstance(value, int | float) and math.isfinite(value) and name[:4] != _OWN:
+                columns[name].append(float(value))
+    columns.pop("mask_sample", None)
+    found: dict[str, float] = {}
+    for name, values in columns.items():
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+        found |= {
+            f"mean/{name}": float(np.mean(values)),
+            f"max/{name}": max(values),
+            f"min/{name}": min(values),
+            f"median/{name}": float(np.median(values)),
+            f"std/{name}": spread,
+        }
+    return found
+
+
+def _coverage(
+    rollouts: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], tasks: int
+) -> dict[str, int]:
+    """How much was masked; empty where nothing was."""
+    if len(measured) == len(rollouts):
+        return {}
+    every_task = {each.get(_TASK, 0) for each in rollouts}
+    return {
+        "coverage/measured_rollouts": len(measured),
+        "coverage/masked_rollouts": len(rollouts) - len(measured),
+        "coverage/measured_tasks": tasks,
+        "coverage/fully_masked_tasks": len(every_task) - tasks,
+    }
+
+
+PLAIN_ROUTES = [
+    PlainRoute("/seed_session", "NeMo Gym: a rollout begins", answer_session),
+    PlainRoute("/close_session", "NeMo Gym: a rollout has ended", answer_session),
+    PlainRoute("/aggregate_metrics", "NeMo Gym: the metrics of a run", answer_aggregate),
+    PlainRoute(
+        "/reverify_mode", "NeMo Gym: rollouts may be scored again", answer_reverify_mode, "GET"
+    ),
+]

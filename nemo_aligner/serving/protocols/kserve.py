@@ -1,0 +1,310 @@
+"""KServe v2: the tensors of the ``reward_model`` endpoint, to and from what they mean.
+
+A request carries B texts (or token rows), in exactly one of three forms:
+
+====================  =====  ======  ==============================================================
+input                 dtype  shape   meaning
+====================  =====  ======  ==============================================================
+``sentences``         BYTES  [B, 1]  raw UTF-8 text, scored as it stands, without chat template
+``conversations``     BYTES  [B, 1]  a JSON list of messages, or an object with ``messages``,
+                                     ``tools`` and ``documents``; the contract's chat template is
+                                     applied
+``tokens``            INT64  [B, S]  token ids, scored as sent; whatever stands after the length
+                                     is ignored
+``sequence_lengths``  INT64  [B, 1]  the true lengths, with ``tokens``
+``add_EOS``           BOOL   [B, 1]  optional, from clients of NeMo-Aligner 0.2-0.3; see below
+====================  =====  ======  ==============================================================
+
+The answer has ``rewards`` FP32 [B, A], one column per attribute; ``exceeded`` INT32 [B, 1], 1
+where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it; and
+``contract_hash`` BYTES [B, 1], which says by what contract it was scored. With any other overlong
+rule, and for ``tokens``, which are never altered, too long is an error. A server that shapes its
+rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M models before;
+``deviation`` FP32 [B, A] where it has several; and ``passed`` INT32 [B, 1] where it has a
+threshold. A model with K outputs for each attribute also answers with ``spread`` FP32 [B, A], the
+uncertainty of the rewards, and ``outputs`` FP32 [B, M * A * K].
+
+The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
+JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
+start, a JSON object of numbers (see ``Meter.statistics``); and with ``turn_end`` BYTES [1]: what
+the chat template writes behind a reply (see ``TurnEnd``), as JSON, or null. It needs no input;
+``dummy_var`` INT64 [1] is for clients that must send one.
+
+Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
+contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
+says, for the other forms it must be false, and a request that disagrees is refused.
+
+A bad request is answered with HTTP 400 and one line of its own; the others in its batch are not
+touched. So is one without the server's bearer token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json, read_text
+from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.protocols.base import ScoreReply, ScoreRequest, TensorSpec
+from nemo_aligner.utils.errors import DataError, ServingError, shown
+
+MODEL_NAME = "reward_model"
+CONTRACT_MODEL_NAME = "contract"
+DEFAULT_URL = "http://127.0.0.1:5555"
+# Triton has no 401: it is a 400 with these words.
+NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
+
+INPUTS = (
+    TensorSpec("sentences", bytes, (1,), optional=True),
+    TensorSpec("conversations", bytes, (1,), optional=True),
+    TensorSpec("tokens", np.int64, (-1,), optional=True),
+    TensorSpec("sequence_lengths", np.int64, (1,), optional=True),
+    TensorSpec("add_EOS", np.bool_, (1,), optional=True),
+)
+OUTPUTS = (
+    TensorSpec("rewards", np.float32, (-1,)),
+    TensorSpec("exceeded", np.int32, (1,)),
+    TensorSpec("contract_hash", bytes, (1,)),
+)
+# Where rewards are shaped, or a head has several outputs for an attribute.
+OPTIONAL_OUTPUTS = (
+    TensorSpec("raw_rewards", np.float32, (-1,)),
+    TensorSpec("deviation", np.float32, (-1,)),
+    TensorSpec("passed", np.int32, (1,)),
+    TensorSpec("spread", np.float32, (-1,)),
+    TensorSpec("outputs", np.float32, (-1,)),
+)
+CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
+CONTRACT_OUTPUTS = (
+    TensorSpec("contract", bytes, (1,)),
+    TensorSpec("statistics", bytes, (1,)),
+    TensorSpec("turn_end", bytes, (1,)),
+)
+
+
+def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
+    """The inputs of a request for raw texts."""
+    return {"sentences": _bytes_column(text.encode() for text in texts)}
+
+
+def encode_conversations(conversations: Sequence[Messages | Conversation]) -> dict[str, np.ndarray]:
+    """The inputs of a request for conversations."""
+    rows = (json.dumps(as_json(each), ensure_ascii=False).encode() for each in conversations)
+    return {"conversations": _bytes_column(rows)}
+
+
+def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """The inputs of a request for token ids: rows padded with zeros, and their true lengths.
+
+    Raises:
+        DataError: a row is empty, or has what is no token id.
+    """
+    rows = [_token_ids(number, row) for number, row in enumerate(token_lists)]
+    lengths = np.array([[len(row)] for row in rows], dtype=np.int64)
+    tokens = np.zeros((len(rows), int(lengths.max())), dtype=np.int64)
+    for line, row in zip(tokens, rows, strict=True):
+        line[: len(row)] = row
+    return {"tokens": tokens, "sequence_lengths": lengths}
+
+
+def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
+    """The outputs of one answered request."""
+    outputs = {
+        "rewards": np.asarray(reply.rewards, dtype=np.float32),
+        "exceeded": np.asarray(reply.exceeded, dtype=np.int32).reshape(-1, 1),
+        "contract_hash": _bytes_column([(reply.contract_hash or "").encode()] * len(reply.rewards)),
+    }
+    for spec in OPTIONAL_OUTPUTS:
+        values = getattr(reply, spec.name)
+        if values is not None:
+            outputs[spec.name] = np.asarray(values, dtype=spec.dtype).reshape(len(values), -1)
+    return outputs
+
+
+def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
+    """What a client got; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
+    rewards = np.asarray(outputs["rewards"], dtype=np.float32)
+    exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
+    hashes = outputs.get("contract_hash", np.array([b""]))
+    passed = outputs.get("passed")
+    return ScoreReply(
+        rewards,
+        np.asarray(exceeded).reshape(-1).astype(bool),
+        _decode_bytes(hashes.reshape(-1)[0]) or None,
+        outputs.get("raw_rewards"),
+        outputs.get("deviation"),
+        None if passed is None else passed.reshape(-1).astype(bool),
+        outputs.get("spread"),
+        outputs.get("outputs"),
+    )
+
+
+def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
+    """What the ``contract`` model says of the model's scores."""
+    text = json.dumps(contract.to_dict(), ensure_ascii=False, allow_nan=False)
+    return {"contract": np.array([text.encode()], dtype=np.object_)}
+
+
+def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
+    """What the ``contract`` model answered.
+
+    Raises:
+        CheckpointError: it is of another version, or was changed.
+    """
+    return ScoringContract.from_dict(json.loads(_decode_bytes(outputs["contract"].reshape(-1)[0])))
+
+
+def encode_turn_end(turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
+    """What the ``contract`` model says of the chat template's end."""
+    text = json.dumps(None if turn_end is None else turn_end.to_dict())
+    return {"turn_end": np.array([text.encode()], dtype=np.object_)}
+
+
+def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
+    """What a server's template writes behind a reply; None where it has nothing to say.
+
+    Raises:
+        ServingError: it does not say, as one of an earlier version.
+    """
+    try:
+        found = json.loads(_decode_bytes(outputs["turn_end"].reshape(-1)[0]))
+        return None if found is None else TurnEnd.from_dict(found)
+    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+        raise ServingError(f"turn_end: {error}") from error
+
+
+def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """What the ``contract`` model says of the server itself."""
+    return {"statistics": np.array([json.dumps(statistics).encode()], dtype=np.object_)}
+
+
+def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """What a server has counted; what is no number is left out.
+
+    Raises:
+        ServingError: it does not say, or not as a JSON object.
+    """
+    try:
+        found = json.loads(_decode_bytes(outputs["statistics"].reshape(-1)[0]))
+        return {name: float(value) for name, value in found.items() if _is_number(value)}
+    except (KeyError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise ServingError(f"statistics: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
+    """Check one request's tensors and take them apart.
+
+    Raises:
+        ServingError: the tensors contradict each other or the contract above, in one line.
+    """
+    forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
+    if len(forms) != 1:
+        raise ServingError(
+            f"got {_listing(inputs)}, wanted exactly one of sentences, conversations, "
+            "or tokens with sequence_lengths"
+        )
+    form = forms[0]
+    if len(inputs[form]) == 0:
+        raise ServingError(f"{form}: got no rows, wanted at least one")
+    if (form == "tokens") != ("sequence_lengths" in inputs):
+        raise ServingError(f"got {_listing(inputs)}, wanted tokens and sequence_lengths together")
+    add_eos = _column(inputs, "add_EOS", len(inputs[form])) if "add_EOS" in inputs else None
+    flags = None if add_eos is None else [bool(flag) for flag in add_eos]
+    if form == "tokens":
+        return ScoreRequest(token_lists=_decode_tokens(inputs), add_eos=flags)
+    rows = [_text(form, *each) for each in enumerate(_column(inputs, form, len(inputs[form])))]
+    if form == "sentences":
+        return ScoreRequest(texts=list(rows), add_eos=flags)
+    conversations = [_conversation(row, text) for row, text in enumerate(rows)]
+    return ScoreRequest(texts=list(conversations), add_eos=flags)
+
+
+def size_of_request(inputs: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """Rows and bytes of a request's tensors, before any is looked into."""
+    rows = max((len(array) for array in inputs.values() if array.ndim), default=0)
+    return rows, sum(map(_num_bytes, inputs.values()))
+
+
+def _num_bytes(array: np.ndarray) -> int:
+    return sum(map(len, array.reshape(-1))) if array.dtype == np.object_ else array.nbytes
+
+
+def _token_ids(number: int, row: Sequence[int]) -> np.ndarray:
+    if len(row) == 0:
+        raise DataError(f"row {number}: it has no tokens")
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # lists of different lengths
+        ids = np.array(None)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(f"row {number}: got {shown(row)}, wanted token ids")
+    return ids
+
+
+def _bytes_column(rows: Any) -> np.ndarray:
+    return np.array([[row] for row in rows], dtype=np.object_)
+
+
+def _listing(inputs: Mapping[str, np.ndarray]) -> str:
+    return ", ".join(sorted(inputs)) or "no inputs"
+
+
+def _column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]:
+    array = inputs[name]
+    if array.shape != (rows, 1):
+        raise ServingError(f"{name}: got shape {list(array.shape)}, wanted [{rows}, 1]")
+    return list(array.reshape(-1))
+
+
+def _text(form: str, row: int, raw: Any) -> str:
+    """One that is not UTF-8 would be scored as another text."""
+    try:
+        return raw.decode("utf-8") if isinstance(raw, bytes) else str(raw)
+    except UnicodeDecodeError as error:
+        raise ServingError(f"{form}, row {row}: not UTF-8 ({error.reason})") from None
+
+
+def _decode_bytes(raw: Any) -> str:
+    return raw.decode("utf-8", errors="replace") if isinstance(raw, bytes) else str(raw)
+
+
+def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
+    tokens = inputs["tokens"]
+    if tokens.ndim != 2:
+        raise ServingError(f"tokens: got shape {list(tokens.shape)}, wanted [B, S]")
+    lengths = [int(length) for length in _column(inputs, "sequence_lengths", len(tokens))]
+    for row, length in enumerate(lengths):
+        if not 1 <= length <= tokens.shape[1]:
+            raise ServingError(
+                f"sequence_lengths, row {row}: got {length}, "
+                f"wanted 1 to {tokens.shape[1]} (the width of tokens)"
+            )
+    return [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
+
+
+def _conversation(row: int, text: str) -> Text:
+    """What is wrong with its messages, the error of its row says in the scorer's words."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ServingError(f"conversations, row {row}: not JSON ({error})") from None
+    except RecursionError:
+        raise ServingError(f"conversations, row {row}: JSON that is nested too deeply") from None
+    messages = given.get("messages") if isinstance(given, dict) else given
+    if not isinstance(messages, list) or not messages:
+        raise ServingError(
+            f"conversations, row {row}: got {text[:80]}, wanted a list of messages that is not "
+            "empty, or an object with messages"
+        )
+    try:
+        return read_text(given)
+    except DataError as error:
+        raise ServingError(f"row {row}: {error}") from error

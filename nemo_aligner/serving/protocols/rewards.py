@@ -1,0 +1,157 @@
+"""``POST /v1/rewards``: this package's own protocol, for anything that can post JSON.
+
+The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, or
+objects with ``messages``, ``tools`` and ``documents``, which get the model's chat template) and
+``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
+of ``attributes``, or null where the model refuses it, and ``errors`` says why. ``truncated`` says
+which texts were cut to the model's length. With ``outputs: true`` a model with several outputs for
+each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, WithJsonSchema
+
+from nemo_aligner.serving.protocols.base import (
+    STATUSES,
+    Body,
+    Failure,
+    HttpAnswer,
+    Items,
+    Route,
+    ScoredRequest,
+    ScoreRequest,
+    Served,
+    conversation_of,
+)
+from nemo_aligner.utils.errors import ServingError
+
+# What only servers answer that shape their rewards.
+_SHAPED = ("raw_rewards", "deviation")
+# What only models have with several outputs for each attribute.
+_READ = ("spread", "outputs")
+
+
+# A list of messages, or an object with messages, tools and documents: ``read_text`` says what is
+# wrong with one.
+RewardConversation = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "object"}},
+                {
+                    "type": "object",
+                    "properties": {
+                        name: {"type": "array", "items": {"type": "object"}}
+                        for name in ("messages", "tools", "documents")
+                    },
+                    "required": ["messages"],
+                },
+            ]
+        }
+    ),
+]
+
+
+class RewardsRequest(Body, extra="forbid"):
+    """Exactly one of the three."""
+
+    texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
+    conversations: Items[RewardConversation] | None = Field(None, min_length=1)
+    tokens: Items[Items[int]] | None = Field(None, min_length=1)
+    outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
+
+
+class RowError(Body):
+    """Why a row has no reward."""
+
+    row: int
+    message: str
+
+
+class RewardsResponse(Body):
+    """A reward of each row for each attribute; what shapes rewards adds more of the same rows."""
+
+    rewards: list[list[float] | None]
+    attributes: list[str]
+    contract_hash: str | None
+    truncated: list[bool]
+    errors: list[RowError]
+    raw_rewards: list[list[float] | None] | None = None
+    deviation: list[list[float] | None] | None = None
+    passed: list[bool | None] | None = None
+    spread: list[list[float] | None] | None = None
+    outputs: list[list[float] | None] | None = None
+
+
+def read(body: RewardsRequest) -> ScoreRequest:
+    """Raises ServingError: not exactly one form."""
+    forms = [name for name in ("texts", "conversations", "tokens") if getattr(body, name)]
+    if len(forms) != 1:
+        got = " and ".join(forms) or "none of them"
+        raise ServingError(f"got {got}, wanted one of texts, conversations and tokens")
+    if body.tokens:
+        return ScoreRequest(token_lists=body.tokens)
+    if body.texts:
+        return ScoreRequest(texts=[*body.texts])
+    texts = [
+        conversation_of(given, f"conversations.{number}")
+        for number, given in enumerate(body.conversations or ())
+    ]
+    return ScoreRequest(texts=texts)
+
+
+def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+    """See the top of this file."""
+    reply = scored.reply
+    more = (*_SHAPED, *_READ) if body.outputs else _SHAPED
+    shaped = {name: getattr(reply, name, None) for name in more}
+    passed = {} if reply.passed is None else {"passed": _booleans(reply.passed)}
+    return {
+        "rewards": _rows(reply.rewards),
+        "attributes": list(served.attributes),
+        "contract_hash": reply.contract_hash,
+        "truncated": reply.exceeded.tolist(),
+        "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],
+        **{name: _rows(values) for name, values in shaped.items() if values is not None},
+        **passed,
+    }
+
+
+def _rows(values: np.ndarray) -> list[Any]:
+    """Rows of numbers for JSON, which has no NaN: null in place of a row that has one."""
+    missing = np.isnan(values).reshape(len(values), -1).any(axis=1)
+    return [
+        None if is_missing else row
+        for row, is_missing in zip(values.tolist(), missing, strict=True)
+    ]
+
+
+def _booleans(values: np.ndarray) -> list[bool | None]:
+    """Rows of 1, 0 or NaN for JSON."""
+    return [None if math.isnan(each) else bool(each) for each in values.tolist()]
+
+
+def refuse(failure: Failure, body: RewardsRequest | None) -> HttpAnswer:
+    """``{"error": {"kind", "message"}}``"""
+    error = {"kind": failure.kind.value, "message": failure.message}
+    return HttpAnswer(STATUSES[failure.kind], {"error": error})
+
+
+ROUTES = [
+    Route(
+        "/v1/rewards",
+        "Rewards of texts, conversations or token ids",
+        RewardsRequest,
+        RewardsResponse,
+        read,
+        answer,
+        refuse,
+        sets_rows_aside=True,
+    )
+]

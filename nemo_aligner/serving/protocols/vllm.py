@@ -1,0 +1,316 @@
+"""vLLM's ``POST /classify``, ``/pooling`` and ``/score``, as its server 0.32 has them.
+
+The shapes are those of ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, token ids,
+or a list of either, all scored as they stand, but for what a chat template has behind an end of
+turn; ``messages`` is one conversation, which gets the model's chat template, with ``tools`` and
+``documents``. ``/score`` takes pairs, 1 with 1, 1 with N or N with N: the first is what the user
+says, the second the reply, and both are scored as a conversation.
+
+A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
+each attribute, and ``score`` one of them all. What would have a text scored by other rules than the
+scoring contract's (truncation, another template, special tokens) is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.serving.protocols.base import (
+    STATUSES,
+    Body,
+    Failure,
+    FailureKind,
+    HttpAnswer,
+    Items,
+    Route,
+    ScoredRequest,
+    ScoreRequest,
+    Served,
+    as_json,
+    conversation_of,
+)
+from nemo_aligner.utils.errors import ServingError
+
+_ERROR_TYPES = {
+    FailureKind.bad_request: "BadRequestError",
+    FailureKind.unauthorized: "AuthenticationError",
+    FailureKind.too_large: "BadRequestError",
+    FailureKind.internal: "InternalServerError",
+    FailureKind.busy: "ServiceUnavailableError",
+    FailureKind.unreachable: "ServiceUnavailableError",
+}
+# Fields by which a client asks for another score, or another form, than there is here; with the
+# values that ask for none.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "use_activation": (None, False),
+    "activation": (None, False),
+    "normalize": (None, False),
+    "softmax": (None, False),
+    "truncate_prompt_tokens": (None,),
+    "truncation_side": (None,),
+    "padding": (None, "do_not_pad"),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, False),
+    "continue_final_message": (None, False),
+    "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
+    "cache_salt": (None,),
+    "priority": (None, 0),
+    "task": (None, "classify"),
+    "dimensions": (None,),
+    "encoding_format": (None, "float"),
+    "instruction": (None,),
+    "max_tokens_per_query": (None, 0),
+    "max_tokens_per_doc": (None, 0),
+}
+_BY_CONTRACT = "how a text is scored is for the model's scoring contract"
+_NO_ACTIVATION = "a reward has no activation"
+_ONE_FORM = "there is no other here"
+_REASONS = {
+    "use_activation": _NO_ACTIVATION,
+    "activation": _NO_ACTIVATION,
+    "normalize": _NO_ACTIVATION,
+    "softmax": _NO_ACTIVATION,
+    "cache_salt": _ONE_FORM,
+    "priority": _ONE_FORM,
+    "task": _ONE_FORM,
+    "dimensions": _ONE_FORM,
+    "encoding_format": _ONE_FORM,
+}
+_BESIDE = ("tools", "documents")
+_PAIRS = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
+)
+
+
+class PoolingRequest(Body):
+    """``input`` or ``messages``."""
+
+    model: str | None = None
+    input: str | Items[str] | Items[int] | Items[Items[int]] | None = Field(
+        None, examples=[["What is red? A rose."]]
+    )
+    messages: Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
+    request_id: str | None = None
+
+
+class PairsRequest(Body):
+    """``queries`` and ``documents``, or one of vLLM's other names for the two."""
+
+    model: str | None = None
+    queries: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+        None, examples=["What is red?"]
+    )
+    documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+        None, examples=[["A rose.", "The sky."]]
+    )
+    tools: Items[dict[str, Any]] | None = None
+    request_id: str | None = None
+
+
+class PoolingUsage(Body):
+    """Tokens, where the request had token ids: of a text the gateway does not know them."""
+
+    prompt_tokens: int | None = None
+    total_tokens: int | None = None
+
+
+class PoolingResponse(Body):
+    """``data`` has an object for each input, with its ``index``.
+
+    ``/classify``: ``label``, ``probs`` (the rewards) and ``num_classes``; ``/pooling``: ``data``
+    (the rewards); ``/score``: ``score``.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[dict[str, Any]]
+    usage: PoolingUsage
+
+
+def read_input(body: PoolingRequest) -> ScoreRequest:
+    """Raises ServingError: neither input nor messages, or it asks for another score."""
+    if (body.input is None) == (body.messages is None):
+        raise ServingError("wanted one of input and messages")
+    if body.messages is not None:
+        _check_fixed(body, special_tokens=False)
+        asked = {name: getattr(body, name) for name in ("messages", *_BESIDE)}
+        return ScoreRequest(texts=[conversation_of(asked, "messages")])
+    _check_fixed(body, special_tokens=True)
+    for name in _BESIDE:
+        if getattr(body, name):
+            raise ServingError(f"{name}: got them beside input, wanted messages with them")
+    if not body.input:
+        raise ServingError("input: got nothing, wanted a text, token ids, or a list of either")
+    token_lists = _token_lists(body.input)
+    if token_lists is not None:
+        return ScoreRequest(token_lists=token_lists)
+    texts: Any = [body.input] if isinstance(body.input, str) else body.input
+    return ScoreRequest(texts=texts)
+
+
+def _token_lists(given: Any) -> list[list[int]] | None:
+    """The token ids of an input, one list or several; None for texts."""
+    if isinstance(given, str) or not given or isinstance(given[0], str):
+        return None
+    return [given] if isinstance(given[0], int) else given
+
+
+def read_pairs(body: PairsRequest) -> ScoreRequest:
+    """Raises ServingError: no pair of names, or lists of lengths that do not fit."""
+    _check_fixed(body, special_tokens=True)
+    fields = dict(body)
+    names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
+    if len(names) != 1:
+        wanted = ", or ".join(" with ".join(each) for each in _PAIRS)
+        raise ServingError(f"got {', '.join(body.model_fields_set) or 'nothing'}, wanted {wanted}")
+    first, second = ([*_sides(fields[name], name)] for name in names[0])
+    if not first or not second or (len(first) > 1 and len(first) != len(second)):
+        raise ServingError(
+            f"{' and '.join(names[0])}: got {len(first)} and {len(second)}, "
+            "wanted 1 and 1, 1 and N, or N and N"
+        )
+    asked = first * len(second) if len(first) == 1 else first
+    texts: list[Text] = []
+    for number, (prompt, reply) in enumerate(zip(asked, second, strict=True)):
+        sides = {"user": prompt, "assistant": reply}
+        messages = [{"role": role, "content": side} for role, side in sides.items()]
+        pair = {"messages": messages, "tools": body.tools}
+        texts.append(conversation_of(pair, f"{' and '.join(names[0])}, pair {number}"))
+    return ScoreRequest(texts=texts)
+
+
+def _sides(given: Any, name: str) -> list[Any]:
+    """Texts, or parts of text."""
+    sides = given if isinstance(given, list) else [given]
+    contents = [side.get("content") if isinstance(side, dict) else side for side in sides]
+    for number, content in enumerate(contents):
+        if not isinstance(content, str | list):
+            raise ServingError(
+                f"{name}.{number}: got {as_json(content)}, wanted a text or a list of parts of text"
+            )
+    return contents
+
+
+def _check_fixed(body: Body, special_tokens: bool) -> None:
+    """Raises ServingError: a field asks for what the scoring contract decides."""
+    fixed = {**_FIXED, "add_special_tokens": (None, special_tokens)}
+    for name, value in (body.model_extra or {}).items():
+        if name in fixed and value not in fixed[name]:
+            allowed = " or ".join(map(json.dumps, fixed[name]))
+            why = _REASONS.get(name, _BY_CONTRACT)
+            raise ServingError(f"{name}: got {as_json(value)}, wanted {allowed}: {why}")
+
+
+def answer_classify(body: PoolingRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+    """``label`` is the attribute with the largest number, as vLLM has it."""
+    data = [
+        {
+            "index": index,
+            "label": served.attributes[int(np.argmax(rewards))],
+            "probs": rewards.tolist(),
+            "num_classes": len(rewards),
+        }
+        for index, rewards in enumerate(scored.reply.rewards)
+    ]
+    return _listed("classify", body, served, data)
+
+
+def answer_pooling(body: PoolingRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+    """The rewards of each input."""
+    data = [
+        {"index": index, "object": "pooling", "data": rewards.tolist()}
+        for index, rewards in enumerate(scored.reply.rewards)
+    ]
+    return _listed("pool", body, served, data)
+
+
+def answer_pairs(body: PairsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+    """One number for each pair."""
+    data = [
+        {"index": index, "object": "score", "score": reward}
+        for index, reward in enumerate(served.one_reward(scored.reply.rewards))
+    ]
+    return _listed("score", body, served, data)
+
+
+def _listed(
+    kind: str, body: PoolingRequest | PairsRequest, served: Served, data: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "id": f"{kind}-{body.request_id or uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": served.model_name,
+        "data": data,
+        "usage": _usage(body),
+    }
+
+
+def _usage(body: PoolingRequest | PairsRequest) -> dict[str, int]:
+    """Known for token ids alone."""
+    token_lists = _token_lists(body.input) if isinstance(body, PoolingRequest) else None
+    if token_lists is None:
+        return {}
+    tokens = sum(map(len, token_lists))
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def refuse(failure: Failure, body: Body | None) -> HttpAnswer:
+    """``{"error": {"message", "type", "param", "code"}}``"""
+    status = STATUSES[failure.kind]
+    error = {
+        "message": failure.message,
+        "type": _ERROR_TYPES[failure.kind],
+        "param": None,
+        "code": status,
+    }
+    return HttpAnswer(status, {"error": error})
+
+
+ROUTES: list[Route[Any]] = [
+    Route(
+        "/classify",
+        "vLLM's classification: a reward for each attribute",
+        PoolingRequest,
+        PoolingResponse,
+        read_input,
+        answer_classify,
+        refuse,
+        completes_turns=True,
+    ),
+    Route(
+        "/pooling",
+        "vLLM's pooling: a reward for each attribute",
+        PoolingRequest,
+        PoolingResponse,
+        read_input,
+        answer_pooling,
+        refuse,
+        completes_turns=True,
+    ),
+    Route(
+        "/score",
+        "vLLM's score of pairs of texts, a prompt and its reply",
+        PairsRequest,
+        PoolingResponse,
+        read_pairs,
+        answer_pairs,
+        refuse,
+    ),
+]

@@ -1,0 +1,533 @@
+"""Scoring as a service: check a request, queue its rows, answer it, here or by an upstream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.contract.contract import EncodedText, ScoringContract
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client import RefusedError, ScoredRows
+from nemo_aligner.serving.client.calls import OnError
+from nemo_aligner.serving.engine.batcher import Admission, Batcher, BusyError
+from nemo_aligner.serving.engine.executor import ModelRanks, Operation
+from nemo_aligner.serving.engine.scorer import TokenCounts
+from nemo_aligner.serving.engine.shaping import RewardShaper
+from nemo_aligner.serving.metrics import Meter, RecentRewards
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
+from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
+
+# Scoring as a service: check a request, queue its rows for the model, answer it.
+
+# Beside the model: one would let a long text hold up all others.
+_ENCODERS = 2
+_SHORT = 2000  # bytes
+
+
+ReadOutputs = Callable[[np.ndarray], "tuple[np.ndarray, np.ndarray | None]"]
+
+
+class RequestEncoder(Protocol):
+    """What a request is checked and read by."""
+
+    contract: ScoringContract
+
+    def encode(self, text: Text) -> EncodedText:
+        """Raises AlignerError where the scoring contract refuses the text."""
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raises AlignerError where these ids cannot be scored as they stand."""
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Tokens of every text's reply alone."""
+
+
+class ServableScorer(RequestEncoder, Protocol):
+    """What a server needs of a scorer.
+
+    ``score_token_lists`` and ``forget`` are collective over the ranks, the others are not.
+    """
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Tokens of all calls."""
+
+    @property
+    def tokens_per_call(self) -> int:
+        """With how many tokens a call of ``score_token_lists`` keeps all ranks at work."""
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """What each rank keeps of texts before, at most."""
+
+    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, A]`` float32 rewards."""
+
+    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """``[N, outputs]`` float32 of the head."""
+
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
+
+    def forget(self) -> None:
+        """Keep nothing of earlier calls."""
+
+
+class RowQueue(Protocol):
+    """Where rows wait for the model."""
+
+    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        """The future of a row of numbers for each token list."""
+
+
+@dataclass
+class _Encoded:
+    token_lists: list[list[int]] = field(default_factory=list)
+    exceeded: list[bool] = field(default_factory=list)
+    reply_tokens: list[int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_lists))
+
+
+class RewardService:
+    """Answers requests, as many at once as come; for one event loop.
+
+    Texts are tokenized in threads of their own while the model is at work.
+    """
+
+    def __init__(
+        self,
+        scorer: RequestEncoder,
+        batcher: RowQueue,
+        config: ServerConfig,
+        meter: Meter,
+        shaper: RewardShaper | None = None,
+        read_outputs: ReadOutputs | None = None,
+    ) -> None:
+        """With ``read_outputs`` the rows of ``batcher`` are outputs that become rewards by it."""
+        self._scorer = scorer
+        self._read_outputs = read_outputs
+        self._batcher = batcher
+        self._max_bytes = config.max_request_bytes
+        self._admission = Admission(config.max_queue_rows, "server.max_queue_rows")
+        self._meter = meter
+        self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
+        self._shaper = shaper
+        self.contract = scorer.contract if shaper is None else shaper.contract
+        self._contract_hash = self.contract.hash
+
+    @property
+    def optional_outputs(self) -> tuple[str, ...]:
+        """What replies have beside rewards: of shaping, and of a head with several outputs."""
+        shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
+        return shaped if self._read_outputs is None else (*shaped, "spread", "outputs")
+
+    @property
+    def rows_inside(self) -> int:
+        """Rows of requests that are not answered yet."""
+        return self._admission.inside
+
+    async def answer(
+        self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
+    ) -> ScoreReply | Failure:
+        """The reply to a request of so many rows and bytes, which ``read`` takes apart."""
+        begun = time.monotonic()
+        try:
+            check_size(num_bytes, self._max_bytes)
+            with self._admission.of(rows):
+                # A short request is sooner tokenized than handed to another thread.
+                is_short = num_bytes <= _SHORT
+                encoded = self._encode(read()) if is_short else await self._in_encoder(read)
+                answer = await self._score(encoded)
+        except Exception as error:
+            answer = failure_of(error)
+        if isinstance(answer, Failure):
+            self._meter.refused()
+        else:
+            self._meter.answered(time.monotonic() - begun, rows, encoded.num_tokens)
+        return answer
+
+    def close(self) -> None:
+        """End the threads; nothing may be in flight."""
+        self._encoders.shutdown()
+        if self._shaper is not None:
+            self._shaper.save()
+
+    async def _in_encoder(self, read: Callable[[], ScoreRequest]) -> _Encoded:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
+
+    async def _score(self, encoded: _Encoded) -> ScoreReply | Failure:
+        rewards = await answer_of(self._batcher.submit(encoded.token_lists))
+        outputs = spread = None
+        if self._read_outputs is not None:
+            outputs = rewards
+            rewards, spread = self._read_outputs(outputs)
+        wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
+        if wrong.size:
+            what = f"row {wrong[0]}: the model's reward is not a finite number"
+            return Failure(what, FailureKind.internal)
+        exceeded = np.array(encoded.exceeded, dtype=bool)
+        reply = ScoreReply(rewards, exceeded, self._contract_hash, spread=spread, outputs=outputs)
+        if self._shaper is None:
+            return reply
+        shaped = self._shaper.shape(rewards, encoded.reply_tokens, spread)
+        return replace(reply, raw_rewards=rewards, **vars(shaped))
+
+    def _encode(self, request: ScoreRequest) -> _Encoded:
+        self._check_add_eos(request)
+        encoded = _Encoded()
+        for row, token_list in enumerate(request.token_lists or ()):
+            with _naming(row):
+                self._scorer.check_tokens(token_list)
+            encoded.token_lists.append(token_list)
+            encoded.exceeded.append(False)
+        for row, text in enumerate(request.texts or ()):
+            with _naming(row):
+                found = self._scorer.encode(text)
+            encoded.token_lists.append(list(found.token_ids))
+            encoded.exceeded.append(found.truncated)
+        if self._shaper is not None and self._shaper.needs_lengths:
+            encoded.reply_tokens = self._count_reply_tokens(request)
+        return encoded
+
+    def _count_reply_tokens(self, request: ScoreRequest) -> list[int]:
+        """Of token ids nobody knows where the reply begins."""
+        if request.texts is not None:
+            return self._scorer.count_reply_tokens(request.texts)
+        return [len(token_list) for token_list in request.token_lists or ()]
+
+    def _check_add_eos(self, request: ScoreRequest) -> None:
+        raw_text = request.texts is not None and isinstance(request.texts[0], str)
+        wanted = self._scorer.contract.add_eos and raw_text
+        for row, flag in enumerate(request.add_eos or ()):
+            if flag != wanted:
+                why = "the model's scoring contract" if raw_text else "conversations and tokens"
+                raise ServingError(
+                    f"add_EOS, row {row}: got {flag}, wanted {wanted} ({why}) or no add_EOS at all"
+                )
+
+
+@contextmanager
+def _naming(row: int) -> Iterator[None]:
+    """Put the row's number before whatever the scorer refuses."""
+    try:
+        yield
+    except AlignerError as error:
+        raise ServingError(f"row {row}: {error}") from error
+
+
+# The reward model and its scoring contract, as a server offers them.
+
+_SCORE = "score"
+
+
+class RewardModelServable:
+    """A scorer on every rank; ``prepare`` is called on each before it scores."""
+
+    def __init__(
+        self,
+        scorer: ServableScorer,
+        config: ServerConfig,
+        shaper: RewardShaper | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        turn_end: TurnEnd | None = None,
+    ) -> None:
+        self._scorer = scorer
+        self._config = config
+        self._shaper = shaper
+        self._prepare = prepare
+        self._turn_end = turn_end
+
+    @property
+    def operations(self) -> Mapping[str, Operation]:
+        return {_SCORE: self._score}
+
+    def forget(self) -> None:
+        self._scorer.forget()
+
+    def start(self, ranks: ModelRanks) -> RewardModel:
+        if self._shaper is not None:
+            self._shaper.check_file()
+        # The first forward pass is slow, and may show that the model cannot run.
+        ranks.execute(_SCORE, [[0]])
+        return RewardModel(self._scorer, self._config, self._shaper, ranks, self._turn_end)
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> object:
+        self._prepare()
+        # Where a head has several outputs for an attribute, the answer has them, too.
+        if self._scorer.contract.readout is not None:
+            return self._scorer.score_outputs(sequences)
+        return self._scorer.score_token_lists(sequences)
+
+
+class RewardModel:
+    """The endpoints ``reward_model`` and ``contract``."""
+
+    def __init__(
+        self,
+        scorer: ServableScorer,
+        config: ServerConfig,
+        shaper: RewardShaper | None,
+        ranks: ModelRanks,
+        turn_end: TurnEnd | None = None,
+    ) -> None:
+        self._scorer = scorer
+        self._config = config
+        self._meter = Meter()
+        self._batcher = Batcher(partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter)
+        read_outputs = None if scorer.contract.readout is None else scorer.read_outputs
+        self._service = RewardService(
+            scorer, self._batcher, config, self._meter, shaper, read_outputs
+        )
+        self._cached = 0
+        self._turn_end = turn_end
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        optional = self._service.optional_outputs
+        rewards = Endpoint(
+            name=kserve.MODEL_NAME,
+            inputs=kserve.INPUTS,
+            outputs=[
+                *kserve.OUTPUTS,
+                *(spec for spec in kserve.OPTIONAL_OUTPUTS if spec.name in optional),
+            ],
+            answer=self._answer,
+            max_rows=self._config.max_batch_size,
+        )
+        contract = self._service.contract
+        return [rewards, contract_endpoint(contract, self.statistics, self._turn_end)]
+
+    @property
+    def greeting(self) -> Sequence[str]:
+        contract = self._service.contract
+        lines = [f"Scoring contract {contract.hash}"]
+        if contract.shaping is not None:
+            rules = json.loads(contract.shaping).items()
+            lines += ["Shaped rewards:", *(f"  {name}: {_shown(rule)}" for name, rule in rules)]
+        if self._scorer.prefix_cache_bytes:
+            kept, size = self._config.prefix_cache_tokens, self._scorer.prefix_cache_bytes / 2**20
+            lines.append(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank")
+        return lines
+
+    async def _answer(self, inputs: Tensors) -> Tensors | Failure:
+        reply = await answer_request(self._service, inputs)
+        return reply if isinstance(reply, Failure) else kserve.encode_reply(reply)
+
+    def statistics(self) -> dict[str, float]:
+        """What was counted since the start, and the queue now; see ``Meter.statistics``."""
+        counts = self._scorer.counts
+        return {
+            **self._meter.statistics(),
+            "computed_tokens": counts.computed,
+            "cached_tokens": counts.cached,
+            "tokens_per_call": self._scorer.tokens_per_call,
+            "waiting_rows": self._batcher.waiting_rows,
+        }
+
+    def report(self) -> str | None:
+        cached = self._scorer.counts.cached
+        line = self._meter.take_line(self._batcher.waiting_rows, cached - self._cached)
+        self._cached = cached
+        return line
+
+    def close(self) -> None:
+        left = self._service.rows_inside
+        if left:
+            print(f"{left} rows were not answered within server.exit_timeout_secs", flush=True)
+        self._service.close()
+        self._batcher.close()
+
+
+def _shown(rule: Any) -> str:
+    """Of models no more than the beginning of a hash, of one number no brackets."""
+    if isinstance(rule, dict):
+        return ", ".join(f"{name} {_shown(value)}" for name, value in rule.items())
+    if isinstance(rule, list):
+        return ", ".join(map(_shown, rule))
+    return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]
+
+
+async def answer_request(service: RewardService, inputs: Tensors) -> ScoreReply | Failure:
+    """What one request's tensors are answered with."""
+    return await service.answer(
+        *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
+    )
+
+
+def contract_endpoint(
+    contract: ScoringContract,
+    statistics: Callable[[], Mapping[str, float]],
+    turn_end: TurnEnd | None = None,
+) -> Endpoint:
+    """``contract``: how the texts of this server become scores, and what it has counted.
+
+    Counters have no endpoint of their own: each is a process more, and 1.7 s more at the start.
+    """
+    published = {**kserve.encode_contract(contract), **kserve.encode_turn_end(turn_end)}
+
+    async def publish(inputs: Tensors) -> Tensors:
+        return {**published, **kserve.encode_statistics(statistics())}
+
+    return Endpoint(
+        kserve.CONTRACT_MODEL_NAME,
+        kserve.CONTRACT_INPUTS,
+        kserve.CONTRACT_OUTPUTS,
+        publish,
+        comes_first=True,  # Triton loads a model in seconds, and answers others meanwhile
+    )
+
+
+# Scoring by other servers: let a request in, have a backend score it, say why it did not.
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {413: FailureKind.too_large, 422: FailureKind.bad_request, 400: FailureKind.bad_request}
+# There is no telling when a backend comes back; who asks in a second learns soon.
+_AGAIN_IN_S = 1
+
+
+class AsyncRewardClient(Protocol):
+    """What this needs of a ``RewardClient``."""
+
+    async def score_rows_async(
+        self, texts: list[Text], *, on_error: OnError = "nan"
+    ) -> ScoredRows: ...
+
+    async def score_token_rows_async(
+        self, token_lists: list[list[int]], *, on_error: OnError = "nan"
+    ) -> ScoredRows: ...
+
+    async def contract_async(self) -> ScoringContract: ...
+
+
+class RelayService:
+    """Hands requests on to the backends of a client; for one event loop."""
+
+    def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
+        self.contract: ScoringContract | None = None
+        self.recent = RecentRewards(drift_rows)
+        self._has_none = False
+        self._client = client
+        self._admission = Admission(max_queue_rows, "gateway.max_queue_rows")
+
+    @property
+    def rows_inside(self) -> int:
+        """Rows of requests that are not answered yet."""
+        return self._admission.inside
+
+    async def answer(
+        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
+    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+        """The rewards of a request's rows, and why some have none (NaN).
+
+        Unless ``sets_rows_aside``, a row that is refused is a failure of the whole request. The
+        rewards of a probe are nobody's, and not among the recent ones.
+        """
+        try:
+            with self._admission.of(len(request.texts or request.token_lists or ())):
+                scored = await self._score(request, "nan" if sets_rows_aside else "raise")
+                await self._know_contract(scored.contract_hash)
+        except BusyError as error:
+            return Failure(str(error), FailureKind.busy, error.retry_after_s)
+        except RefusedError as error:
+            kind = _KINDS.get(error.status, FailureKind.internal)
+            row = error.row if kind is FailureKind.bad_request else None
+            return Failure(one_line(error.text), kind, row=row)
+        except ServingError as error:
+            return Failure(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
+        except Exception as error:
+            logger.exception("a request could not be answered")
+            return Failure(f"internal error: {type(error).__name__}", FailureKind.internal)
+        if not is_probe:
+            self.recent.add(scored.rewards)
+        names = [each.name for each in fields(ScoreReply)]
+        return ScoreReply(**{name: getattr(scored, name) for name in names}), scored.errors
+
+    async def ask_contract(self) -> ScoringContract:
+        """The backends' contract, as they publish it now.
+
+        Raises:
+            ServingError: none answers, or it publishes none.
+        """
+        self.contract = await self._client.contract_async()
+        return self.contract
+
+    async def _score(self, request: ScoreRequest, on_error: OnError) -> ScoredRows:
+        if request.texts is not None:
+            return await self._client.score_rows_async(request.texts, on_error=on_error)
+        token_lists = request.token_lists or []
+        return await self._client.score_token_rows_async(token_lists, on_error=on_error)
+
+    async def _know_contract(self, contract_hash: str | None) -> None:
+        """For the names and weights of attributes; a server of NeMo-Aligner has no contract."""
+        if self.contract is not None and contract_hash in (None, self.contract.hash):
+            return
+        if self._has_none and contract_hash is None:
+            return
+        try:
+            await self.ask_contract()
+        except RefusedError:
+            self._has_none = True
+
+
+# Texts as a policy leaves them, completed to what the reward model's chat template writes.
+
+
+class TurnCompletion:
+    """Asks the backends once how their template ends a turn; for one event loop."""
+
+    def __init__(self, ask: Callable[[], Awaitable[TurnEnd | None]]) -> None:
+        self._ask = ask
+        self._has_asked = False
+        self._turn_end: TurnEnd | None = None
+
+    async def complete(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
+        """The request, and how many of its raw texts or token rows were completed.
+
+        Raises:
+            ServingError: no backend says what its template writes.
+        """
+        if not self._has_asked:
+            self._turn_end = await self._ask()
+            self._has_asked = True
+            self._say()
+        turn = self._turn_end
+        if turn is None:
+            return request, 0
+        texts, token_lists = request.texts, request.token_lists
+        if texts is not None:
+            texts = [turn.complete(each) if isinstance(each, str) else each for each in texts]
+        if token_lists is not None:
+            token_lists = [turn.complete_ids(each) for each in token_lists]
+        before = [*(request.texts or ()), *(request.token_lists or ())]
+        after = [*(texts or ()), *(token_lists or ())]
+        changed = sum(len(new) != len(old) for old, new in zip(before, after, strict=True))
+        return replace(request, texts=texts, token_lists=token_lists), changed
+
+    def _say(self) -> None:
+        turn = self._turn_end
+        if turn is not None:
+            whole = turn.end + turn.rest
+            print(
+                f"Raw texts that end with {turn.end!r} are completed to {whole!r}, as the chat "
+                "template has it (gateway.complete_turns)",
+                flush=True,
+            )

@@ -1,0 +1,255 @@
+"""Adam states in host memory, and the private names of megatron-core and torch that the optimizer
+needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.utils.host_transfer import pieces_of, room_for
+
+# Adam's moments in host memory: on the GPU only while the parameters that they belong to step.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_COUNT = "step"
+# Two chunks are on the device: one comes while the other steps.
+_CHUNK_BYTES = 2**28
+
+
+class HostMoments:
+    """Has ``optimizer`` (torch's AdamW, or Apex's or TransformerEngine's) step chunk by chunk.
+
+    A chunk's moments are copied to the parameters' device, updated and copied back. So 8 bytes of
+    every parameter lie in host memory instead of the GPU's, and cross the bus twice a step. The
+    updates are those of the optimizer itself.
+
+    Args:
+        optimizer: with both moments of every parameter in its state, of ``host_zeros``.
+        chunk_bytes: of moments in a chunk, at least those of a parameter.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._optimizer = optimizer
+        self._step_all = optimizer.step
+        self._chunk_bytes = chunk_bytes
+        devices = {each.device for group in optimizer.param_groups for each in group["params"]}
+        gpu = next((device for device in devices if device.type == "cuda"), None)
+        self._ferry = None if gpu is None else _Ferry(gpu)
+        optimizer.step = self._step  # type: ignore[method-assign, assignment]
+        optimizer.load_state_dict = self._load_settings  # type: ignore[method-assign]
+
+    def wait(self) -> None:
+        """Until the host may read the moments."""
+        if self._ferry is not None:
+            self._ferry.wait()
+
+    def _load_settings(self, state_dict: dict[str, Any]) -> None:
+        """Of what megatron-core loads, groups and counts: it then copies the moments into ours.
+
+        torch's own way would first put all of them on the device.
+        """
+        self.wait()
+        for group, loaded in zip(
+            self._optimizer.param_groups, state_dict["param_groups"], strict=True
+        ):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+            for parameter, index in zip(group["params"], loaded["params"], strict=True):
+                count = state_dict["state"].get(index, {}).get(_COUNT)
+                if count is not None:
+                    own = count.to(parameter.device, torch.float32, copy=True)
+                    self._optimizer.state[parameter][_COUNT] = own
+
+    def _step(self) -> None:
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        # Apex and TransformerEngine count steps by group, torch by parameter.
+        before = [group.get(_COUNT) for group in groups]
+        after = list(before)
+        for chunk in self._on_device(list(self._chunks(whole))):
+            for group, parameters, count in zip(groups, chunk, before, strict=True):
+                _set(group, parameters, count)
+            self._step_all()
+            for index, (group, parameters) in enumerate(zip(groups, chunk, strict=True)):
+                after[index] = group.get(_COUNT) if parameters else after[index]
+        for group, parameters, count in zip(groups, whole, after, strict=True):
+            _set(group, parameters, count)
+
+    def _chunks(self, whole: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+        """The parameters of all groups, in order, group by group."""
+        chunk: list[list[Tensor]] = [[] for _ in whole]
+        held = 0
+        for index, parameters in enumerate(whole):
+            for parameter in parameters:
+                size = sum(self._optimizer.state[parameter][key].nbytes for key in MOMENTS)
+                if held and held + size > self._chunk_bytes:
+                    yield chunk
+                    chunk, held = [[] for _ in whole], 0
+                chunk[index].append(parameter)
+                held += size
+        if held:
+            yield chunk
+
+    def _on_device(self, chunks: list[list[list[Tensor]]]) -> Iterator[list[list[Tensor]]]:
+        """Each of ``chunks`` in turn, with its moments where its parameters are."""
+        if self._ferry is None:
+            yield from chunks
+            return
+        places = [self._places(chunk) for chunk in chunks]
+        host = [[state[key] for state, key in of_chunk] for of_chunk in places]
+        for index, moments in enumerate(self._ferry.carry(host)):
+            _put(places[index], moments)
+            yield chunks[index]
+            _put(places[index], host[index])
+
+    def _places(self, chunk: list[list[Tensor]]) -> list[tuple[dict[str, Tensor], str]]:
+        parameters = [parameter for of_group in chunk for parameter in of_group]
+        return [(self._optimizer.state[each], key) for each in parameters for key in MOMENTS]
+
+
+class _Ferry:
+    """Carries tensors to the GPU and back, both ways at once, while the GPU computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
+        self._all_back: torch.cuda.Event | None = None
+
+    def carry(self, loads: Sequence[list[Tensor]]) -> Iterator[list[Tensor]]:
+        """Each of ``loads`` in turn, on the device; what is in it then comes back to the host."""
+        if not loads:
+            return
+        compute = torch.cuda.current_stream()
+        room = max(map(room_for, loads))
+        buffers = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        for buffer in buffers:
+            buffer.record_stream(self._up)
+            buffer.record_stream(self._down)
+        # The buffers' memory, and on the host what went down a step ago.
+        self._up.wait_stream(compute)
+        self._up.wait_stream(self._down)
+        near, arrived = self._bring(buffers[0], loads[0])
+        for index, load in enumerate(loads):
+            compute.wait_event(arrived)
+            following = loads[index + 1 : index + 2]
+            if following:
+                self._up.wait_stream(self._down)  # the load before this one has left its buffer
+                coming = self._bring(buffers[(index + 1) % 2], following[0])
+            yield near
+            self._down.wait_stream(compute)
+            with torch.cuda.stream(self._down):
+                for kept, stepped in zip(load, near, strict=True):
+                    kept.copy_(stepped, non_blocking=True)
+            if following:
+                near, arrived = coming
+        self._all_back = self._down.record_event()
+
+    def wait(self) -> None:
+        """Until all is back."""
+        if self._all_back is not None:
+            self._all_back.synchronize()
+
+    def _bring(self, buffer: Tensor, load: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
+        near = pieces_of(buffer, load)
+        with torch.cuda.stream(self._up):
+            for there, kept in zip(near, load, strict=True):
+                there.copy_(kept, non_blocking=True)
+        return near, self._up.record_event()
+
+
+def _put(places: Sequence[tuple[dict[str, Tensor], str]], moments: Sequence[Tensor]) -> None:
+    for (state, key), moment in zip(places, moments, strict=True):
+        state[key] = moment
+
+
+def _set(group: dict[str, Any], parameters: list[Tensor], count: Any) -> None:
+    group["params"] = parameters
+    group.pop(_COUNT, None)
+    if count is not None:
+        group[_COUNT] = count
+
+
+# What of megatron-core and torch has no public name here, or no lasting one.
+
+
+def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
+    """In as few kernels as a GPU needs for all of them."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def gradients_for_norm(optimizer: Any) -> list[Tensor]:
+    """Those that this rank counts in the norm of all; the method has another name since 0.17."""
+    newer = getattr(optimizer, "get_grads_for_grad_norm", None)
+    return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
+
+
+def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """This rank's shard of a parameter in fp32, ``param``, and of its moments by their names.
+
+    Where they lie depends on the precision and on the optimizer inside; only this method knows.
+    """
+    return optimizer._get_main_param_and_optimizer_states(parameter)
+
+
+def put_main_param_and_moments(
+    optimizer: Any, parameter: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    """Copy into what ``main_param_and_moments`` gives."""
+    optimizer._set_main_param_and_optimizer_states(parameter, tensors)
+
+
+def recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Have a load find the ``saved`` entry of each of ``groups`` under other learning rates, too.
+
+    Since 0.19 megatron-core compares what a group overrides, rates among it. Groups are in the same
+    order in every run, by what they override.
+    """
+    for entry, group in zip(saved, groups, strict=False):
+        entry.update({key: group[key] for key in ("max_lr", "min_lr") if key in group})
+
+
+def load_step_counts(optimizer: Any) -> None:
+    """Have a load keep torch's AdamW's count of steps, a tensor for each parameter.
+
+    Megatron's loader has one count for a group, as Apex and TransformerEngine do. It would forget
+    this one, or use one for several parameters, each of which then advances it.
+    """
+    copy = optimizer._set_main_param_and_optimizer_states
+    optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
+
+
+def _copy_with_step(
+    optimizer: Any, copy: Any, parameter: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    group, order = optimizer.model_param_group_index_map[parameter]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+    if "step" in state:
+        state["step"] = state["step"].clone()
+        tensors = {**tensors, "step": state["step"]}
+    copy(parameter, tensors)
+
+
+def read_step_counts_at_once(optimizer: Any) -> None:
+    """Have torch's AdamW give its counts of steps on the host, by one copy of all of them.
+
+    megatron-core asks for each parameter's, and each time waits for the GPU.
+    """
+    give = optimizer.optimizer.state_dict
+    optimizer.optimizer.state_dict = partial(_with_counts_on_host, give)
+
+
+def _with_counts_on_host(give: Any) -> dict[str, Any]:
+    given = give()
+    states = {key: state for key, state in given["state"].items() if "step" in state}
+    if not states:
+        return given
+    counts = torch.stack([state["step"] for state in states.values()]).cpu()
+    on_host = {
+        key: {**state, "step": count}
+        for (key, state), count in zip(states.items(), counts, strict=True)
+    }
+    return {**given, "state": {**given["state"], **on_host}}

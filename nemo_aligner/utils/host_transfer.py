@@ -1,0 +1,145 @@
+"""Transfers between host memory and the device that do not make the device wait."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+# From host memory to a device, without waiting for what the device still has to do.
+
+
+def to_device(host: Tensor, device: torch.device | str) -> Tensor:
+    """``host`` on ``device``; itself where it is there already.
+
+    A copy to a GPU is put behind the work that the GPU has, by way of page-locked memory: from any
+    other the calling thread would wait until the GPU comes to it.
+    """
+    if torch.device(device).type != "cuda" or not host.is_cpu:
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+# Copies to host memory that a GPU makes beside its kernels, on a stream of their own.
+#
+# So a save holds training up for no copy: while its tensors cross the bus the next step computes,
+# until it comes to its update. Three things must hold then. A copy begins when what it copies has
+# been computed: the stream waits for that of the kernels. Nobody reads a copy before it is there:
+# ``copy_beside`` says how to wait. And nobody writes to what is being copied: an update, the only
+# one who does, calls ``before_writing``.
+
+Wait = Callable[[], None]
+
+
+def copy_beside(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
+    """Begin to copy every ``(host, source)``, as the GPU's work until now has left ``source``.
+
+    ``host`` is page-locked (``host_zeros``). On a CPU all is copied when this returns.
+
+    Returns:
+        What waits, in any thread, until these have arrived, and all that was begun before them.
+    """
+    beside = _stream()
+    if beside is None:
+        for host, source in copies:
+            host.copy_(source)
+        return _is_there
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for host, source in copies:
+            host.copy_(source, non_blocking=True)
+            if source.is_cuda:
+                # Memory that is let go meanwhile must not be given to another tensor.
+                source.record_stream(beside)
+    # A thread that waits sleeps, and takes no processor from those that launch kernels.
+    arrived = torch.cuda.Event(blocking=True)
+    arrived.record(beside)
+    return arrived.synchronize
+
+
+def before_writing() -> None:
+    """Have the GPU do what it is asked for from here on after all copies that have begun."""
+    beside = _stream()
+    if beside is not None:
+        torch.cuda.current_stream().wait_stream(beside)
+
+
+@cache
+def _stream() -> torch.cuda.Stream | None:
+    """One for all copies of this process, which so arrive in order; None without a GPU."""
+    return torch.cuda.Stream() if torch.cuda.is_available() else None
+
+
+def _is_there() -> None:
+    pass
+
+
+# Host memory that a GPU reads and writes by itself, beside the kernels that it runs.
+
+_ALIGNMENT = 64
+
+
+def host_zeros(like: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros in host memory, of the shapes and dtypes of ``like``.
+
+    Where there is a GPU they lie in one page-locked piece, which is let go with the last of them.
+    torch's own page-locked memory comes in powers of two: up to twice as much.
+
+    Raises:
+        RuntimeError: the system does not lock so much memory.
+    """
+    if torch.cuda.is_available() and any(each.nbytes for each in like):
+        return pieces_of(_page_locked(room_for(like)), like)
+    return [torch.zeros(each.shape, dtype=each.dtype) for each in like]
+
+
+def room_for(like: Sequence[Tensor]) -> int:
+    """Bytes that ``pieces_of`` takes."""
+    return sum(map(_aligned_bytes, like))
+
+
+def pieces_of(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """``memory [bytes]`` uint8, cut into tensors of the shapes and dtypes of ``like``."""
+    pieces, start = [], 0
+    for each in like:
+        piece = memory[start : start + each.nbytes]
+        pieces.append(piece.view(each.dtype).view(each.shape))
+        start += _aligned_bytes(each)
+    return pieces
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Pages(mmap.mmap):
+    """Memory that is let go by ``unlock`` before it is unmapped.
+
+    A ``weakref.finalize`` would come too late: mmap unmaps before it tells its weak references.
+    """
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None and not sys.is_finalizing():
+            self.unlock()
+
+
+def _page_locked(num_bytes: int) -> Tensor:
+    """``[num_bytes]`` uint8 zeros."""
+    pages = _Pages(-1, num_bytes)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    code = int(runtime.cudaHostRegister(address, num_bytes, 0))
+    if code != 0:
+        raise RuntimeError(
+            f"CUDA error {code}: {num_bytes / 2**30:.1f} GiB of host memory could not be "
+            "page-locked; look at ulimit -l, and at how much memory is free"
+        )
+    # The tensor holds the pages.
+    pages.unlock = partial(runtime.cudaHostUnregister, address)
+    return memory
