@@ -57,7 +57,7 @@ def test_packages_around_megatron_imports_prepare_it() -> None:
     """Some package around such a module begins with nemo_aligner.distributed, see there."""
     found = []
     for path in FILES:
-        if "megatron" in roots(path) and PACKAGE / "parallel" not in path.parents:
+        if "megatron" in roots(path) and PACKAGE / "distributed" not in path.parents:
             inits = [folder / "__init__.py" for folder in path.parents if PACKAGE in folder.parents]
             if not any("nemo_aligner.distributed" in imports(init) for init in inits):
                 found.append(name_of(path))
@@ -67,7 +67,7 @@ def test_packages_around_megatron_imports_prepare_it() -> None:
 def test_objectives_and_metrics_know_no_ranks() -> None:
     found = [
         name_of(path)
-        for folder in ("metrics", "objectives")
+        for folder in ("metrics", "losses")
         for path in (PACKAGE / folder).rglob("*.py")
         if "distributed" in path.read_text(encoding="utf-8")
     ]

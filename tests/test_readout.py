@@ -12,8 +12,8 @@ import pytest
 from nemo_aligner.contract.contract import one_reward, reward_weights
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.utils.errors import ConfigError, DataError
+from tests.contract.refusals import assert_refused
 from tests.serving.fake_server import CONTRACT
-from tests.text.refusals import assert_refused
 
 BINS = Readout("bins", ((0.0, 1.0, 4.0), (-1.0, 0.0, 1.0)))
 QUANTILES = Readout("quantiles", ((0.1, 0.5, 0.9),) * 2)

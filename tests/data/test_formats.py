@@ -22,8 +22,8 @@ from nemo_aligner.data.readers import (
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.data.split import Split
 from nemo_aligner.utils.errors import ConfigError, DataError
+from tests.contract.refusals import assert_refused
 from tests.data.files import read
-from tests.text.refusals import assert_refused
 
 USER = {"role": "user", "content": "why"}
 GOOD = {"role": "assistant", "content": "because"}

@@ -13,10 +13,10 @@ from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import MalformedRule, PromptWrapping
 from nemo_aligner.utils.errors import ConfigError, DataError
+from tests.contract.refusals import assert_refused
 from tests.contracts import Contracts
 from tests.data.conftest import Run
 from tests.data.files import build, read, rows_of, write
-from tests.text.refusals import assert_refused
 
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -18,8 +18,8 @@ from nemo_aligner.data.formats.base import WantedLabels
 from nemo_aligner.data.readers import MalformedRule, Reading, read_records
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
+from tests.contract.refusals import assert_refused
 from tests.data.files import published, read
-from tests.text.refusals import assert_refused
 
 USER = {"role": "user", "content": "why"}
 GOOD = {"role": "assistant", "content": "because"}

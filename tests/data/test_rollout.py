@@ -10,7 +10,7 @@ import pytest
 
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.utils.errors import DataError
-from tests.text.refusals import assert_refused
+from tests.contract.refusals import assert_refused
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.data.readers import Reading, read_records
 from nemo_aligner.utils.errors import DataError
+from tests.contract.refusals import assert_refused
 from tests.contracts import Contracts
 from tests.data.files import build
-from tests.text.refusals import assert_refused
 
 
 def lines_of(path: Path, text: str) -> list[AnyLine]:

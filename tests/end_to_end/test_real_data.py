@@ -18,7 +18,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.readers import Reading, read_records
 from tests import tiny
 from tests.data.files import published, rows_of
-from tests.scoring import company
+from tests.serving.engine import company
 
 PAIRS = "pairs/hh-rlhf/helpful-base-test.jsonl.gz"
 
@@ -108,7 +108,7 @@ def assert_same_bits(case: company.Case, names: Sequence[str], folder: Path) -> 
     cases = str(company.write_cases(folder / "cases.json", {"HH": case}))
     nothing = {"HH": {"fp32": 0, "bf16": 0}}
     done = tiny.run_script(
-        "tests/scoring/company.py", cases, *names, processes=len(names), timeout=900
+        "tests/serving/engine/company.py", cases, *names, processes=len(names), timeout=900
     )
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(names, nothing)
 

@@ -81,7 +81,7 @@ def test_prefix_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:
     """In bf16 what is put together in another order differs by roundings, and by no more."""
     archive = families.write_base_nemo(tmp_path / "llama3.nemo", "llama3")
     done = tiny.run_script(
-        "tests/scoring/cached_layouts.py",
+        "tests/serving/engine/cached_layouts.py",
         "--one",
         "--bf16",
         str(archive),

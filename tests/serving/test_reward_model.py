@@ -96,7 +96,7 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     """Over HTTP the same number as in process: with few texts, alone and in company.
 
     The first to fail where reading, batching or sending changes a reward. Bits in any company are
-    tests/scoring/test_batch_invariance.py's, a trained model tests/end_to_end/test_quickstart.py's.
+    engine/test_batch_invariance.py's, a trained model end_to_end/test_quickstart.py's.
     """
     check_by_client(model_server, rewards)
     check_score_example(model_server, rewards)
@@ -107,7 +107,7 @@ def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
 ) -> None:
     """Ranks that compute together for a server; test_critic.py has two stages of a pipeline.
 
-    What a layout could change in a reward is compared in process by tests/scoring.
+    What a layout could change in a reward is compared in process by tests/serving/engine.
     """
     pytest.importorskip("pytriton")
     settings = [f"rm_model_file={archive}", "server.port=0", "model.micro_batch_tokens=128"]

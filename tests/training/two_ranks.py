@@ -22,7 +22,7 @@ from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils.processes import is_main
 from tests.data.test_packing import dataset
-from tests.parallel.late_copies import play_late_copies
+from tests.distributed.late_copies import play_late_copies
 from tests.training import poisoned
 from tests.training.optimizer import test_clipping as clipping
 

@@ -19,7 +19,7 @@ from nemo_aligner.models.reward_model import (
     wrap_for_training,
 )
 from nemo_aligner.training.optimizer.optimizer import Optimizer, Update, build_optimizer
-from tests.parallel.late_copies import play_late_copies
+from tests.distributed.late_copies import play_late_copies
 from tests.training import poisoned
 
 

@@ -24,7 +24,7 @@ from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.protocols import ROUTES, kserve
 from tests.contracts import Contracts
 from tests.data.files import read, write
-from tests.serving.wire.bodies import parsed
+from tests.serving.protocols.bodies import parsed
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city"}}
 ARGUMENTS = '{"city": "Köln", "days": [1, 2.5, null]}'

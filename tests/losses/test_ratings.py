@@ -18,7 +18,7 @@ from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
 from nemo_aligner.losses.value import ClippedValueLoss
 from nemo_aligner.metrics.table import PAIRS
-from tests.objectives.hand_made import accepted, check_any_batch, check_gradient, learn, rated
+from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, rated
 
 NAMES = ("help", "brief")
 MISSING = math.nan

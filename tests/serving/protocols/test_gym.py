@@ -12,7 +12,7 @@ from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.protocols.base import Failure, FailureKind, Served
 from nemo_aligner.serving.protocols.gym import ROUTES
 from nemo_aligner.utils.errors import ServingError
-from tests.serving.wire.bodies import not_refused, parsed, scored
+from tests.serving.protocols.bodies import not_refused, parsed, scored
 
 (GYM,) = ROUTES
 THOUGHT = {"type": "reasoning", "id": "t", "summary": []}

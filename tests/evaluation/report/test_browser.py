@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.evaluation.report.page import write_page
-from tests.evaluation.html import browser
-from tests.evaluation.html.folders import SECTIONS, write_run
+from tests.evaluation.report import browser
+from tests.evaluation.report.folders import SECTIONS, write_run
 
 pytestmark = pytest.mark.skipif(browser.why_not() is not None, reason=str(browser.why_not()))
 

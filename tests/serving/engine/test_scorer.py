@@ -14,8 +14,8 @@ from nemo_aligner.models.attention.segments import pool_bytes
 from nemo_aligner.models.shape import ModelShape
 from tests import families, tiny
 from tests.once import Once
-from tests.scoring import cached_layouts
-from tests.scoring.cached_layouts import CACHES, scorers
+from tests.serving.engine import cached_layouts
+from tests.serving.engine.cached_layouts import CACHES, scorers
 
 # All keys at once, windows, and windows in every other layer with capped scores.
 CASES = ("llama3", "mistral_untied_window", "gemma2")
@@ -70,7 +70,7 @@ def test_cached_rewards_are_those_without_a_cache(
 
 def test_cached_rewards_are_those_without_a_cache_at_any_layout(archives: dict[str, Path]) -> None:
     """Of keys that are seen all at once, and by windows in every other layer."""
-    script = "tests/scoring/cached_layouts.py"
+    script = "tests/serving/engine/cached_layouts.py"
     chosen = (str(archives[case]) for case in ("llama3", "gemma2"))
     done = tiny.run_script(script, *chosen, processes=2)
     found = json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
-from tests.objectives.hand_made import check_any_batch, check_gradient, ranked, rated
+from tests.losses.hand_made import check_any_batch, check_gradient, ranked, rated
 
 NAMES = ("help", "brief")
 MISSING = math.nan

@@ -1,4 +1,4 @@
-"""The README's picture: ``python -m tests.evaluation.html.picture PAGE docs/report.png``.
+"""The README's picture: ``python -m tests.evaluation.report.picture PAGE docs/report.png``.
 
 PAGE is what ``nemo-aligner report`` wrote. It takes a Chromium with chromedriver.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.evaluation.html import browser
+from tests.evaluation.report import browser
 
 WIDTH, HEIGHT, SCALE = 1360, 820, 0.6
 MOST_BYTES = 200_000

@@ -7,7 +7,7 @@ import numpy as np
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.base import ScoreReply
-from tests.serving.wire.bodies import not_refused
+from tests.serving.protocols.bodies import not_refused
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
 

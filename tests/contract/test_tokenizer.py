@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import DataError
-from tests.text.refusals import assert_refused
+from tests.contract.refusals import assert_refused
 
 
 def changed(

@@ -24,7 +24,7 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.utils.errors import ServingError
-from tests.serving.wire.bodies import not_refused, parsed, scored
+from tests.serving.protocols.bodies import not_refused, parsed, scored
 
 (REWARDS,) = REWARDS_ROUTES
 (OPENRLHF,) = openrlhf.ROUTES

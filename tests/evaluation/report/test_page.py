@@ -24,8 +24,8 @@ from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contracts import Contracts
 from tests.data.files import write
-from tests.evaluation.html.folders import EVIL, SECTIONS, pair_rows, write_run
 from tests.evaluation.refusals import refusal
+from tests.evaluation.report.folders import EVIL, SECTIONS, pair_rows, write_run
 
 LIMIT = 3_000_000
 VOID = {"meta", "link", "br", "img"}

@@ -18,7 +18,7 @@ from nemo_aligner.contract.templates import (
 )
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests.text.refusals import assert_refused
+from tests.contract.refusals import assert_refused
 
 CHAT = [
     {"role": "user", "content": "why"},

@@ -11,7 +11,7 @@ import torch
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.prefix_cache import BLOCK_TOKENS, PrefixCache, PrefixIndex, as_key
-from tests.scoring.company import draw, traffic
+from tests.serving.engine.company import draw, traffic
 
 BUDGET = 512
 

@@ -10,7 +10,7 @@ pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreRequest, Served
 from nemo_aligner.serving.protocols.vllm import ROUTES
-from tests.serving.wire.bodies import not_refused, parsed, scored
+from tests.serving.protocols.bodies import not_refused, parsed, scored
 
 CLASSIFY, POOLING, SCORE = ROUTES
 SERVED = Served("reward_model", ("helpful", "long"), (1.0, 0.5))

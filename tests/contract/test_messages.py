@@ -27,8 +27,8 @@ from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import find_marker, make_reply_marker, reply_start
 from nemo_aligner.utils.errors import ConfigError, DataError
+from tests.contract.refusals import assert_refused
 from tests.contracts import Contracts
-from tests.text.refusals import assert_refused
 
 SYSTEM = {"role": "system", "content": "be kind"}
 USER = {"role": "user", "content": "why"}

@@ -17,7 +17,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import blocks, packed
 from tests import tiny
 from tests.once import Once
-from tests.scoring.company import (
+from tests.serving.engine.company import (
     BUDGET,
     LONGEST,
     VERY_LONG,
@@ -73,7 +73,7 @@ def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     cases = {"short": replace(short, texts=short.texts[:60], orders=4), "very long": very_long}
     layouts = ("TP=2", "PP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
-    done = tiny.run_script("tests/scoring/company.py", *arguments, processes=2, timeout=600)
+    done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
 

@@ -27,8 +27,7 @@ from nemo_aligner.contract.templates import (
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests.contracts import Contracts
-from tests.text.chat_templates import (
+from tests.contract.chat_templates import (
     CALL,
     CONVERSATIONS,
     KWARGS,
@@ -39,7 +38,8 @@ from tests.text.chat_templates import (
     USER,
     read_templates,
 )
-from tests.text.refusals import assert_refused
+from tests.contract.refusals import assert_refused
+from tests.contracts import Contracts
 
 # Of each template what transformers leaves out without a word.
 UNWRITTEN: dict[str, dict[str, str]] = {

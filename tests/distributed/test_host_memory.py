@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_aligner.utils.host_transfer import before_writing, copy_beside, host_zeros
-from tests.parallel.late_copies import play_late_copies
+from tests.distributed.late_copies import play_late_copies
 
 
 class Runtime:

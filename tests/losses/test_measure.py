@@ -12,7 +12,7 @@ from nemo_aligner.losses.base import Objective, label_limits, mean_loss, measure
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.regression import MaskedMse, Quantiles
 from nemo_aligner.metrics.table import PAIRS
-from tests.objectives.hand_made import rated
+from tests.losses.hand_made import rated
 
 MISSING = math.nan
 LENGTHS = torch.tensor([10, 20, 30, 40])

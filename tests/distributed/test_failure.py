@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from tests.launching import ROOT, free_port, rank_environment, start_local_ranks
 
-SCRIPT = "tests/parallel/failing.py"
+SCRIPT = "tests/distributed/failing.py"
 
 
 @pytest.mark.parametrize(
