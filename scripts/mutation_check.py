@@ -392,7 +392,7 @@ def run(items: list[pytest.Item], plugin: object, is_over: Callable[[], bool]) -
 
 
 def tests_beside(path: str) -> str:
-    """``tests/contract`` of ``nemo_aligner/contract/contract.py``; the deepest folder that there is."""
+    """``tests/contract`` for ``nemo_aligner/contract/contract.py``: the deepest folder there is."""
     below = Path(path).relative_to("nemo_aligner")
     if below.parent == Path():
         return f"tests/test_{below.stem}.py"
