@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import Text, question_of, said
+from nemo_aligner.contract.messages import Text, question_of, read_text, said
+from nemo_aligner.contract.messages import as_json as conversation_as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 
 # Preference data in memory: comparisons and ratings, each with the file and line it is from.
@@ -148,8 +149,16 @@ def reward_row(
     if source:
         row["source"] = source
     sides = PAIR_COLUMNS if kind is RecordKind.comparison else (RATED_COLUMN,)
-    row["texts"] = dict(zip(sides, texts, strict=True))
+    row["texts"] = {
+        side: text if isinstance(text, str) else conversation_as_json(text)
+        for side, text in zip(sides, texts, strict=True)
+    }
     return row | {name: _finite(values) for name, values in more.items() if values}
+
+
+def row_text(value: Any) -> Any:
+    """Read one of a row's texts: an object, which has tools or documents, to a ``Conversation``."""
+    return read_text(value) if isinstance(value, Mapping) else value
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -252,8 +252,7 @@ def _wrong_gradient(update: Update, loss_scale: float | None) -> str:
 # that no record's loss is finite, and yet it is that record's which is by far the largest.
 
 _NAMED = 5
-_ADVICE = "the checkpoint before it is good: look at the records, or resume with a lower "
-_ADVICE += "model.optim.lr"
+_ADVICE = "nothing was learned from this step: look at the records, or lower model.optim.lr"
 _FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
 
 
@@ -375,8 +374,24 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
     indices = _by_blame(blame for found in seen for blame in found)
     # Or no record's loss, but their sum, which is every rank's.
     ranks = [rank for rank, found in enumerate(seen) if found] or list(range(len(seen)))
-    what = "loss" if bool(torch.isfinite(rewards).all()) else "reward"
-    raise step.error(f"a {what} that is not finite", ranks, indices)
+    if not bool(torch.isfinite(rewards).all()):
+        raise step.error("a reward that is not finite", ranks, indices)
+    missing = _without_labels(step, indices)
+    raise step.error(f"a loss that is not finite{missing}", ranks, indices)
+
+
+def _without_labels(step: StepRecords, indices: Sequence[int]) -> str:
+    """How many of these records lack a label, which a loss reads as NaN and has to leave out."""
+    labels = step.records.labels
+    absent = torch.isnan(labels.values[list(indices)])
+    if not bool(absent.any()):
+        return ""
+    some = absent.any(0).tolist()
+    names = " or ".join(name for name, lacks in zip(labels.names, some, strict=True) if lacks)
+    return (
+        f" ({int(absent.any(1).sum())} of its {len(indices)} records have no {names}: a missing "
+        "label is NaN, which the loss has to leave out)"
+    )
 
 
 def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:

@@ -118,16 +118,22 @@ class SupervisedTrainer:
             try:
                 stopping = self._run()
                 self._publish()
-            except TrainingError:
-                # Every rank raises it, and what was saved before stays saved.
+            except TrainingError as error:
+                # Every rank raises it, so all of them publish what was saved before.
                 self._publish()
-                raise
+                raise TrainingError(f"{error}; {self._where_to_resume()}") from error
             finally:
                 self._progress.close()
         if self._patience.is_over:
             say(f"training ends at step {self._step}: {self._patience.describe()}")
         stopped = stopping and not self._is_over
         return Outcome(self._step, self._why_stopped() if stopped else None)
+
+    def _where_to_resume(self) -> str:
+        latest = self._checkpoints.latest()
+        if latest is None:
+            return "this run has no checkpoint yet"
+        return f"started again, the run resumes from its checkpoint of step {latest.state.step}"
 
     def _run(self) -> bool:
         """The loop; whether it was asked to stop."""
