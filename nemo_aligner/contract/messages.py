@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from nemo_aligner.config.describe import suggestion
 from nemo_aligner.utils.errors import DataError, shown
 
 # Those that any template may be tried with; developer and function are written by few.
@@ -179,8 +180,8 @@ def read_messages(given: Sequence[Any]) -> Messages:
     if all(map(_is_plain, given)):
         return given if isinstance(given, list) else [*given]
     return [
-        message if _is_plain(message) else _read_message(message, f"message {number}")
-        for number, message in enumerate(given, start=1)
+        message if _is_plain(message) else _read_message(message, f"messages[{number}]")
+        for number, message in enumerate(given)
     ]
 
 
@@ -242,28 +243,36 @@ def _read_message(given: Any, where: str) -> Message:
         if key == "annotations" and value == []:
             continue
         if key == "tool_calls":
-            calls = _read_calls(value, f"{where}, tool_calls", role)
+            calls = _read_calls(value, f"{where}.tool_calls", role)
             message |= {"tool_calls": calls} if calls else {}
         elif key in REASONING:
             _add_reasoning(message, key, value, where)
         else:
             message[key] = _read_other(key, value, where)
     if message["content"] is None and not ("tool_calls" in message or REASONING[0] in message):
-        raise DataError(f"{where}, content: got null, wanted a text, as there are no tool calls")
+        raise DataError(_no_content(given, where))
     return message
+
+
+def _no_content(given: Mapping[Any, Any], where: str) -> str:
+    if "content" in given:
+        return f"{where}.content: got null, wanted a text, as there are no tool calls"
+    near = suggestion("content", [key for key in given if isinstance(key, str) and key != "role"])
+    meant = f"; did you mean 'content' for {near!r:.60}?" if near else ""
+    return f"{where}: got {_shown(given)}, wanted content, as there are no tool calls{meant}"
 
 
 def _read_content(content: Any, where: str) -> Any:
     if content is None:
         return None
     if isinstance(content, str):
-        _check_unicode(content, f"{where}: ")
+        _check_unicode(content, f"{where}.content: ")
         return content
     if not isinstance(content, list):
-        raise DataError(f"{where}, content: got {_shown(content)}, wanted a text, or parts of text")
+        raise DataError(f"{where}.content: got {_shown(content)}, wanted a text, or parts of text")
     parts = []
     for number, part in enumerate(content):
-        place = f"{where}, content[{number}]"
+        place = f"{where}.content[{number}]"
         if not isinstance(part, Mapping) or part.get("type", "text") not in _TEXT_PARTS:
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise DataError(f"{place}: got a part of type {_shown(kind)}, wanted text alone")
@@ -276,10 +285,10 @@ def _read_content(content: Any, where: str) -> Any:
 
 def _add_reasoning(message: Message, key: str, value: Any, where: str) -> None:
     if not isinstance(value, str):
-        raise DataError(f"{where}, {key}: got {_shown(value)}, wanted a text")
-    _check_unicode(value, f"{where}, {key}: ")
+        raise DataError(f"{where}.{key}: got {_shown(value)}, wanted a text")
+    _check_unicode(value, f"{where}.{key}: ")
     if message["role"] != "assistant":
-        raise DataError(f"{where}, {key}: got it of role {message['role']!r}, wanted 'assistant'")
+        raise DataError(f"{where}.{key}: got it of role {message['role']!r}, wanted 'assistant'")
     if message.setdefault(REASONING[0], value) != value:
         raise DataError(f"{where}: got two reasonings that differ, wanted one of {REASONING}")
 
@@ -288,8 +297,8 @@ def _read_other(key: Any, value: Any, where: str) -> Any:
     if not isinstance(key, str):
         raise DataError(f"{where}: got the key {key!r:.60}, wanted a text")
     if key in ("name", "tool_call_id") and not isinstance(value, str):
-        raise DataError(f"{where}, {key}: got {_shown(value)}, wanted a text")
-    _check_json(value, f"{where}, {key}")
+        raise DataError(f"{where}.{key}: got {_shown(value)}, wanted a text")
+    _check_json(value, f"{where}.{key}")
     return value
 
 
@@ -402,7 +411,8 @@ def _check_unicode(text: str, where: str = "") -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}got half of a surrogate pair at character {error.start}, wanted valid Unicode"
+            f"{where}got half of a surrogate pair at character {error.start + 1}, "
+            "wanted valid Unicode"
         ) from error
 
 

@@ -45,12 +45,13 @@ class TemplateReading:
     """The trials of one template, each made where it is first asked for.
 
     ``write`` raises DataError where the template refuses a conversation; ``names`` are those that
-    its code has.
+    its code has; ``origin`` says in errors which template it is.
     """
 
-    def __init__(self, write: Write, names: Collection[str]) -> None:
+    def __init__(self, write: Write, names: Collection[str], origin: str = "") -> None:
         self._write = write
         self._names = names
+        self._origin = f" ({origin})" if origin else ""
         self._written_roles: dict[str, bool | None] = {}
         self._read_parts: dict[str, bool] = {}
         self._reasonings: dict[bool, str | None] = {}
@@ -69,10 +70,10 @@ class TemplateReading:
             self._check(not text.documents or self.writes_documents, "documents")
         if is_plain(messages) and all(message["role"] in _USUAL for message in messages):
             return text
-        last = len(messages)
+        last = len(messages) - 1
         adapted = [
-            self._adapt(message, f"message {number}", number == last)
-            for number, message in enumerate(messages, start=1)
+            self._adapt(message, f"messages[{number}]", number == last)
+            for number, message in enumerate(messages)
         ]
         return with_messages(text, adapted)
 
@@ -160,14 +161,14 @@ class TemplateReading:
         message = dict(given)
         role = message["role"]
         if role not in _USUAL:
-            self._check(self._writes_role(role), f"{where}, role {role!r}")
+            self._check(self._writes_role(role), f"{where}.role {role!r}")
         if "tool_calls" in message:
-            self._check(self.writes_calls, f"{where}, tool_calls")
+            self._check(self.writes_calls, f"{where}.tool_calls")
             message = self._with_arguments(message)
         if REASONING[0] in message:
             name = self.reasoning("tool_calls" in message)
             is_said = is_last and message[REASONING[0]].strip()
-            self._check(name is not None or not is_said, f"{where}, {REASONING[0]}")
+            self._check(name is not None or not is_said, f"{where}.{REASONING[0]}")
             # Of an earlier turn it may be written all the same.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
@@ -241,14 +242,13 @@ class TemplateReading:
         except DataError:
             return None
 
-    @staticmethod
-    def _check(is_written: object, what: str) -> None:
-        """None, of what could not be tried, passes: the template itself says what it refuses."""
+    def _check(self, is_written: object, what: str) -> None:
+        """Refuse what is not written; None, untried, passes: the template itself may refuse it."""
         if is_written is False:
             raise DataError(
-                f"{what}: the chat template does not write that, so that the score would be of "
-                "another conversation; wanted a template that does (model.data.template), or "
-                "messages without"
+                f"{what}: the chat template{self._origin} does not write that, so the score would "
+                "be of another conversation; wanted messages without, or training with a template "
+                "that writes it, as every built-in one does (model.data.template=chatml)"
             )
 
 
@@ -296,7 +296,7 @@ def _dialogue_of(role: str, content: Any) -> Messages:
 
 @lru_cache(maxsize=8)
 def template_reading(
-    template: str, bos_token: str, eos_token: str, kwargs: str = ""
+    template: str, bos_token: str, eos_token: str, kwargs: str = "", origin: str = ""
 ) -> TemplateReading:
     """The trials of a template that ``render`` writes, kept for the templates used last.
 
@@ -307,4 +307,4 @@ def template_reading(
     def write(text: Messages | Conversation) -> str:
         return render(template, text, bos_token, eos_token, kwargs)
 
-    return TemplateReading(write, names_in(template))
+    return TemplateReading(write, names_in(template), origin)

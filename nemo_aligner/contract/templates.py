@@ -158,6 +158,15 @@ def resolve_template(setting: str, tokenizer: Tokenizer, known: Sequence[str] = 
     )
 
 
+def name_of(template: str) -> str:
+    """Name a built-in template by its text, also by an earlier one; empty for others."""
+    known = [(BUILT_IN_TEMPLATES, ""), (_EARLIER, " of an earlier version")]
+    return next(
+        (f"{name}{of}" for texts, of in known for name, text in texts.items() if text == template),
+        "",
+    )
+
+
 def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
     """Refuse a template whose text would be wrong, or another one tomorrow.
 

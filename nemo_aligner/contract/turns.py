@@ -14,7 +14,6 @@ import numpy as np
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
-    Message,
     Messages,
     is_plain,
     joined_content,
@@ -22,7 +21,7 @@ from nemo_aligner.contract.messages import (
     strings_of,
 )
 from nemo_aligner.contract.template_probe import template_reading
-from nemo_aligner.contract.templates import after_reply, find_frames, render
+from nemo_aligner.contract.templates import after_reply, find_frames, name_of, render
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
@@ -98,27 +97,25 @@ class TurnMarks:
         """
         messages = messages_of(conversation)
         if not isinstance(conversation, Conversation) and is_plain(messages):
-            for number, message in enumerate(messages, start=1):
-                self._refuse(message["content"], f"message {number}")
+            for number, message in enumerate(messages):
+                self._refuse(message["content"], f"messages[{number}].content")
             return
-        for number, message in enumerate(messages, start=1):
+        for number, message in enumerate(messages):
             for key, value in message.items():
                 if key != "role":
-                    self._check_value(message, key, value, f"message {number}")
+                    self._check_value(key, value, f"messages[{number}].{key}")
         if isinstance(conversation, Conversation):
             for name in ("tools", "documents"):
                 for place, text in strings_of(getattr(conversation, name), name):
                     self._refuse(text, place, is_said=False, uses_tools=True)
 
-    def _check_value(self, message: Message, key: str, value: object, where: str) -> None:
-        is_said = key in _SAID
-        place = where if key == "content" else f"{where}, {key}"
-        for inside, text in strings_of(value, place):
-            self._refuse(text, inside, is_said, uses_tools=True)
+    def _check_value(self, key: str, value: object, where: str) -> None:
+        for place, text in strings_of(value, where):
+            self._refuse(text, place, is_said=key in _SAID, uses_tools=True)
         if key == "content" and isinstance(value, list):
             # A template may write parts without anything between them, or with a newline.
             for text in ("".join(part["text"] for part in value), joined_content(value)):
-                self._refuse(text, f"{where}, parts of content together", uses_tools=True)
+                self._refuse(text, f"{where}, its parts together", uses_tools=True)
 
     def _refuse(
         self, text: str, where: str, is_said: bool = True, uses_tools: bool = False
@@ -179,7 +176,8 @@ def write_conversation(
     """
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     turn_marks(template, tokenizer, kwargs).check(conversation)
-    adapted = template_reading(template, bos, eos, kwargs).adapt(conversation)
+    origin = name_of(template) or "the tokenizer's own" * (template == tokenizer.chat_template)
+    adapted = template_reading(template, bos, eos, kwargs, origin).adapt(conversation)
     return render(template, adapted, bos, eos, kwargs)
 
 

@@ -194,7 +194,9 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
         counts = {**summary.counts}
         if again:
             counts["duplicates"] = counts.get("duplicates", 0) + again
-        reports.append(FileReport(name, summary, counts, index.prompts))
+        reports.append(
+            FileReport(name, summary, counts, index.prompts, columns=index.facts.columns)
+        )
     return reports
 
 

@@ -54,6 +54,7 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 # What becomes of malformed records: the one place that decides whether a run goes on.
 
 MOST_LISTED = 10
+_LINES_NAMED = 5
 
 
 class ReadFile(Protocol):
@@ -99,7 +100,7 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
         return
     lines = []
     for file in bad.values():
-        listed = list_first(file.malformed, MOST_LISTED, _count(file))
+        listed = list_malformed(file.malformed, MOST_LISTED, _count(file))
         lines += [f"{file.path}: {_how_many(file)}", *listed]
     raise DataError("\n".join([*lines, _advice(list(bad.values()), rule)]))
 
@@ -112,6 +113,27 @@ def list_first(items: Sequence[object], most: int, total: int | None = None) -> 
     lines = [f"  {item}" for item in items[:most]]
     rest = (len(items) if total is None else total) - most
     return [*lines, f"  and {rest} more"] if rest > 0 else lines
+
+
+def list_malformed(
+    records: Sequence[MalformedRecord], most: int, total: int | None = None
+) -> list[str]:
+    """``list_first`` of malformed records, those of a file with the same reason on one line."""
+    alike: dict[tuple[str, str], list[MalformedRecord]] = {}
+    for record in records:
+        alike.setdefault((record.origin.path, record.reason), []).append(record)
+    shown = list(alike.values())[:most]
+    lines = [f"  {first}{_same_reason(others)}" for first, *others in shown]
+    rest = (len(records) if total is None else total) - sum(map(len, shown))
+    return [*lines, f"  and {rest} more"] if rest > 0 else lines
+
+
+def _same_reason(others: Sequence[MalformedRecord]) -> str:
+    if not others:
+        return ""
+    lines = ", ".join(str(record.origin.line) for record in others[:_LINES_NAMED])
+    more = ", ..." if len(others) > _LINES_NAMED else ""
+    return f" ({len(others)} more on line{'s' * (len(others) > 1)} {lines}{more})"
 
 
 def malformed_fraction(file: ReadFile) -> float:

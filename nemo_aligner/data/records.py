@@ -96,6 +96,17 @@ class Rating:
 
 
 Record: TypeAlias = Comparison | Rating
+
+
+def text_names(record: Record) -> list[str]:
+    """Names of a record's texts, as errors and listings call them."""
+    if isinstance(record, Rating):
+        return [RATED_COLUMN]
+    if record.ranks == (0, 1):
+        return [*PAIR_COLUMNS]
+    return [f"rank {rank}" for rank in record.ranks]
+
+
 _NO_CHANCE = 20  # characters that two texts begin with
 
 

@@ -15,7 +15,7 @@ import torch
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import reply_of
-from nemo_aligner.data.readers import list_first, malformed_fraction
+from nemo_aligner.data.readers import list_first, list_malformed, malformed_fraction
 from nemo_aligner.data.record_arrays import FarLabel, label_range
 from nemo_aligner.data.records import (
     Comparison,
@@ -345,6 +345,7 @@ class FileReport:
         counts: those of the summary, with ``duplicates`` of files before it, too.
         prompts: of its records.
         unit: what lengths count, tokens unless there is no tokenizer.
+        columns: names of the label columns.
         prompts_in_training: prompts that stand in the training files, too; None of a training file.
     """
 
@@ -353,6 +354,7 @@ class FileReport:
     counts: Mapping[str, int]
     prompts: Prompts
     unit: str = "tokens"
+    columns: tuple[str, ...] = ()
     prompts_in_training: int | None = None
 
     @property
@@ -370,9 +372,8 @@ class FileReport:
         lines = [f"{self.name}: {self.path} ({summary.format})"]
         lines += [fit_row(f"  {name}", value, 28) for name, value in self.rows()]
         count = self.counts.get("malformed", 0)
-        lines += _listed("malformed", self.malformed, most_malformed, count)
-        far = summary.far_labels
-        lines += _listed("labels that are far out", far, _SHOWN, len(far))
+        lines += _under("malformed", list_malformed(self.malformed, most_malformed, count))
+        lines += _under("labels that are far out", list_first(summary.far_labels, _SHOWN))
         return "\n".join(lines)
 
     def rows(self) -> Iterable[tuple[str, object]]:
@@ -401,6 +402,13 @@ class FileReport:
             yield "prompts also in training", self.prompts_in_training
         yield from self._content_rows()
 
+    def _by_column(self, values: Sequence[float]) -> str:
+        named = zip(self.columns, values, strict=True)
+        return ", ".join(
+            f"{name} {value}" if isinstance(value, int) else f"{name} {value:.4g}"
+            for name, value in named
+        )
+
     def _content_rows(self) -> Iterable[tuple[str, object]]:
         summary = self.summary
         total, prefixes = summary.lengths.total, summary.prefixes
@@ -414,22 +422,16 @@ class FileReport:
             yield "chosen is the longer", f"{summary.longer_chosen:.1%}"
         labels = summary.labels
         if any(map(math.isfinite, labels.means)):
-            yield "labels missing", " ".join(map(str, labels.missing))
-            yield "label means", _numbers(labels.means)
-            yield "labels from", _numbers(labels.lows)
-            yield "labels to", _numbers(labels.highs)
-        if set(summary.sources) != {""}:
+            yield "labels missing", self._by_column(labels.missing)
+            yield "label means", self._by_column(labels.means)
+            yield "labels from", self._by_column(labels.lows)
+            yield "labels to", self._by_column(labels.highs)
+        if any(summary.sources):
             yield "sources", _sources(summary.sources)
 
 
-def _numbers(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
-
-
-def _listed(what: str, items: Sequence[object], most: int, total: int) -> list[str]:
-    if not items:
-        return []
-    return [f"  {what}:", *(f"  {line}" for line in list_first(items, most, total))]
+def _under(heading: str, lines: Sequence[str]) -> list[str]:
+    return [f"  {heading}:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _with_parts(total: int, parts: Mapping[str, int]) -> str:

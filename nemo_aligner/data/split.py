@@ -15,7 +15,13 @@ from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.messages import first_prompt
 from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import MalformedRule, Reading, RecordFile, list_first, read_records
+from nemo_aligner.data.readers import (
+    MalformedRule,
+    Reading,
+    RecordFile,
+    list_malformed,
+    read_records,
+)
 from nemo_aligner.data.records import Record, prompt_key, write_lines
 from nemo_aligner.data.report import render_length_baseline
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -77,7 +83,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in file.counts.items())
     lines = [f"{source}: {file.format}, {counts}"]
     if file.malformed:
-        lines += ["left out as malformed:", *list_first(file.malformed, _MALFORMED_SHOWN)]
+        lines += ["left out as malformed:", *list_malformed(file.malformed, _MALFORMED_SHOWN)]
     sides: dict[str, list[Record]] = {"train": [], "heldout": []}
     for record, key in zip(file.records, keys, strict=True):
         sides["heldout" if key in held else "train"].append(record)
@@ -100,10 +106,15 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
 def _too_few(source: Path, keys: Sequence[str], how: Split) -> str:
     prompts = Counter(keys)
     advice = "; --by prompt tells them apart by their whole prompt" if how.by != "prompt" else ""
+    if len(prompts) == 1:
+        return (
+            f"{source}: all {len(keys)} records have the same prompt, and a prompt must not be in "
+            f"both parts; wanted at least 2 prompts{advice}"
+        )
     return (
-        f"{source}: got {len(prompts)} different prompts, the largest with "
-        f"{max(prompts.values())} of {len(keys)} records; wanted enough of them to hold out "
-        f"{how.heldout} of the records without a prompt in both parts{advice}"
+        f"{source}: cannot hold out {how.heldout:.0%} of its {len(keys)} records without a prompt "
+        f"in both parts: it has {len(prompts)} prompts, and one of them has "
+        f"{max(prompts.values())} records; wanted more prompts, or another share{advice}"
     )
 
 

@@ -18,7 +18,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.data.files import AnyLine, BadLine, read_lines
 from nemo_aligner.data.formats.base import checked
-from nemo_aligner.data.readers import MOST_LISTED, Reading, list_first, read_records
+from nemo_aligner.data.readers import MOST_LISTED, Reading, list_malformed, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
@@ -64,7 +64,7 @@ def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
             malformed.append(MalformedRecord(Origin(str(path), line.number), str(error)))
     if malformed:
         heading = f"{path}: {len(malformed)} of its {len(lines)} lines are malformed"
-        raise DataError("\n".join([heading, *list_first(malformed, MOST_LISTED)]))
+        raise DataError("\n".join([heading, *list_malformed(malformed, MOST_LISTED)]))
     yield from found
 
 

@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from nemo_aligner.contract.contract import (
     OverlongError,
     ScoringContract,
 )
+from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer
 from nemo_aligner.data.files import (
     AnyLine,
@@ -42,7 +43,7 @@ from nemo_aligner.data.files import (
 from nemo_aligner.data.formats import format_named, parse_lines
 from nemo_aligner.data.formats.base import WantedLabels
 from nemo_aligner.data.readers import Reading, usable_records
-from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Record
+from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Record, text_names
 from nemo_aligner.data.report import better_and_worse, prompt_hash, short_hash
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.processes import environment
@@ -235,7 +236,23 @@ def _tokenize_alone(record: Record, contract: ScoringContract, tokenizer: Tokeni
         # It is no fault of this record.
         raise DataError(f"{record.origin}: {error}") from error
     except DataError as error:
-        return MalformedRecord(record.origin, str(error))
+        encode = lambda text: contract.tokenize_records(tokenizer, [[text]])  # noqa: E731
+        return refused_record(record, encode, error)
+
+
+def refused_record(
+    record: Record, encode: Callable[[Text], object], error: DataError
+) -> MalformedRecord:
+    """A record with a text that ``encode`` refuses; the reason names that text and says why.
+
+    ``error`` is the reason where ``encode`` refuses none of the texts by itself.
+    """
+    for name, text in zip(text_names(record), record.texts, strict=True):
+        try:
+            encode(text)
+        except DataError as why:
+            return MalformedRecord(record.origin, f"{name}: {why}")
+    return MalformedRecord(record.origin, str(error))
 
 
 def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> EncodedText | None:

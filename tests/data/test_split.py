@@ -140,7 +140,7 @@ def test_split_is_by_whole_prompts_or_by_first_turns(tmp_path: Path) -> None:
     shown = split_file(source, tmp_path / "whole", Split(heldout=0.3))
     assert "heldout: 3 records, 3 prompts" in shown
     assert "note:" not in shown
-    with pytest.raises(DataError, match=r"1 different prompts.* 10 of 10 records.*--by prompt"):
+    with pytest.raises(DataError, match=r"all 10 records have the same prompt.*--by prompt"):
         split_file(source, tmp_path / "first", Split(by="first_prompt"))
     assert not list(tmp_path.glob("first/*"))
     source = write(tmp_path / "more.jsonl", *chats(Counter(Hello=300, Hi=80, Hey=12, Yo=8)))

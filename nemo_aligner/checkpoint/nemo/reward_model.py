@@ -422,9 +422,10 @@ def _check_read_alike(
 
 def read_or_build_text_rules(
     path: Path, data: DataConfig, attributes: Sequence[str]
-) -> tuple[Tokenizer, ScoringContract]:
-    """The tokenizer at ``path``, and its own contract; where it has none, one by the settings.
+) -> tuple[Tokenizer, ScoringContract, bool]:
+    """The tokenizer at ``path``, its own contract or else one by the settings, and which it is.
 
+    The last value is true where the contract was built from the settings.
     ``path`` is a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
 
     Raises:
@@ -436,7 +437,7 @@ def read_or_build_text_rules(
     else:
         tokenizer, contract = read_text_rules(path)
     if contract is not None:
-        return tokenizer, contract
+        return tokenizer, contract, False
     config = ModelConfig(data=data)
     if attributes:
         config = ModelConfig(
@@ -444,4 +445,4 @@ def read_or_build_text_rules(
             regression=RegressionConfig(list(attributes)),
             data=data,
         )
-    return tokenizer, build_contract(config, tokenizer, Precision.fp32)
+    return tokenizer, build_contract(config, tokenizer, Precision.fp32), True

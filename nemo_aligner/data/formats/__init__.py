@@ -297,7 +297,8 @@ def _why_unfit(chosen: Format, line: AnyLine) -> str:
             f"mixed formats in one file: got a record of {' or '.join(others)} (keys "
             f"{_keys(line)}), wanted {chosen.name}: {chosen.wanted}"
         )
-    return f"got keys {_keys(line)}; {chosen.name} wants {chosen.wanted}"
+    misspelt = _find_misspelt(line.value, [chosen])
+    return f"got keys {_keys(line)}; {misspelt or f'{chosen.name} wants {chosen.wanted}'}"
 
 
 def _keys(line: Line) -> str:

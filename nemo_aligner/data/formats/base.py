@@ -116,10 +116,10 @@ def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str
     found = value[key]
     if not isinstance(found, list) or len(found) < _FEWEST:
         raise DataError(f"{key}: got {found!r:.60}, wanted a list of two or more objects")
-    for number, one in enumerate(found, start=1):
+    for number, one in enumerate(found):
         if not isinstance(one, dict) or not set(needed) <= set(one):
             raise DataError(
-                f"{key}, {number}: got {one!r:.60}, wanted an object with "
+                f"{key}[{number}]: got {one!r:.60}, wanted an object with "
                 f"{' and '.join(map(repr, needed))}"
             )
     return found
@@ -163,8 +163,7 @@ def read_conversation(
         if prompt is None:
             raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        whole: Messages = checked([*before, *turns], key)
-        return whole
+        return _joined(before, turns, key, prompt_key)
     conversation: Messages = checked(turns, key)
     if isinstance(prompt, str):
         holds_prompt = {"role": "user", "content": prompt} in conversation
@@ -177,6 +176,17 @@ def read_conversation(
             f"{key}: got a whole conversation that does not hold the record's {prompt_key}"
         )
     return conversation
+
+
+def _joined(before: list[Any], turns: list[Any], key: str, prompt_key: str) -> Messages:
+    try:
+        whole: Messages = checked([*before, *turns], key)
+    except DataError:
+        # Which of the two fields it is in, and where.
+        _messages(before, prompt_key)
+        _messages(turns, key)
+        raise
+    return whole
 
 
 def _messages(prompt: list[Any], key: str) -> Messages:

@@ -111,7 +111,10 @@ def test_gym_rollout_that_is_no_conversation_is_refused() -> None:
         (rollout("a"), "response.output: got no message of the assistant"),
         (rollout([], {"role": "user", "content": "b"}), "got no message of the assistant"),
         (rollout("a", search), "response.output.0: got .*message"),
-        (rollout("a", broken), r"rollout: message 2, tool_calls\[0\].function.arguments: got '{'"),
+        (
+            rollout("a", broken),
+            r"rollout: messages\[1\].tool_calls\[0\].function.arguments: got '{'",
+        ),
         (rollout("a", said("b"), result), "response.output: got no message of the assistant"),
         (rollout("a", said("b"), tools=[{"type": "web_search"}]), "tools.0: got .*, wanted a func"),
         (rollout([5], said("b")), "responses_create_params.input.0: got 5, wanted a message"),
