@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.utils.errors import DataError, shown
 
-# Those that any template may be tried with; developer and function are written by few.
+# Roles that any template may be tried with; few templates write developer and function.
 ROLES = ("system", "user", "assistant", "tool")
 ALL_ROLES = (*ROLES, "developer", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -65,7 +65,7 @@ def messages_of(text: Text) -> Messages:
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:
-    """Other messages, with the same tools and documents."""
+    """Replace the messages, and keep tools and documents."""
     return replace(text, messages=messages) if isinstance(text, Conversation) else messages
 
 
@@ -84,7 +84,7 @@ def question_of(text: Text) -> Messages:
 
 
 def reply_of(text: Text) -> str:
-    """What is judged: the last turn of a conversation, as ``said``; the whole of a raw text."""
+    """The reply that is judged: the last turn of a conversation, as ``said``; all of a raw text."""
     return text if isinstance(text, str) else said(messages_of(text)[-1])
 
 
@@ -94,7 +94,7 @@ def first_prompt(text: Text) -> str:
 
 
 def said(message: Message) -> str:
-    """All that a message says, for people and for its length.
+    """Everything that a message says, for people and for its length.
 
     Reasoning, content and every call of a tool, as JSON, on lines of their own.
     """
@@ -186,7 +186,7 @@ def read_messages(given: Sequence[Any]) -> Messages:
 
 
 def is_plain(messages: Messages) -> bool:
-    """Whether no message has more than a role of ``ROLES`` and a text."""
+    """True if every message has a role of ``ROLES`` and a text, and nothing more."""
     return all(
         message.keys() == _PLAIN
         and isinstance(message["content"], str)
@@ -196,7 +196,7 @@ def is_plain(messages: Messages) -> bool:
 
 
 def strings_of(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every string of a JSON value, keys included, and where it stands."""
+    """Yield every string of a JSON value, keys included, and where it stands."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, Mapping):
@@ -209,7 +209,7 @@ def strings_of(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_plain(message: Any) -> bool:
-    """Whether it is in the normal form, with nothing but role and content; to be quick."""
+    """True for a message in the normal form with nothing but role and content: the quick path."""
     if not isinstance(message, dict) or message.keys() != _PLAIN:
         return False
     role, content = message["role"], message["content"]

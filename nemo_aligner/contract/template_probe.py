@@ -20,12 +20,11 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.contract.templates import names_in, render, tool_call_turn, tool_result
 from nemo_aligner.utils.errors import DataError
 
-# What a chat template makes of messages beyond role and content, found by trials.
+# Trials of a chat template: which message fields beyond role and content it writes.
 #
 # A template that never writes a call of a tool writes a conversation with one as another without,
 # and so does not say what was said: such a conversation is refused, by the key that is not written.
-# What a template does with the reasoning of earlier turns, a name or the id of a call, is its own
-# affair.
+# The reasoning of earlier turns, names and call ids are left to the template: it may drop them.
 
 Write = Callable[[Messages | Conversation], str]
 
@@ -89,7 +88,7 @@ class TemplateReading:
 
     @cached_property
     def writes_tools(self) -> bool | None:
-        """Whether tools are written, None where no trial could be."""
+        """True if tools are written, None if no trial was possible."""
         functions = {"name": _FIRST, "description": "d", "parameters": _NO_PARAMETERS}
         tools = [{"type": "function", "function": functions}]
         dialogues = [[_said(role, "a") for role in roles] for roles in (_USUAL[1:], _USUAL)]
@@ -97,14 +96,14 @@ class TemplateReading:
 
     @cached_property
     def writes_documents(self) -> bool | None:
-        """Whether documents are written, None where no trial could be."""
+        """True if documents are written, None if no trial was possible."""
         documents = [{"title": "t", "text": _FIRST, "contents": _FIRST, "doc_id": "1"}]
         dialogue = [_said("user", "a"), _said("assistant", "b")]
         return self._writes([_FIRST], [Conversation(dialogue, documents=documents)])
 
     @cached_property
     def writes_calls(self) -> bool | None:
-        """Whether calls of tools are written, None where no trial could be."""
+        """True if tool calls are written, None if no trial was possible."""
         call = tool_call_turn(_FIRST, _SECOND)
         trials = [
             trial
@@ -118,7 +117,7 @@ class TemplateReading:
         return found or self._arguments_are_text or found
 
     def _null_content(self, calls: bool) -> Message:
-        """What stands for content that is null, beside calls of tools or reasoning alone.
+        """Substitute for content that is null, beside tool calls or with reasoning alone.
 
         The first of null, nothing and an empty text that the template takes and does not write as a
         word.
@@ -139,7 +138,7 @@ class TemplateReading:
         return self._nulls[calls]
 
     def reasoning(self, calls: bool) -> str | None:
-        """What the template calls the reasoning of a last reply, with calls of tools or without.
+        """Key under which the template reads a last reply's reasoning, with tool calls or without.
 
         None if it writes none.
         """
@@ -207,7 +206,7 @@ class TemplateReading:
         return self._written_roles[role]
 
     def _reads_parts(self, role: str) -> bool:
-        """Whether parts of text are written as one text is, and all of several."""
+        """True if parts of text are written as one text is, and all of several."""
         if role not in self._read_parts:
             one, two = ([_part(each) for each in some] for some in ((_FIRST,), (_FIRST, _SECOND)))
             whole, parted, several = (
@@ -232,7 +231,7 @@ class TemplateReading:
     def _writes(
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
-        """Whether one of the trials has all words; None where none of them can be written."""
+        """True if a trial is written with all words; None if none can be written."""
         texts = [text for text in map(self._try, trials) if text is not None]
         return any(all(word in text for word in words) for text in texts) if texts else None
 
@@ -260,7 +259,7 @@ def _without_content(message: Message) -> Message:
 
 
 def _with_arguments_as_text(message: Message) -> Message:
-    """Some templates put the JSON text of arguments into theirs, as the chat API has it."""
+    """Write arguments as JSON text, as the chat API has them; some templates expect that."""
     if "tool_calls" not in message:
         return message
     calls = []

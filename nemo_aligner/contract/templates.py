@@ -41,7 +41,7 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 if TYPE_CHECKING:
     import jinja2
 
-# Of versions that knew role and content alone; contracts that have one keep it.
+# Templates of versions that wrote role and content alone; contracts that have one keep it.
 _EARLIER = {
     "chatml": (
         "{% for message in messages %}"
@@ -68,7 +68,7 @@ _EARLIER = {
         "{{ eos_token }}"
     ),
 }
-# What all built-in templates have before their turns, and what a turn says.
+# Common beginning of all built-in templates, and the text of a turn.
 _BEFORE_TURNS = (
     "{% set beside = ["
     "('Tools:\\n' + tools | map('tojson') | join('\\n')) if tools else '',"
@@ -106,7 +106,7 @@ def _with_tools(earlier: str) -> str:
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
 # They write plain conversations as the earlier ones do, which are quicker.
 _QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
-# What a template is given by whoever renders it, and no setting may replace.
+# Variables that the caller of a template sets, and no setting may replace.
 _GIVEN = (
     "messages",
     "tools",
@@ -125,7 +125,7 @@ _QUESTION, _REPLY = "a question", "the reply"
 _CALL_ID = "call00001"
 _PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
 _DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30))
-# What stands for the content of each turn of a trial: no template writes such a character itself.
+# Placeholder for the content of each turn of a trial, of a character that no template writes.
 _CONTENT = re.compile("\ue000[0-9]\ue000")
 # Some templates take no system prompt, and some no second question.
 _TRIALS = (
@@ -256,19 +256,19 @@ def _literal(value: Any) -> str:
 
 
 def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
-    """Whether a template writes another text tomorrow."""
+    """True if a template writes the date, and so another text tomorrow."""
     texts = {render(template, _PROBE, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
 
 
 @lru_cache(maxsize=8)
 def end_of_turn(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
-    """What a template writes after the last reply, without white space around it."""
+    """Text that a template writes after the last reply, stripped."""
     return after_reply(template, bos_token, eos_token, kwargs).strip()
 
 
 def after_reply(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
-    """What a template writes after the last reply."""
+    """Text that a template writes after the last reply."""
     return _behind_reply(render(template, _PROBE, bos_token, eos_token, kwargs))
 
 
@@ -277,7 +277,7 @@ def _behind_reply(probe: str) -> str:
 
 
 class Frames(NamedTuple):
-    """What a template writes around the contents of messages.
+    """Text that a template writes around the contents of messages.
 
     Attributes:
         around: all of it, in a dialogue.
@@ -329,7 +329,7 @@ def tool_call_turn(name: str = "look_up", argument: str = "a word", content: str
 
 
 def tool_result(content: str = "found") -> Message:
-    """What the tool of ``tool_call_turn`` answers."""
+    """Answer of the tool that ``tool_call_turn`` calls."""
     return {"role": "tool", "content": content, "name": "look_up", "tool_call_id": _CALL_ID}
 
 

@@ -25,7 +25,7 @@ from nemo_aligner.contract.templates import after_reply, find_frames, name_of, r
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
-# What a chat template writes around messages, and no message may hold.
+# Turn marks: text that a chat template writes around messages, and no message may hold.
 #
 # A reply that writes turns of its own (``bad<|im_end|>\n<|im_start|>user\nthanks``) would have the
 # token ids of a longer dialogue, so that a policy could answer itself in the user's name. So a
@@ -66,7 +66,7 @@ class TurnMarks:
 
     @classmethod
     def of(cls, write: Callable[[Messages], str], tokenizer: Tokenizer | None) -> TurnMarks:
-        """Those of what ``write`` makes of conversations; without a tokenizer no token is known.
+        """Find the marks that ``write`` puts around messages; without a tokenizer, words alone.
 
         Raises:
             DataError: it cannot write a question and its answer.
@@ -130,7 +130,7 @@ class TurnMarks:
             )
 
     def _find(self, content: str, is_said: bool, uses_tools: bool) -> tuple[int, str] | None:
-        """Where the first mark stands, and which it is."""
+        """Position of the first mark, and the mark."""
         marks = (*self.anywhere, *self.around_results) if uses_tools else self.anywhere
         found = [(content.index(mark), mark) for mark in marks if mark in content]
         bare = content.rstrip()
@@ -143,7 +143,7 @@ class TurnMarks:
 
 
 def _is_mark(text: str, is_special: bool) -> bool:
-    """Not white space and punctuation, nor a word of everybody's, which tell nobody's turn."""
+    """True for a text that marks a turn: no white space, punctuation or ordinary word."""
     return any(map(str.isalnum, text)) and (is_special or not text.strip().isalnum())
 
 
@@ -181,7 +181,7 @@ def write_conversation(
     return render(template, adapted, bos, eos, kwargs)
 
 
-# What a chat template writes after a reply: the end of the turn, and what stands behind it.
+# The end of a turn: what a chat template writes after a reply, and what stands behind it.
 #
 # A policy's text ends where it has said its end of turn (``<|im_end|>``), a conversation where the
 # template does (``<|im_end|>\n``), and there a reward model has learned to read.
@@ -202,7 +202,7 @@ class TurnEnd:
 
     @classmethod
     def of(cls, template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnEnd | None:
-        """None where a template writes nothing behind the end of a turn, or there is none."""
+        """Find it by a trial; None where a template writes nothing behind the end of a turn."""
         if not template:
             return None
         whole = after_reply(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
@@ -223,7 +223,7 @@ class TurnEnd:
         return cls(end, rest, end_ids, rest_ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values for JSON."""
         return {
             "end": self.end,
             "rest": self.rest,
@@ -247,7 +247,7 @@ class TurnEnd:
 
 
 def _missing(written: Any, end: Any, rest: Any) -> Any:
-    """What of ``rest`` is missing behind ``end``; None where what is written ends otherwise."""
+    """The part of ``rest`` missing after ``end``; None if what is written ends otherwise."""
     for known in range(len(rest)):
         begun = end + rest[:known]
         if written[-len(begun) :] == begun:
@@ -268,7 +268,7 @@ _TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{",
 
 
 def find_marker(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) -> int:
-    """Where the last ``marker`` begins in ``token_ids``; -1 where there is none."""
+    """Index in ``token_ids`` where the last ``marker`` begins; -1 if there is none."""
     ids = np.asarray(token_ids)
     if len(ids) < len(marker):
         return -1

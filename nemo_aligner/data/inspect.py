@@ -36,7 +36,7 @@ TextRules = tuple[Tokenizer, ScoringContract]
 
 @dataclass(frozen=True)
 class Inspection:
-    """How files are looked at; without ``rules`` lengths are characters.
+    """Options of an inspection; without ``rules`` lengths are characters.
 
     ``show`` is how many records of a file are printed in full, their special tokens between
     ``marks``. The others are as in ``Reading``; the contract of a regression model names the
@@ -128,7 +128,7 @@ def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileR
 
 
 def report_in_characters(file: RecordFile, name: str) -> FileReport:
-    """What can be told without a tokenizer."""
+    """Report on a file without a tokenizer: lengths are characters."""
     texts = [text for record in file.records for text in record.texts]
     replies = [len(reply_of(text)) for text in texts]
     prompts = [sum(len(said(turn)) for turn in prompt_of(text)) for text in texts]

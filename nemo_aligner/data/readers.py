@@ -51,7 +51,7 @@ from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-# What becomes of malformed records: the one place that decides whether a run goes on.
+# Malformed records: the one place that decides whether a run goes on.
 
 MOST_LISTED = 10
 _LINES_NAMED = 5
@@ -82,7 +82,7 @@ class MalformedRule:
     section: str = "model.data."
 
     def allows(self, file: ReadFile) -> bool:
-        """Whether the records that are left of the file are good to use."""
+        """True if the file's remaining records may be used."""
         if self.action is Malformed.error:
             return not file.malformed
         return malformed_fraction(file) <= self.most
@@ -137,7 +137,7 @@ def _same_reason(others: Sequence[MalformedRecord]) -> str:
 
 
 def malformed_fraction(file: ReadFile) -> float:
-    """How much of the file's records is malformed."""
+    """Share of the file's records that are malformed."""
     return _count(file) / max(file.counts.get("read", 0), 1)
 
 
@@ -163,7 +163,7 @@ def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
     return advice
 
 
-# What is put around the prompts of a file: a system prompt, more words, or a raw text.
+# Text around the prompts of a file: a system prompt, more words, or a raw text.
 #
 # A system prompt and a prompt's own words come from files, as NVIDIA-NeMo/RL's data sets have them
 # (``system_prompt_file``, ``prompt_file``); a raw text is written by OpenRLHF's ``input_template``.
@@ -182,7 +182,7 @@ class PromptSettings(Protocol):
 
 @dataclass(frozen=True)
 class PromptWrapping:
-    """What every conversation of a file gets; None leaves it as it is.
+    """Text to put around every conversation of a file; None adds nothing.
 
     Attributes:
         system: said by the system, first; a conversation that has a system prompt keeps its own.
@@ -197,7 +197,7 @@ class PromptWrapping:
 
     @classmethod
     def of(cls, settings: PromptSettings, section: str) -> PromptWrapping | None:
-        """Those of a section of the settings; None where it says nothing.
+        """Read a section of the settings; None where nothing is set.
 
         Raises:
             ConfigError: a file cannot be read, or the prompt has no place, or two, in a template.
@@ -284,7 +284,7 @@ def _put(template: str, prompt: str) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read.
+    """Rules by which files are read.
 
     Attributes:
         kind: what their records are; None takes either.
@@ -309,7 +309,7 @@ class Reading:
     ties: bool = False
 
     def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """What the labels of such records are called."""
+        """Names of the label columns of such records."""
         return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
 
     def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a record begins; lines count from 1."""
+    """File and line where a record begins; lines count from 1."""
 
     path: str
     line: int
@@ -32,7 +32,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class MalformedRecord:
-    """What stands where a record should, and cannot be used as one."""
+    """A place in a file whose content cannot be used as a record."""
 
     origin: Origin
     reason: str
@@ -60,12 +60,12 @@ class Comparison:
 
     @property
     def is_tied(self) -> bool:
-        """Whether none of its completions is better than another."""
+        """True if no completion is better than another."""
         return len(set(self.ranks)) == 1
 
     @property
     def has_ties(self) -> bool:
-        """Whether any two of its completions are tied."""
+        """True if any two completions are tied."""
         return len(set(self.ranks)) < len(self.ranks)
 
     @classmethod
@@ -91,7 +91,7 @@ class Rating:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of one text alone."""
+        """A single rank, as there is one text."""
         return (0,)
 
 
@@ -111,7 +111,7 @@ _NO_CHANCE = 20  # characters that two texts begin with
 
 
 def prompt_key(record: Record) -> str:
-    """What two records of the same prompt have in common, whatever its case and white space.
+    """A key that records of the same prompt share, whatever its case and white space.
 
     Raw text does not say where its prompt ends: a pair's is the whole lines that both texts begin
     with, or else a beginning that is too long for chance; other texts stand for themselves.
@@ -151,7 +151,7 @@ def reward_row(
     texts: Sequence[Text],
     **more: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Where a record came from, its rewards and texts; ``more`` are labels and the like.
+    """Build a row: a record's origin, rewards and texts; ``more`` are labels and the like.
 
     ``rewards`` are of a pair ``chosen`` and ``rejected``, of a rating by attribute. A number that
     is not finite is null.
@@ -277,7 +277,7 @@ def _plain(value: Any) -> Any:
 
 
 def _without_nan(value: Any) -> Any:
-    """With null where JSON has no number, and text for keys that are none."""
+    """Replace numbers that JSON lacks by null, and keys that are not text by text."""
     if isinstance(value, Mapping):
         return {str(key): _without_nan(each) for key, each in value.items()}
     if hasattr(value, "tolist"):

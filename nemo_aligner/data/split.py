@@ -27,14 +27,14 @@ from nemo_aligner.data.report import render_length_baseline
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-# How far the held-out part may be from what was asked for, as a share of it.
+# Tolerated difference of the held-out part from what was asked for, as a share of it.
 _TOLERANCE = 0.1
 _WORDS_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
 class Split:
-    """How to split a file: hold out ``heldout`` of its records, drawn by ``seed``.
+    """Rules of a split: hold out ``heldout`` of its records, drawn by ``seed``.
 
     Attributes:
         by: records that share it stay in one part: the whole ``prompt``, or the ``first_prompt``,
@@ -161,7 +161,7 @@ def check_names(attributes: Sequence[str]) -> None:
 
 
 def _lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """By the line on which it begins: a record's lines as they were written, each on one line."""
+    """Lines of each record as written, by the line on which it begins."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = 2 if file.format == "comparison_text" else 1
     return {
@@ -183,7 +183,7 @@ def _prompt_keys(records: Sequence[Record], by: str) -> list[str]:
 
 
 def _same_beginnings(begins: Sequence[str]) -> list[str]:
-    """Where one raw text's prompt begins another's, the two are taken for the same prompt."""
+    """Merge prompts of raw texts: one that begins another counts as the same prompt."""
     group: dict[str, str] = {}
     last = None
     for start in sorted(set(begins)):

@@ -45,7 +45,7 @@ def labelled_conversation(given: str) -> tuple[str, Any]:
 
 
 def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """What a file asks about: each ``text``, ``messages``, or reply of a pair, with its label.
+    """Texts to score from a file: each ``text``, ``messages`` or reply of a pair, with its label.
 
     A line is ``{"text": ...}``, ``{"messages": [...]}`` or a pair (``prompt``, ``chosen``,
     ``rejected``), whose replies give a conversation each; conversations get the line's ``tools``

@@ -86,7 +86,7 @@ def train(
             keep_for_report(config, data, learner, described, world.world_size)
         patience.go_on_from(start)
         if start.step >= total_steps or patience.is_over:
-            say(f"step {start.step} is the last; the model is written again")
+            say(f"step {start.step} was the last; writing the model again")
         loggers = build_loggers(config.exp_manager, start.config, start.step)
         if callback is not None:
             loggers.call(callback, total_steps)
@@ -149,7 +149,7 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
 
 
 def open_patience(config: ExpManagerConfig, data: TrainingData) -> Patience:
-    """How long the run waits for a better validation, by the metric of the best checkpoints.
+    """Patience for a better validation, by the metric of the best checkpoints.
 
     Raises:
         ConfigError: it is to end early, and there is no validation data.
@@ -282,7 +282,7 @@ def export(
 
 
 def _can_export(contract: ScoringContract, config: Mapping[str, Any]) -> bool:
-    """Whether a reward model of Hugging Face has a place for this head."""
+    """True if a Hugging Face reward model can hold this head."""
     try:
         check_plain_reading(contract, "", "")
         check_is_linear(ModelShape.from_config(config).head, "", "")
@@ -308,7 +308,7 @@ def _average(
 
 
 def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) -> None:
-    """Put the mean of their weights in, summed in float64 in host memory and rounded once.
+    """Load the mean of their weights, summed in float64 in host memory and rounded once.
 
     With LoRA it is that of its matrices, which is not the mean of what they add.
     """
@@ -364,10 +364,10 @@ def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContrac
     return contract.with_statistics(columns[0], columns[1], measured_on=prefix)
 
 
-# What is about to be trained, and how, for people.
+# Description of what is about to be trained, for people.
 
 _STEPS_FOR_BALANCE, _MOST_EVEN = 20, 1.05
-# What a model is measured by, and what the length of a reply alone would give.
+# Metrics of a model, and what the length of a reply alone would score.
 _BASELINES = {
     "accuracy": ("longer_reply_accuracy", "always the longer reply"),
     "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
@@ -454,7 +454,7 @@ def _uneven_work(found: Imbalance, steps: int, stages: int) -> list[str]:
 
 
 def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
-    """How much of an epoch is of which file, where weights say it."""
+    """Shares of an epoch by file, where weights are set."""
     weights, sizes = config.model.data.data_prefix.train_weights, data.train.file_sizes
     if not weights:
         return []

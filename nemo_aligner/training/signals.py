@@ -42,7 +42,7 @@ _AT_ONCE = "Ctrl-C again leaves at once"
 
 
 class Phase(Enum):
-    """Where a run is; the value is what the first signal says then."""
+    """Phase of a run; the value is what the first signal prints then."""
 
     starting = "stopped before the first step; there is nothing to save"
     training = f"stopping; the step under way is finished and saved first ({_AT_ONCE})"
@@ -95,7 +95,7 @@ class StopRequest:
 
     @property
     def reason(self) -> StopReason | None:
-        """None to go on."""
+        """Reason to stop, None to go on."""
         if self._signal is not None:
             is_to_go_on = self._signal == signal.SIGUSR1
             name = _NAMES[signal.Signals(self._signal)]
@@ -106,7 +106,7 @@ class StopRequest:
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
-        """From the first step to the last; what comes after is the end of the run."""
+        """Mark the block as the run's steps; what follows is the end of the run."""
         self._phase = Phase.training
         yield
         self._phase = Phase.finishing

@@ -235,7 +235,7 @@ def test_trainer_that_is_stopped_saves_says_why_and_makes_up_what_was_due_once(
     assert left.events == ["train 0", "train 1", "validate 2", "save 2", "publish 2"]
     assert left.saved[0].metrics == {}
     assert "timing/validation/total_validation_time" not in left.logged[2]
-    assert "step 2: the validation was left" in capsys.readouterr().out
+    assert "step 2: the validation was interrupted" in capsys.readouterr().out
     # Before the first step there is nothing to save.
     left = Diary(when=("validation", 0))
     assert fit(left, 5, val_before_training=True) is not None

@@ -71,7 +71,7 @@ from nemo_aligner.data.records import MalformedRecord, Origin, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _BAD_LINES_SHOWN = 3
-# What most people's files are, and so what an error spells out.
+# The most common formats, which an error spells out.
 _COMMON = ("chat_pairs", "rated_chat")
 
 FORMATS: dict[str, Format] = {
@@ -152,7 +152,7 @@ def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
 
 
 def _hint(line: Line, fitting: Sequence[Format]) -> str:
-    """What a record may be that is of no format that was wanted, and what to do."""
+    """Advice on a record that fits none of the wanted formats."""
     for known in FORMATS.values():
         if known.matches(line.value):
             needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"
@@ -177,7 +177,7 @@ def _hint(line: Line, fitting: Sequence[Format]) -> str:
 
 
 def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | None:
-    """Which keys of ``value`` are near those that it lacks for a format; None where none are."""
+    """Suggest keys of ``value`` that may be misspelt ones of a format; None if none are near."""
     found: list[tuple[int, Format, dict[str, str]]] = []
     for known in fitting:
         keys = set(known.sample[0])
@@ -247,7 +247,7 @@ _JOINED = re.compile(r"\}\s*\{")
 
 
 def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -> None:
-    """Where a record is several lines, a line too many or too few would shift all that follow.
+    """Check a format of several lines per record: one line too many would shift all that follow.
 
     Raises:
         DataError: which lines of the whole file make a record is not known.

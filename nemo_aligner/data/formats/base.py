@@ -14,7 +14,7 @@ from nemo_aligner.contract.messages import Messages, Text, read_messages, read_t
 from nemo_aligner.data.records import Comparison, Origin, Record
 from nemo_aligner.utils.errors import DataError
 
-# What a format is: how its records are known, and how one is read.
+# A format: how its records are recognized and read.
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class WantedLabels:
 
 @dataclass(frozen=True)
 class PairKeys:
-    """Which fields of a pair have its prompt, its chosen and its rejected reply."""
+    """Names of a pair's fields: its prompt, its chosen and its rejected reply."""
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -71,7 +71,7 @@ class Format:
 
 
 def has(*keys: str) -> Callable[[dict[str, Any]], bool]:
-    """Whether an object has all of ``keys``."""
+    """A test for objects that have all of ``keys``."""
     return lambda value: set(keys) <= set(value)
 
 
@@ -104,7 +104,7 @@ def checked(text: Any, key: str) -> Any:
 
 
 def read_source(value: object) -> str:
-    """Where a record is from, by a text or a number that says so; empty for anything else."""
+    """Source of a record, from a text or a number; empty for anything else."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
     is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
@@ -230,7 +230,7 @@ def read_label(value: object, name: str, wanted: WantedLabels) -> float | None:
 
 # By how much a chosen reply is better, out of what public pairs call its score.
 
-# What scores of the chosen and the rejected reply are called: in UltraFeedback as binarized for
+# Names of the chosen and the rejected reply's scores: in UltraFeedback as binarized for
 # Zephyr and by TRL, in argilla's editions of it, and by RLHFlow.
 _SCORES = (
     ("score_chosen", "score_rejected"),

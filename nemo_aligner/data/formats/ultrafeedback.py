@@ -107,7 +107,7 @@ def _parse_qa_feedback(
 
 
 def _passages(passages: object) -> list[str]:
-    """Every passage is its title and its sentences."""
+    """Texts of passages, each a title and sentences."""
     if not isinstance(passages, list) or not all(
         isinstance(passage, list) and passage and all(isinstance(part, str) for part in passage)
         for passage in passages

@@ -44,12 +44,12 @@ class HostMoments:
         optimizer.load_state_dict = self._load_settings  # type: ignore[method-assign]
 
     def wait(self) -> None:
-        """Until the host may read the moments."""
+        """Wait until the host may read the moments."""
         if self._ferry is not None:
             self._ferry.wait()
 
     def _load_settings(self, state_dict: dict[str, Any]) -> None:
-        """Of what megatron-core loads, groups and counts: it then copies the moments into ours.
+        """Load megatron-core's own state, groups and counts, then copy its moments into ours.
 
         torch's own way would first put all of them on the device.
         """
@@ -95,7 +95,7 @@ class HostMoments:
             yield chunk
 
     def _on_device(self, chunks: list[list[list[Tensor]]]) -> Iterator[list[list[Tensor]]]:
-        """Each of ``chunks`` in turn, with its moments where its parameters are."""
+        """Yield each of ``chunks`` in turn, with its moments where its parameters are."""
         if self._ferry is None:
             yield from chunks
             return
@@ -120,7 +120,7 @@ class _Ferry:
         self._all_back: torch.cuda.Event | None = None
 
     def carry(self, loads: Sequence[list[Tensor]]) -> Iterator[list[Tensor]]:
-        """Each of ``loads`` in turn, on the device; what is in it then comes back to the host."""
+        """Yield each of ``loads`` in turn, on the device; it is then copied back to the host."""
         if not loads:
             return
         compute = torch.cuda.current_stream()
@@ -149,7 +149,7 @@ class _Ferry:
         self._all_back = self._down.record_event()
 
     def wait(self) -> None:
-        """Until all is back."""
+        """Wait until all is back."""
         if self._all_back is not None:
             self._all_back.synchronize()
 
@@ -173,16 +173,16 @@ def _set(group: dict[str, Any], parameters: list[Tensor], count: Any) -> None:
         group[_COUNT] = count
 
 
-# What of megatron-core and torch has no public name here, or no lasting one.
+# Parts of megatron-core and torch without a public or a lasting name.
 
 
 def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
-    """In as few kernels as a GPU needs for all of them."""
+    """Scale tensors in as few kernels as a GPU needs for all of them."""
     torch._foreach_mul_(tensors, factor)
 
 
 def gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """Those that this rank counts in the norm of all; the method has another name since 0.17."""
+    """Gradients that this rank counts in the global norm; renamed in megatron-core 0.17."""
     newer = getattr(optimizer, "get_grads_for_grad_norm", None)
     return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
 

@@ -48,14 +48,14 @@ _SHARDING = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 _COUNT = "steps"
-# What a run that goes on takes from its settings and not from its checkpoint.
+# Values that a resumed run takes from its settings and not from its checkpoint.
 _SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
 _SKIPPED = "skipped_steps"
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of a step.
+    """Outcome of a step.
 
     Attributes:
         grad_norm: before clipping; NaN where fp16 overflowed.
@@ -101,7 +101,7 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next step's loss is multiplied by in fp16; None in fp32 and bf16."""
+        """Factor of the next step's loss in fp16; None in fp32 and bf16."""
         if self._loss_scale is None and self._optimizer.config.fp16:
             self._loss_scale = float(self._optimizer.get_loss_scale())  # waits for the device
         return self._loss_scale
@@ -128,7 +128,7 @@ class Optimizer:
         return Update(norm, applied=True, skipped=False)
 
     def state_tensors(self) -> list[Tensor]:
-        """What this rank has of each parameter: its fp32 weights and its moments."""
+        """This rank's shard of each parameter: its fp32 weights and its moments."""
         found = []
         for part in self._optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
@@ -194,7 +194,7 @@ class Optimizer:
         self._scheduler.step(updates)
 
     def _restore_settings(self) -> None:
-        """Every group's own, of which megatron-core makes those of another that decays alike.
+        """Restore each group's settings; megatron-core takes those of a group with the same decay.
 
         It does so whenever it loads, and also before, to know what there is to be loaded. What
         torch's, Apex's and TransformerEngine's AdamW each have alone is not in another's state.
@@ -294,7 +294,7 @@ def _groups(settings: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
 
 
 def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
-    """Whether it is a number that a loss learns, and no weight."""
+    """True for a number that a loss learns, false for a weight."""
     return getattr(parameter, "is_of_objective", False)
 
 

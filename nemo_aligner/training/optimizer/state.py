@@ -22,7 +22,7 @@ from nemo_aligner.training.optimizer.offload import (
 )
 from nemo_aligner.utils.host_transfer import copy_beside, host_zeros
 
-# What the optimizer has for each parameter, in fp32.
+# Tensors of the optimizer for each parameter, in fp32.
 _STATE = ("param", *MOMENTS)
 # Of each parameter's each tensor: which numbers of the rows that were read are the shard's.
 _Places = dict[tuple[int, str], list[slice]]
@@ -83,7 +83,7 @@ def _gather_state(
 
 
 def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
-    """Where the state is copied to be saved: for each buffer, flat fp32 tensors.
+    """Host copy of the state for a save: flat fp32 tensors for each buffer.
 
     The first rank of the data parallel group has all of the state, the others what they send it.
     """
@@ -97,7 +97,7 @@ def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
 
 
 def _shards(bucket: Any, flat: dict[str, Tensor], group: Any) -> dict[str, Sequence[Tensor]]:
-    """Where in ``flat`` the shards of a bucket belong, this rank's first; only the first has all.
+    """Views of ``flat`` for the shards of a bucket, this rank's first; only the first has all.
 
     The first rank gathers, so that its own shard is the first of all.
     """
@@ -111,7 +111,7 @@ def _shards(bucket: Any, flat: dict[str, Tensor], group: Any) -> dict[str, Seque
 def _copies_of_bucket(
     optimizer: Any, bucket: Any, param_map: dict[Tensor, Any], flat: dict[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where in ``flat`` this rank's shard of a bucket is to be copied, tensor by tensor."""
+    """Views of ``flat`` for this rank's shard of a bucket, tensor by tensor."""
     shards = _shards(bucket, flat, optimizer.data_parallel_group_gloo)
     for parameter, ranges in param_map.items():
         tensors = main_param_and_moments(optimizer, parameter)
@@ -129,7 +129,7 @@ def _gather_bucket(bucket: Any, flat: dict[str, Tensor], group: Any) -> None:
 
 
 def _own_ranges(optimizer: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """Which numbers of its parameters this rank has the state of.
+    """Ranges of its parameters whose state this rank holds.
 
     With each parameter comes its number among all, which is its key in Megatron's state.
     """
@@ -173,7 +173,7 @@ def _ask(
 def _rows_of(
     entry: ShardedTensor | ShardedTensorFactory, start: int, end: int
 ) -> Iterator[tuple[ShardedTensor, slice]]:
-    """Of every stored tensor the rows that have numbers ``start`` to ``end`` of a parameter.
+    """Rows of every stored tensor that hold elements ``start`` to ``end`` of a parameter.
 
     A parameter is stored as one tensor or, of a factory, as several. Each has memory for its rows
     here, and which of their numbers are wanted.
