@@ -209,7 +209,7 @@ class ScoringContract:
         if contract.hash != wanted_hash:
             raise CheckpointError(
                 f"scoring contract: its fields hash to {contract.hash}, it says "
-                f"{shown(wanted_hash)}: it was changed after it was written"
+                f"{shown(wanted_hash)}: it was changed after training"
             )
         return contract
 
@@ -433,11 +433,11 @@ def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None
     if contract.reply_marker is not None:
         raise CheckpointError(
             f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {who} has no place for the other"
+            f"reads the last token: {who} cannot represent that"
         )
     readout = contract.output_readout
     if readout is not None:
         raise CheckpointError(
             f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
-            f"wanted one: {who} has no place for how they become a reward"
+            f"wanted one: {who} cannot turn several into a reward"
         )

@@ -138,7 +138,7 @@ def with_tools(text: Text, tools: Any, documents: Any = None) -> Text:
         return text
     if isinstance(text, str):
         name = next(name for name in found if found[name])
-        raise DataError(f"{name}: got them beside a raw text, wanted a conversation with them")
+        raise DataError(f"{name}: got some beside a raw text, wanted a conversation")
     return Conversation(messages_of(text), **found)
 
 
@@ -269,7 +269,7 @@ def _read_content(content: Any, where: str) -> Any:
         _check_unicode(content, f"{where}.content: ")
         return content
     if not isinstance(content, list):
-        raise DataError(f"{where}.content: got {_shown(content)}, wanted a text, or parts of text")
+        raise DataError(f"{where}.content: got {_shown(content)}, wanted text, or parts of text")
     parts = []
     for number, part in enumerate(content):
         place = f"{where}.content[{number}]"
@@ -290,7 +290,7 @@ def _add_reasoning(message: Message, key: str, value: Any, where: str) -> None:
     if message["role"] != "assistant":
         raise DataError(f"{where}.{key}: got it of role {message['role']!r}, wanted 'assistant'")
     if message.setdefault(REASONING[0], value) != value:
-        raise DataError(f"{where}: got two reasonings that differ, wanted one of {REASONING}")
+        raise DataError(f"{where}: got two different reasonings, wanted one of {REASONING}")
 
 
 def _read_other(key: Any, value: Any, where: str) -> Any:
@@ -395,7 +395,7 @@ def _check_json(value: Any, where: str, depth: int = 0) -> None:
         for number, each in enumerate(value):
             _check_json(each, f"{where}[{number}]", depth + 1)
     elif not isinstance(value, int | float | None) or not math.isfinite(value or 0):
-        raise DataError(f"{where}: got {_shown(value)}, wanted what JSON has")
+        raise DataError(f"{where}: got {_shown(value)}, wanted a JSON value")
 
 
 def _is_unicode(text: str) -> bool:

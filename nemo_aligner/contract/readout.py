@@ -104,7 +104,7 @@ def _check_row(kind: str, row: Sequence[float]) -> None:
     fits = 2 <= len(row) <= _MOST_NUMBERS and all(map(math.isfinite, row))
     if not fits or any(low >= high for low, high in pairwise(row)):
         raise DataError(
-            f"readout: got {shown(list(row))}, wanted 2 to {_MOST_NUMBERS} numbers that go up"
+            f"readout: got {shown(list(row))}, wanted 2 to {_MOST_NUMBERS} ascending numbers"
         )
     if kind == QUANTILES and not (row[0] > 0 and row[-1] < 1 and MEDIAN in row):
         raise DataError(

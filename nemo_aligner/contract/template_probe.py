@@ -175,7 +175,7 @@ class TemplateReading:
         for key in message:
             if key not in (*_KNOWN_KEYS, *REASONING) and key not in self._names:
                 raise DataError(
-                    f"{where}: got the key {key!r:.60}, which the chat template does not read; "
+                    f"{where}: got the key {key!r:.60}, which the chat template ignores; "
                     f"wanted {', '.join(_KNOWN_KEYS)} alone"
                 )
         return self._with_content(message)

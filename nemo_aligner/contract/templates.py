@@ -184,7 +184,7 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
         check_it_ends(template, bos, eos, kwargs)
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
-                f"{where}: its text depends on the date, so a score would change over night; set "
+                f"{where}: its text depends on the date, so scores change from day to day; set "
                 f"it to one of {built_in}, or to a file of it with the date written out"
             )
         text = render(template, _PROBE, bos, eos, kwargs)
@@ -203,9 +203,9 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
     end = "".join(end_of_turn(template, bos, eos, kwargs).split())
     if not end:
         raise ConfigError(
-            f"{where}: it writes nothing after the reply, so that a whole one looks like one that "
+            f"{where}: it writes nothing after the reply, so a complete one looks like one that "
             f"was cut off; set it to one of {built_in}, or to a file of it that ends a turn"
-            + ("" if eos else " (plain and zephyr end with EOS, which the tokenizer has not)")
+            + ("" if eos else " (plain and zephyr end with EOS, which this tokenizer lacks)")
         )
     if end[: len(end) // 2] * 2 == end:
         raise ConfigError(
@@ -219,7 +219,7 @@ def _check_kwargs(template: str, kwargs: str) -> None:
     for name in json.loads(kwargs or "{}"):
         if name not in known:
             raise ConfigError(
-                f"{_KWARGS_KEY}: got {name!r:.60}, which the chat template does not read; wanted "
+                f"{_KWARGS_KEY}: got {name!r:.60}, which the chat template ignores; wanted "
                 + (", ".join(known) or "none, as it reads none")
             )
 
@@ -236,7 +236,7 @@ def canonical_kwargs(given: Mapping[str, Any]) -> str:
         ordered = {str(name): given[name] for name in sorted(given)}
         return json.dumps(ordered, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_KWARGS_KEY}: wanted values that JSON has: {error}") from error
+        raise ConfigError(f"{_KWARGS_KEY}: wanted JSON values: {error}") from error
 
 
 def with_kwargs_inside(template: str, kwargs: str) -> str:

@@ -125,8 +125,8 @@ class TurnMarks:
             start, mark = found
             raise TurnMarkError(
                 f"{where}: got {short(mark)!r} at character {start + 1}, which the "
-                "chat template writes around messages, so that one would read as several; "
-                "wanted a content without it"
+                "chat template writes around messages, so one message would read as several; "
+                "wanted content without it"
             )
 
     def _find(self, content: str, is_said: bool, uses_tools: bool) -> tuple[int, str] | None:
@@ -290,7 +290,9 @@ def make_reply_marker(template: str, tokenizer: Tokenizer, kwargs: str = "") -> 
         ConfigError: there is no template, or the ids before a reply depend on the texts around.
     """
     if not template:
-        raise ConfigError(f"{_KEY}: got reply_mean, wanted a chat template, to know the reply by")
+        raise ConfigError(
+            f"{_KEY}: got reply_mean, wanted a chat template, which says where the reply begins"
+        )
     text = _written(template, tokenizer, kwargs, _QUESTION, _REPLY)
     between = text[text.index(_QUESTION) + len(_QUESTION) : text.rindex(_REPLY)]
     marker = tuple(tokenizer.encode(between.strip()))

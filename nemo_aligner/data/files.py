@@ -134,7 +134,7 @@ def _numbered(lines: list[str], separator: str) -> Iterator[tuple[int, list[str]
                     yield start + 1, _unless_quoted(cells, separator)
                 start = before + reader.line_num
         except csv.Error as error:
-            yield start + 1, f"got a quote that is not one of a pair around a cell: {error}"
+            yield start + 1, f"got an unpaired quote in a cell: {error}"
             start += 1
 
 
@@ -376,7 +376,7 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
             position = _after_space(text, position + 1)
     if not text.startswith("]", position) or text[position + 1 :].strip():
         number = text.count("\n", 0, position) + 1
-        raise DataError(f"{path}:{number}: malformed JSON: wanted one list, and nothing after it")
+        raise DataError(f"{path}:{number}: malformed JSON: wanted one list and nothing after it")
 
 
 def _decode_item(text: str, position: int) -> tuple[Any, int]:
@@ -460,7 +460,7 @@ _WANTED = "wanted JSON lines, one JSON list, or a table"
 _BINARY = {
     b"PAR1": ("a Parquet file", "read_parquet({path!r})"),
     b"ARROW1": ("an Arrow file", "read_feather({path!r})"),
-    b"PK\x03\x04": ("a zip archive (a spreadsheet is one, too)", None),
+    b"PK\x03\x04": ("a zip archive (spreadsheets are zip archives)", None),
     b"\x28\xb5\x2f\xfd": ("a file compressed by zstd", None),
     b"\xfd7zXZ\x00": ("a file compressed by xz", None),
     b"BZh": ("a file compressed by bzip2", None),

@@ -156,7 +156,7 @@ def _how_many(file: ReadFile) -> str:
 def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
     allowed = f"{rule.section}max_malformed={rule.most:g}"
     if rule.action is Malformed.drop:
-        return f"{allowed} allows {rule.most:.2%} of a file; mend the data, or raise it"
+        return f"{allowed} allows {rule.most:.2%} of a file; fix the data, or raise the limit"
     advice = f"{rule.section}malformed=drop would leave them out"
     if max(map(malformed_fraction, files)) > rule.most:
         return f"{advice}, but {allowed} allows {rule.most:.2%} of a file"
@@ -234,7 +234,9 @@ class PromptWrapping:
             messages = _around_last_question(messages, self.words)
         if self.raw is not None:
             if isinstance(text, Conversation):
-                raise DataError("got tools or documents, wanted none, as input_template has none")
+                raise DataError(
+                    "got tools or documents, wanted none, as input_template cannot write them"
+                )
             return _as_raw(messages, self.raw)
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -261,7 +263,7 @@ def _check_place(template: str | None, key: str) -> None:
 def _around_last_question(conversation: Messages, words: str) -> Messages:
     roles = [turn["role"] for turn in conversation]
     if "user" not in roles:
-        raise DataError(f"got turns of {', '.join(roles)}, wanted a user's for the prompt file")
+        raise DataError(f"got turns of {', '.join(roles)}, wanted a user turn for prompt_file")
     last = len(roles) - 1 - roles[::-1].index("user")
     asked = {**conversation[last], "content": _put(words, said(conversation[last]))}
     return [*conversation[:last], asked, *conversation[last + 1 :]]
@@ -271,8 +273,8 @@ def _as_raw(conversation: Messages, template: str) -> str:
     roles = [turn["role"] for turn in conversation]
     if roles != ["user", "assistant"]:
         raise DataError(
-            f"got turns of {', '.join(roles)}, wanted one user turn and the reply, which is what "
-            "input_template takes"
+            f"got turns of {', '.join(roles)}, wanted one user turn and the reply, as "
+            "input_template needs"
         )
     return _put(template, said(conversation[0])) + said(conversation[1])
 

@@ -245,8 +245,8 @@ def write_records(
             return count
         if path.exists() and not may_replace:
             raise ConfigError(
-                f"{path}: it has the records that the run in this folder began with, and got "
-                "others; wanted the same, or another output"
+                f"{path}: it has the records that the run in this folder began with, got "
+                "different ones; wanted the same, or another output"
             )
         os.replace(unnamed, path)
     except OSError as error:

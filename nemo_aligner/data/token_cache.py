@@ -430,7 +430,7 @@ def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
             "facts": index.facts.to_dict(),
         }
     if Stamp.of(path) != stamp:
-        raise DataError(f"{path}: it was changed while it was read; start again when it is whole")
+        raise DataError(f"{path}: it changed while it was read; start again when it is complete")
     _write_facts(part, held)
 
 
@@ -527,7 +527,7 @@ def _is_indexed(path: str, place: IndexPlace) -> bool:
 def _open(path: str, folder: Path) -> FileIndex:
     index = open_index(folder, path)
     if index is None:
-        raise DataError(f"{path}: its index {folder} was there, and is no more; start again")
+        raise DataError(f"{path}: its index {folder} has disappeared; start again")
     return index
 
 
@@ -582,6 +582,6 @@ def _can_write(folder: Path, place: IndexPlace) -> bool:
             raise ConfigError(
                 f"model.data.index_dir: got {place.folder}, wanted a folder to write to: {error}"
             ) from error
-        say(f"{folder}: no index can be kept beside the data ({error.strerror})")
+        say(f"{folder}: cannot keep an index beside the data ({error.strerror})")
         return False
     return True

@@ -51,7 +51,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingErro
 
 # CriticLearner: the values of every token, and PPO steps on rollouts with exact global means.
 
-_ADVICE = "the weights are those from before it; look at its returns, or lower model.optim.lr"
+_ADVICE = "the weights are unchanged; look at its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)

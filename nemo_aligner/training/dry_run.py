@@ -79,8 +79,8 @@ def check_run(config: TrainConfig, processes: int) -> str:
             _render_memory(fullest_stage(shape, plan), plan.packs),
             _check_output(config, checkpoints, shape),
             *_resuming(config, data, checkpoints, model_config, total_steps),
-            f"The run can begin, on {processes} process{'es' * (processes > 1)}; nothing was "
-            f"written{_kept_tokens(config)}, and no weight was read.",
+            f"The run can start, on {processes} process{'es' * (processes > 1)}; nothing was "
+            f"written{_kept_tokens(config)}, and no weights were read.",
         ]
     )
 
@@ -148,7 +148,7 @@ def _render_memory(memory: Memory, packs: Packs) -> str:
     return (
         f"memory of the fullest rank, by arithmetic: {memory.total / GIB:.2f} GiB ({listed}), "
         f"with packs of {packs.tokens} tokens, the largest of the first steps; libraries and "
-        "the allocator's gaps need some more"
+        "fragmentation need some more"
     )
 
 
@@ -173,7 +173,7 @@ def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: Model
     free = shutil.disk_usage(existing).free
     note = "" if most * one <= free else ": TOO FEW for them"
     return (
-        f"output: {folder}; a checkpoint takes up to {show_bytes(one)}, and up to {most} lie there "
+        f"output: {folder}; a checkpoint takes up to {show_bytes(one)}, and up to {most} exist "
         f"at once; {show_bytes(free)} are free{note}"
     )
 
@@ -191,7 +191,9 @@ def _resuming(
         return ["begins: a new run, at step 1"]
     step = latest.state.step
     if step >= total_steps:
-        begins = f"begins: after step {step} of {latest.path}, the last: it writes the model alone"
+        begins = (
+            f"begins: after step {step} of {latest.path}, the last: only the model will be written"
+        )
     else:
         begins = f"begins: after step {step} of {latest.path}, with {total_steps - step} steps left"
     return [begins, *changes_since(latest, fresh)]

@@ -106,7 +106,7 @@ class MetricLoggers:
                 self._loggers.remove(logger)
                 cause = error.__cause__ or error
                 say(
-                    f"{logger.name}: it hears no more of this run ({type(cause).__name__}: "
+                    f"{logger.name}: logging stopped ({type(cause).__name__}: "
                     f"{one_line(cause)}); {METRICS_NAME} has every number"
                 )
 

@@ -185,7 +185,9 @@ def changes_since(latest: Saved, fresh: RunState) -> list[str]:
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
     if not same_validation(latest.state.config, fresh.config):
-        lines.append("  validations before were on other records: the best is looked for anew")
+        lines.append(
+            "  earlier validations used other records: the search for the best starts anew"
+        )
     return lines
 
 

@@ -387,11 +387,11 @@ def describe_model(
         f"{config.trainer.precision.value}, {layout}"
     ]
     if head_is_new and source is not None:
-        lines.append(f"the head begins as that of {source}")
+        lines.append(f"the head starts from that of {source}")
     if config.trainer.precision is not Precision.fp32 and lacks_bf16():
-        lines.append("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")
+        lines.append("note: this CPU has no 16-bit matrix products; fp32 is many times faster")
     if shape.lora is not None:
-        lines.append(f"trained: LoRA of {shape.lora}, and the head")
+        lines.append(f"trained: LoRA on {shape.lora}, and the head")
     if frozen:
         lines.append(f"frozen: the embeddings and {frozen} of {shape.num_layers} layers")
     return "\n".join(lines)
@@ -414,7 +414,7 @@ def describe_steps(
         *_uneven_work(imbalance(range(some)), some, config.model.pipeline_model_parallel_size),
     ]
     lines += [
-        f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones every time"
+        f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones each time"
         for each in data.validation
         if len(each) < each.counts["kept"]
     ]
@@ -428,7 +428,7 @@ def describe_steps(
     recomputed = options.activations_checkpoint_granularity is Recompute.full
     if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
         lines += [
-            "note: model.freeze_layers saves memory, and no time",
+            "note: model.freeze_layers saves memory but no time",
             "  with model.activations_checkpoint_granularity=full the backward goes through them",
         ]
     lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
@@ -441,7 +441,7 @@ def _uneven_work(found: Imbalance, steps: int, stages: int) -> list[str]:
     if stages > 1:  # whose stages wait for the largest micro-batch; else it costs no time
         most["the largest micro-batch"] = found.micro_batches
     parts = [
-        f"{name} has {share - 1:.0%} more to do than the mean"
+        f"{name} has {share - 1:.0%} more work than the mean"
         for name, share in most.items()
         if share > _MOST_EVEN
     ]
@@ -449,7 +449,7 @@ def _uneven_work(found: Imbalance, steps: int, stages: int) -> list[str]:
         return []
     return [
         f"note: in the first {steps} steps {', and '.join(parts)}",
-        "  the others wait meanwhile; a larger model.global_batch_size evens it out",
+        "  the others wait for it; a larger model.global_batch_size evens it out",
     ]
 
 
@@ -469,7 +469,7 @@ def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
 def describe_heldout(metrics: Mapping[str, float]) -> str:
     """The figures of the exported model on each validation set, beside the length-only baseline."""
     if not metrics:
-        return "held out: it was not validated"
+        return "held out: not validated"
     lines = []
     for name in dict.fromkeys(key.partition("/")[0] for key in metrics):
         fields = [

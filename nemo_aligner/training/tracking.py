@@ -245,7 +245,7 @@ def _read_known(path: Path) -> dict[str, KnownRun]:
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path}: got {type(error).__name__}: {error}, wanted id, step and metrics of the run "
-            "at each service; without the file it begins anew there"
+            "at each service; without the file a new run begins there"
         ) from error
 
 

@@ -366,9 +366,7 @@ class HeldoutRewards:
                 known |= {each.origin: each.texts for each in parse_file(path, self._how).records}
             return [known[origin] for origin in origins]
         except (AlignerError, OSError, KeyError) as error:
-            say(
-                f"held-out rewards are not kept for a report, as their texts cannot be read: {error}"
-            )
+            say(f"held-out rewards are not kept for a report: their texts cannot be read: {error}")
             return []
 
 

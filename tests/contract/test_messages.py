@@ -160,7 +160,7 @@ def test_messages_that_are_no_text_are_refused() -> None:
         ([{**USER, "thinking": "hm"}, REPLY], "messages[0].thinking: got it of role 'user'"),
         (
             [{**REPLY, "thinking": "a", "reasoning": "b"}],
-            "messages[0]: got two reasonings that diff",
+            "messages[0]: got two different reasonin",
         ),
         ([{**REPLY, "tool_calls": "x"}], "messages[0].tool_calls: got 'x', wanted a list of calls"),
         ([{**REPLY, "tool_calls": [5]}], "messages[0].tool_calls[0]: got 5, wanted an object with"),

@@ -302,7 +302,7 @@ def test_contract_has_the_kwargs_of_its_template(
     assert kept.chat_template_kwargs == loud.chat_template_kwargs
     config.data.chat_template_kwargs = {}
     assert build_contract(config, tokenizer, Precision.fp32, loud) == none
-    with pytest.raises(ConfigError, match="got 'quiet', which the chat template does not read"):
+    with pytest.raises(ConfigError, match="got 'quiet', which the chat template ignores"):
         contracts(template=str(path), chat_template_kwargs={"quiet": True})
 
 

@@ -145,8 +145,8 @@ def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
         )
     if kind not in (None, by_keys.kind):
         raise ConfigError(
-            f"model.data.prompt_key: got {keys.prompt!r}, wanted null, and chosen_key and "
-            "rejected_key, too: they name the fields of pairs, and ratings are to be read"
+            f"model.data.prompt_key: got {keys.prompt!r}, wanted null, like chosen_key and "
+            "rejected_key: they name fields of pairs, and the run reads ratings"
         )
     return by_keys
 
@@ -164,7 +164,7 @@ def _hint(line: Line, fitting: Sequence[Format]) -> str:
     if {"chosen", "rejected"} <= set(line.value) and prompts:
         flag = f"{prompts[0]} (model.data.prompt_key={prompts[0]} in training)"
         return (
-            f". If {prompts[0]!r} is the prompt, say so by --prompt-key {flag}; where 'chosen' and "
+            f". If {prompts[0]!r} is the prompt, set --prompt-key {flag}; where 'chosen' and "
             "'rejected' are whole texts, leave that field out"
         )
     common = "; ".join(f"{each.wanted} ({each.name})" for each in fitting if each.name in _COMMON)
@@ -227,8 +227,8 @@ def _with_tools(record: Record, value: dict[str, Any]) -> Record:
     """A record of conversations with the tools and documents that its fields have."""
     if value.get("chat_template_kwargs") and not isinstance(record.texts[0], str):
         raise DataError(
-            "chat_template_kwargs: got some of this record, wanted none: "
-            "model.data.chat_template_kwargs are those of all"
+            "chat_template_kwargs: got some in a record, wanted none: "
+            "model.data.chat_template_kwargs applies to all records"
         )
     tools, documents = value.get("tools"), value.get("documents")
     # A field of this name may be anything; the documents of a chat template are objects.

@@ -139,8 +139,8 @@ def split_turns(prompt: object) -> object:
     roles = ["user", *(name.lower() for name in rest[::2])]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise DataError(
-            f"prompt: got turns of {', '.join(roles)}, wanted user and assistant to take turns, "
-            "the last one the user's"
+            f"prompt: got turns of {', '.join(roles)}, wanted user and assistant in turn, "
+            "ending with the user"
         )
     said = [first, *rest[1::2]]
     return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
@@ -224,7 +224,7 @@ def read_label(value: object, name: str, wanted: WantedLabels) -> float | None:
         return None
     # A whole number may be too large for a float; NaN is not within the bounds, either.
     if not -_LARGEST <= value <= _LARGEST:
-        raise DataError(f"{name}: got {value!r:.60}, wanted a number that 32 bits hold")
+        raise DataError(f"{name}: got {value!r:.60}, wanted a number that fits float32")
     return float(value)
 
 
