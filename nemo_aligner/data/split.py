@@ -165,13 +165,13 @@ def _lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = 2 if file.format == "comparison_text" else 1
     return {
-        first.number: [_on_one_line(line) for line in lines[start : start + count]]
+        first.number: [
+            # An item of a JSON list may have line breaks.
+            line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
+            for line in lines[start : start + count]
+        ]
         for start, first in enumerate(lines)
     }
-
-
-def _on_one_line(line: Line) -> str:
-    return line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
 
 
 def _prompt_keys(records: Sequence[Record], by: str) -> list[str]:

@@ -144,7 +144,7 @@ def test_messages_that_are_no_text_are_refused() -> None:
             [{"role": "user", "content": None}, REPLY],
             "messages[0].content: got null, wanted a text",
         ),
-        ([{"role": "user", "content": 5}, REPLY], "messages[0].content: got 5, wanted a text, or"),
+        ([{"role": "user", "content": 5}, REPLY], "messages[0].content: got 5, wanted text, or"),
         ([{"role": "user", "content": [image]}, REPLY], "content[0]: got a part of type 'image_ur"),
         ([{"role": "user", "content": ["x"]}, REPLY], "content[0]: got a part of type 'x', wanted"),
         ([{"role": 1, "content": ""}, REPLY], "messages[0]: got an object with keys 'role', 'con"),
@@ -177,7 +177,7 @@ def test_messages_that_are_no_text_are_refused() -> None:
         (calling(function={"name": "f", "arguments": "[1]"}), "arguments: got '[1]', wanted a JSO"),
         (
             calling(function={"name": "f", "arguments": {"a": {1}}}),
-            "arguments.a: got {1}, wanted w",
+            "arguments.a: got {1}, wanted a J",
         ),
         (calling(function={"name": "f", "arguments": {"\ud800": 1}}), "half of a surrogate pair"),
         (calling(function={"name": "f", "arguments": deep}), "nested more than 64 deep"),
@@ -236,7 +236,7 @@ def test_reply_marker_needs_a_template_that_tells_a_reply_from_a_question(
     joined = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     with pytest.raises(ConfigError, match=r"model\.head\.reads: got reply_mean"):
         make_reply_marker(joined, tokenizer)
-    with pytest.raises(ConfigError, match="to know the reply by"):
+    with pytest.raises(ConfigError, match="says where the reply begins"):
         make_reply_marker("", tokenizer)
 
 

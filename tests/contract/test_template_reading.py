@@ -184,6 +184,9 @@ def test_built_in_template_of_an_earlier_contract_stays(
         DataError, match=r"messages\[1\].tool_calls: the chat template .chatml of an"
     ):
         before.encode(tokenizer, [USER, CALL])
+    own = contracts(template="tokenizer")
+    with pytest.raises(DataError, match="chat template .the tokenizer's own. does not write that"):
+        own.encode(tokenizer, [USER, CALL])
     assert resolve_template("plain", tokenizer, [before.template]) == BUILT_IN_TEMPLATES["plain"]
 
 
@@ -278,7 +281,7 @@ def test_template_kwargs_are_those_that_it_reads(
     for name in ("quiet", "messages", "tools", "bos_token"):
         with pytest.raises(ConfigError, match=f"kwargs: got '{name}', .* wanted loud, tail$"):
             check_template(template, "x.jinja", tokenizer, canonical_kwargs({name: True}))
-    with pytest.raises(ConfigError, match="chat_template_kwargs: wanted values that JSON has"):
+    with pytest.raises(ConfigError, match="chat_template_kwargs: wanted JSON values"):
         canonical_kwargs({"loud": float("nan")})
     assert names_in(template) >= {"content", "role", "mark"}
 

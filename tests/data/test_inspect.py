@@ -36,6 +36,7 @@ def test_inspect_pairs_with_a_tokenizer(tokenizer_folder: Path, tmp_path: Path, 
     rules = (f"--tokenizer={tokenizer_folder}", "--seq-length=60")
     done = run(VERB, path, "--train", train, *rules)
     shown = done.stdout.splitlines()
+    assert shown[0].startswith("scoring contract of these options (not yet of a training run): ")
     assert f"train: {train} (chat_pairs)" in shown
     assert "  dropped                   2 (1 identical, 1 overlong)" in shown
     assert "  prompts also in training  1" in shown

@@ -137,7 +137,7 @@ def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
         imbalance = Imbalance(*found)
         checkpoints = RunCheckpoints("checkpoints")
         said = describe_steps(config, data, 9, lambda steps, i=imbalance: i, checkpoints)  # type: ignore[arg-type]
-        lines = [line for line in said.splitlines() if "more to do" in line]
+        lines = [line for line in said.splitlines() if "more work" in line]
         assert lines == [f"note: in the first 9 steps {note}" for note in notes], (stages, found)
 
 
