@@ -29,12 +29,12 @@ from nemo_aligner.metrics.table import MAX_SOURCES
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import DataError
 
-# Prompts that stand in training and validation files both, and records that stand in several.
+# Prompts in both training and validation files, and records in several files.
 #
-# Both are known by a hash of 64 bits. Of 10 million the chance that any two that differ have the
-# same is 3 in a million (the birthday bound, n^2 / 2^65).
+# Both are compared by hashes of 64 bits. Among 10 million different ones, the chance that any two
+# collide is 3 in a million (the birthday bound, n^2 / 2^65).
 
-# Keys that are looked up at once: what that takes does not grow with the data.
+# Keys looked up at once, so that memory does not grow with the data.
 _AT_ONCE = 1 << 18
 
 

@@ -25,8 +25,6 @@ from nemo_aligner.losses import build_objective
 from nemo_aligner.losses.base import Objective, fitted, label_limits, readout_of
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-# All data of a training run: what to train, validate and test on, and what the labels mean.
-
 
 @dataclass(frozen=True)
 class TrainingData:
