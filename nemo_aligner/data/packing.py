@@ -203,10 +203,10 @@ class PrefixGroup:
     """Sequences with a common prefix of ``prefix`` tokens, and what they are in a pack.
 
     Attributes:
-        members: which sequences.
+        members: indices of the sequences.
         prefix: tokens that all of them begin with, after what is cached.
         size: tokens to compute.
-        cached: what stands before the prefix, and needs no computing.
+        cached: cached tokens before the prefix, which are not computed again.
     """
 
     members: list[int]

@@ -47,9 +47,9 @@ class Comparison:
 
     Attributes:
         texts: K of them, the prompt included.
-        ranks: of every text, a lower one is better, and equal ones are tied.
+        ranks: rank of every text; a lower one is better, equal ones are tied.
         source: where the record says it is from; "" if it does not.
-        labels: of the columns that were asked for, None where one is missing.
+        labels: labels in the columns asked for, None where one is missing.
     """
 
     texts: tuple[Text, ...]

@@ -79,10 +79,10 @@ class IndexFacts:
     """Facts about a file that an index holds beside its arrays.
 
     Attributes:
-        summary: of the file.
-        columns: what the labels are called.
+        summary: summary of the file.
+        columns: names of the label columns.
         parsed: records that were read and not dropped before they were tokenized.
-        token_type: of the ids.
+        token_type: type of the ids.
         digest: sha256 (hex) of token ids, labels and ranks (see ``digest_of``).
     """
 
@@ -116,7 +116,7 @@ class FileIndex:
         sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
         labels: ``[N, C]`` float32.
         record_keys: uint64 in ascending order, of records that differ.
-        prompts: of all records.
+        prompts: prompts of all records.
     """
 
     def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:

@@ -111,7 +111,7 @@ class TokenizedBlock:
         arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
             ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``.
-        sources: of every record.
+        sources: source of every record.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

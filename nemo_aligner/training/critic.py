@@ -49,9 +49,7 @@ from nemo_aligner.training.resume import changed_settings, newest, write_run_con
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
-_ADVICE = (
-    "the weights are those from before this step; look at its returns, or lower model.optim.lr"
-)
+_ADVICE = "the weights are from before this step; look at its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)
