@@ -211,8 +211,8 @@ class StepPlan:
     Attributes:
         record_ids: records of the global batch, in order; the same at any layout.
         owners: data parallel rank that computes each of them; every rank has some.
-        packs: packs of this rank; ranks may differ in number. Their rows are those of the global batch's
-            rewards.
+        packs: packs of this rank, whose number may differ between ranks. Their rows are those of
+            the global batch's rewards.
     """
 
     record_ids: list[int]
