@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
 from nemo_aligner.checkpoint.nemo.load_weights import in_memory, model_shape, unread_decoder
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.save import UnreadTensor, dtype_of_matrices, save_unread
+from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of
 from nemo_aligner.contract.contract import ScoringContract
@@ -120,7 +120,7 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
             raise type(error)(f"{folder.source}: {error}") from error
         if head is not None:
             tensors[PREFIX + HEAD] = in_memory(head.weight)
-        save_unread(tensors, layers, scratch / "weights")
+        save_lazy(tensors, layers, scratch / "weights")
         tokenizer.save(scratch / "tokenizer")
         rules = None if contract is None else contract.to_dict()
         write_nemo(
@@ -241,7 +241,7 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> Head | None:
 
 
 def _precision(
-    folder: NemoFolder, tensors: Mapping[str, UnreadTensor | list[UnreadTensor]]
+    folder: NemoFolder, tensors: Mapping[str, LazyTensor | list[LazyTensor]]
 ) -> Precision:
     """What holds every number of the decoder's matrices, as a conversion has it."""
     stored = []

@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
 from nemo_aligner.checkpoint.nemo.load_weights import head_names, model_shape, unread_decoder
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.save import UnreadTensor, save_unread
+from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.distributed.launch import single_process
@@ -89,7 +89,7 @@ def _write(
         for other in inputs[:-1]:
             _check_alike(last, other, may_differ)
         tensors, layers = _merged(inputs)
-        save_unread(tensors, layers, scratch / "weights")
+        save_lazy(tensors, layers, scratch / "weights")
         tokenizer = last.folder.load_tokenizer()
         tokenizer.save(scratch / "tokenizer")
         contract = _merged_contract(inputs)
@@ -154,19 +154,19 @@ def _check_alike(last: _Input, other: _Input, may_differ: Sequence[str]) -> None
 
 def _merged(
     inputs: Sequence[_Input],
-) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
+) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     opened = [unread_decoder(each.folder, each.shape) for each in inputs]
     weights = [each.weight for each in inputs]
 
-    def summed(parts: Sequence[UnreadTensor]) -> UnreadTensor:
+    def summed(parts: Sequence[LazyTensor]) -> LazyTensor:
         last = parts[-1]
-        return UnreadTensor(last.shape, last.dtype, partial(_sum, parts, weights))
+        return LazyTensor(last.shape, last.dtype, partial(_sum, parts, weights))
 
     # A reward model has no use for an output layer that its base had.
     outside = [key for key in opened[0][0] if key != PREFIX + OUTPUT_LAYER]
     tensors = {key: summed([own[key] for own, _ in opened]) for key in outside}
     for name in head_names(inputs[-1].folder):
-        parts = [_unread_head(each.folder, HEAD_PREFIX + name) for each in inputs]
+        parts = [_lazy_head(each.folder, HEAD_PREFIX + name) for each in inputs]
         tensors[PREFIX + HEAD_PREFIX + name] = summed(parts)
     layers = {
         key: [summed(parts) for parts in zip(*(own[key] for _, own in opened), strict=True)]
@@ -175,12 +175,12 @@ def _merged(
     return tensors, layers
 
 
-def _unread_head(folder: NemoFolder, name: str) -> UnreadTensor:
+def _lazy_head(folder: NemoFolder, name: str) -> LazyTensor:
     size, dtype = folder.tensors[name]
-    return UnreadTensor(size, dtype, lambda: folder.store.read(folder.prefix + name))
+    return LazyTensor(size, dtype, lambda: folder.store.read(folder.prefix + name))
 
 
-def _sum(parts: Sequence[UnreadTensor], weights: Sequence[float]) -> Tensor:
+def _sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
     total = torch.zeros(parts[-1].shape, dtype=torch.float64)
     for part, weight in zip(parts, weights, strict=True):
         total.add_(part.read().double(), alpha=weight)

@@ -48,10 +48,10 @@ def _by_onednn_where_large(plain: Callable[..., Tensor]) -> Callable[..., Tensor
         ):
             return plain(self, input, weight, *args, **options)
         if not learns:
-            return linear_by_pieces(input, weight, options["bias"])
+            return linear_in_chunks(input, weight, options["bias"])
         group = options["tp_group"] if options["allreduce_dgrad"] else None
         fused = options["gradient_accumulation_fusion"]
-        return LinearByPieces.apply(input, weight, options["bias"], fused, group)
+        return ChunkedLinear.apply(input, weight, options["bias"], fused, group)
 
     return forward
 
@@ -65,7 +65,7 @@ def _is_large(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-def linear_by_pieces(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, all fp32 on the CPU."""
     rows = input.reshape(-1, input.size(-1))
     pieces = [
@@ -80,7 +80,7 @@ def invariant_linear_on_cpu(
 ) -> Tensor:
     """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, a row's bits as among ``rows`` rows.
 
-    In pieces as ``linear_by_pieces`` has them, where a trial found that they give the same bits;
+    In pieces as ``linear_in_chunks`` has them, where a trial found that they give the same bits;
     else in pieces of ``rows``.
     """
     given = input.reshape(-1, input.size(-1))
@@ -149,8 +149,8 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
-class LinearByPieces(Function):
-    """``linear_by_pieces``, with the gradients that megatron-core's linear layers have.
+class ChunkedLinear(Function):
+    """``linear_in_chunks``, with the gradients that megatron-core's linear layers have.
 
     ``fused``: the weight's gradient is added to its ``main_grad``. The input's is summed over
     ``group``, if there is one.
@@ -165,7 +165,7 @@ class LinearByPieces(Function):
         ctx.save_for_backward(kept, weight)
         ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         ctx.group = group
-        return linear_by_pieces(input, weight, bias)
+        return linear_in_chunks(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,7 +173,7 @@ class LinearByPieces(Function):
         input, weight = ctx.saved_tensors
         to_input = to_weight = to_bias = summed = None
         if ctx.needs_input_grad[0]:
-            to_input = linear_by_pieces(grad, weight.t())
+            to_input = linear_in_chunks(grad, weight.t())
             if ctx.group is not None:
                 summed = dist.all_reduce(to_input, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:

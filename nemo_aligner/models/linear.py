@@ -34,10 +34,10 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: i
     """
     if input.is_cpu:
         return invariant_linear_on_cpu(input, weight, bias, rows)
-    return in_pieces(lambda piece: F.linear(piece, weight, bias), input, rows)
+    return in_chunks(lambda piece: F.linear(piece, weight, bias), input, rows)
 
 
-def in_pieces(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
+def in_chunks(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
     """``function`` of ``input [T, ..., i]``, ``rows`` of T at a time, the last ones filled up."""
     found = [function(_filled(piece, rows)) for piece in input.split(rows)]
     return torch.cat(found)[: input.size(0)]

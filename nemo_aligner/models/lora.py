@@ -98,10 +98,6 @@ def attach_adapters(model: Any, lora: LoraShape) -> None:
             linear.adapter = LoraAdapter(linear, lora)
 
 
-def has_adapters(model: torch.nn.Module) -> bool:
-    return any(isinstance(each, LoraAdapter) for each in model.modules())
-
-
 def _adapted(model: Any) -> Iterator[tuple[int, _ParallelLinear]]:
     """Every linear layer that has an adapter, and a number of its own in the whole model."""
     for layer in model.decoder.layers:

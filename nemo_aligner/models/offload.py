@@ -16,7 +16,7 @@ from nemo_aligner.distributed.collectives import wait_for_device
 from nemo_aligner.utils.host_transfer import host_zeros
 
 
-class Holds(Enum):
+class OffloadPolicy(Enum):
     """What becomes of the content of tensors that leave the device."""
 
     constant = "constant"  # never changes: it is copied to the host once
@@ -24,7 +24,7 @@ class Holds(Enum):
     scratch = "scratch"  # is forgotten: zeros come back
 
 
-class ResidentPart:
+class OffloadGroup:
     """Tensors that leave the device together, and come back with the same bits.
 
     On a GPU the copy in host memory is page-locked, and is kept from the first time on. On a CPU
@@ -32,7 +32,10 @@ class ResidentPart:
     """
 
     def __init__(
-        self, tensors: Iterable[Tensor], holds: Holds, apart_from: Sequence[ResidentPart] = ()
+        self,
+        tensors: Iterable[Tensor],
+        holds: OffloadPolicy,
+        apart_from: Sequence[OffloadGroup] = (),
     ) -> None:
         """The storages of ``tensors``; those of ``apart_from`` are left to these parts."""
         others = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
@@ -50,7 +53,7 @@ class ResidentPart:
         self._holds = holds
         self._host: list[Tensor] = []
         self._is_stale = True
-        self.is_here = True
+        self.is_on_device = True
 
     @property
     def num_bytes(self) -> int:
@@ -66,29 +69,29 @@ class ResidentPart:
         """The content is no longer that of the copy."""
         self._is_stale = True
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Let the device's memory go."""
-        if not self.is_here:
+        if not self.is_on_device:
             return
-        if self._holds is not Holds.scratch and self._is_stale:
+        if self._holds is not OffloadPolicy.scratch and self._is_stale:
             self._copy_to_host()
             self._is_stale = False
         for storage in self._storages:
             storage.resize_(0)
-        self.is_here = False
+        self.is_on_device = False
 
-    def come(self) -> None:
+    def reload(self) -> None:
         """Take the device's memory again, with what was in it."""
-        if self.is_here:
+        if self.is_on_device:
             return
         for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
             storage.resize_(size)
-            if self._holds is Holds.scratch:
+            if self._holds is OffloadPolicy.scratch:
                 self._bytes_of(storage).zero_()
             else:
                 self._bytes_of(storage).copy_(self._host[index], non_blocking=True)
         wait_for_device()
-        self.is_here = True
+        self.is_on_device = True
 
     def _copy_to_host(self) -> None:
         if not self._host:
@@ -101,24 +104,24 @@ class ResidentPart:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class Residence:
+class OffloadManager:
     """Parts by name, and which of them are on the device; those of a name move together."""
 
-    def __init__(self, parts: Mapping[str, Sequence[ResidentPart]]) -> None:
+    def __init__(self, parts: Mapping[str, Sequence[OffloadGroup]]) -> None:
         self._parts = dict(parts)
 
-    def is_here(self, name: str) -> bool:
+    def is_on_device(self, name: str) -> bool:
         """Whether all of it is on the device."""
-        return all(part.is_here for part in self._parts.get(name, ()))
+        return all(part.is_on_device for part in self._parts.get(name, ()))
 
     def move(self, here: Sequence[str], away: Sequence[str]) -> None:
         """Have what is named first on the device, after the rest has left it."""
         for name in away:
             for part in self._parts.get(name, ()):
-                part.leave()
+                part.offload()
         for name in here:
             for part in self._parts.get(name, ()):
-                part.come()
+                part.reload()
 
     def note_change(self, *names: str) -> None:
         """The content of these has changed."""
@@ -134,7 +137,7 @@ class Residence:
     def device_bytes(self) -> int:
         """What all parts take on the device now."""
         parts = (part for of_name in self._parts.values() for part in of_name)
-        return sum(part.num_bytes for part in parts if part.is_here)
+        return sum(part.num_bytes for part in parts if part.is_on_device)
 
     @property
     def host_bytes(self) -> int:

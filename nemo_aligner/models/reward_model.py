@@ -29,7 +29,7 @@ from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rota
 from nemo_aligner.models.linear import (
     ColumnLinear,
     RowLinear,
-    in_pieces,
+    in_chunks,
     invariant_linear,
     rows_now,
 )
@@ -229,8 +229,6 @@ class GPTRewardModel(GPTModel):
     ``key_value_pool`` is what packs with cached prefixes take them from.
     """
 
-    reads_every_token = False
-    reply_marker: tuple[int, ...] | None = None
     key_value_pool: KeyValuePool | None = None
     lora_dropout: LoraDropout | None = None
 
@@ -241,6 +239,9 @@ class GPTRewardModel(GPTModel):
         layout: ParallelLayout,
         num_attributes: int,
         seed: int,
+        *,
+        reads_every_token: bool = False,
+        reply_marker: tuple[int, ...] | None = None,
     ) -> None:
         with fused_output_layer_allowed():  # it is deleted below
             super().__init__(
@@ -255,6 +256,8 @@ class GPTRewardModel(GPTModel):
                 rotary_base=shape.rotary_base,
                 seq_len_interpolation_factor=shape.seq_len_interpolation_factor,
             )
+        self.reads_every_token = reads_every_token
+        self.reply_marker = reply_marker
         if shape.rope_scaling is not None:
             self.rotary_pos_emb.inv_freq = scale_rotary_frequencies(
                 self.rotary_pos_emb, shape.rope_scaling
@@ -385,15 +388,24 @@ def build_reward_model(
     recompute: Recompute = Recompute.none,
     recompute_layers: int | None = None,
     seed: int = 1234,
+    reads_every_token: bool = False,
+    reply_marker: tuple[int, ...] | None = None,
 ) -> GPTRewardModel:
     """This rank's piece of a reward model, its backbone not yet loaded, its head freshly drawn."""
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
         logger.warning(slow)
-    return GPTRewardModel(config, shape, layout, num_attributes, seed).to(
-        torch.cuda.current_device()
+    model = GPTRewardModel(
+        config,
+        shape,
+        layout,
+        num_attributes,
+        seed,
+        reads_every_token=reads_every_token,
+        reply_marker=reply_marker,
     )
+    return model.to(torch.cuda.current_device())
 
 
 # Batch invariance: a text's reward has the same bits alone and in any company.
@@ -431,19 +443,19 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     for layer in engine:
         layer.invariant_rows = rows
         if "forward" not in vars(layer):
-            layer.forward = _by_pieces(layer)  # type: ignore[method-assign]
+            layer.forward = _in_chunks(layer)  # type: ignore[method-assign]
 
 
-def _by_pieces(layer: Any) -> Any:
+def _in_chunks(layer: Any) -> Any:
     """Its ``forward``, in pieces of its ``invariant_rows``."""
     forward = layer.forward
 
     @wraps(forward)
-    def by_pieces(x: Tensor) -> tuple[Tensor, None]:
+    def in_chunks_of_rows(x: Tensor) -> tuple[Tensor, None]:
         rows = rows_now(layer)
         if rows is None:
             return forward(x)
         # What comes beside the output is a bias to be added later: these layers add their own.
-        return in_pieces(lambda piece: forward(piece)[0], x, rows), None
+        return in_chunks(lambda piece: forward(piece)[0], x, rows), None
 
-    return by_pieces
+    return in_chunks_of_rows

@@ -38,7 +38,7 @@ from nemo_aligner.checkpoint.hf.source import (
     open_source,
 )
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.save import UnreadTensor, dtype_of_matrices, save_unread
+from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
@@ -147,7 +147,7 @@ def _convert(
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": len(contract.attributes)}
-        save_unread(tensors, layers, scratch / "weights")
+        save_lazy(tensors, layers, scratch / "weights")
         score_rules = None if contract is None else contract.to_dict()
         write_nemo(output, archived, scratch / "weights", scratch / "tokenizer", score_rules)
     return ConversionSummary(
@@ -188,13 +188,13 @@ def _save_tokenizer(found: Source, folder: Path, vocab_size: int) -> Tokenizer:
 def _plan(
     rules: Sequence[tuple[Rule, int | None]],
     config: Mapping[str, Any],
-    stored: Mapping[str, UnreadTensor],
+    stored: Mapping[str, LazyTensor],
     dtype: torch.dtype | None,
     num_query_groups: int,
-) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
+) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """Megatron's tensors by key, outside the layers and inside; nothing is read."""
-    tensors: dict[str, UnreadTensor] = {}
-    layers: dict[str, list[UnreadTensor]] = {}
+    tensors: dict[str, LazyTensor] = {}
+    layers: dict[str, list[LazyTensor]] = {}
     for rule, layer in rules:
         parts = [stored[name] for name in rule.hf]
 
@@ -206,7 +206,7 @@ def _plan(
 
         outline = join([part.outline() for part in parts])
         read = partial(_read_and_join, parts, join)
-        tensor = UnreadTensor(tuple(outline.shape), outline.dtype, read)
+        tensor = LazyTensor(tuple(outline.shape), outline.dtype, read)
         key = megatron_key(rule, layer)
         if layer is None:
             tensors[key] = tensor
@@ -216,19 +216,19 @@ def _plan(
 
 
 def _all(
-    tensors: Mapping[str, UnreadTensor], layers: Mapping[str, Sequence[UnreadTensor]]
-) -> list[UnreadTensor]:
+    tensors: Mapping[str, LazyTensor], layers: Mapping[str, Sequence[LazyTensor]]
+) -> list[LazyTensor]:
     return [*tensors.values(), *(tensor for stack in layers.values() for tensor in stack)]
 
 
 def _read_and_join(
-    parts: Sequence[UnreadTensor], join: Callable[[Sequence[Tensor]], Tensor]
+    parts: Sequence[LazyTensor], join: Callable[[Sequence[Tensor]], Tensor]
 ) -> Tensor:
     return join([part.read() for part in parts])
 
 
-def _as_fp32(tensor: UnreadTensor) -> UnreadTensor:
-    return UnreadTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
+def _as_fp32(tensor: LazyTensor) -> LazyTensor:
+    return LazyTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
 
 
 # A reward model's archive in the terms of Hugging Face: its tensors by their names there.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families import find_gguf_family
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat
-from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.config.common import read_count, read_number
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
@@ -71,7 +71,7 @@ class GgufCheckpoint:
         self._family, self._format = find_gguf_family(self.fields.get("general.architecture"))
         divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
         self.tensors = {
-            self._hf_name(name): UnreadTensor(
+            self._hf_name(name): LazyTensor(
                 stored.unpacked_shape, torch.float32, partial(self._read, name)
             )
             for name, stored in self._stored.items()

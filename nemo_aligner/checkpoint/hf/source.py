@@ -27,7 +27,7 @@ from nemo_aligner.checkpoint.hf.families.base import Config, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
-from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.config.dtypes import safetensors_dtypes
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
@@ -52,7 +52,7 @@ class Source:
     """A checkpoint to convert: its config, its tensors by name, and what goes with them."""
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, UnreadTensor]
+    tensors: Mapping[str, LazyTensor]
     save_tokenizer: Callable[[Path], None]
     contract: Mapping[str, Any] | None = None
 
@@ -139,10 +139,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path, str(path))
 
 
-def _safetensors(folder: Path) -> dict[str, UnreadTensor]:
+def _safetensors(folder: Path) -> dict[str, LazyTensor]:
     index = folder / _INDEX_NAME
     files = _files_of_index(index) if index.is_file() else _files_without_index(folder)
-    tensors: dict[str, UnreadTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for name, listed in files.items():
         found = _outlines(folder / name)
         missing = sorted(listed - found.keys())
@@ -178,7 +178,7 @@ def _files_without_index(folder: Path) -> dict[str, set[str]]:
     return {name: set() for name in ([_WHOLE_NAME] if _WHOLE_NAME in files else files)}
 
 
-def _outlines(path: Path) -> dict[str, UnreadTensor]:
+def _outlines(path: Path) -> dict[str, LazyTensor]:
     """Every tensor of a file by name; only the file's header is read."""
     tensors = {}
     try:
@@ -191,7 +191,7 @@ def _outlines(path: Path) -> dict[str, UnreadTensor]:
                         f"{path}: tensor {short(name)}: got {kind} numbers, wanted one of "
                         f"{', '.join(_DTYPES)}; quantised weights are not read"
                     )
-                tensors[name] = UnreadTensor(
+                tensors[name] = LazyTensor(
                     tuple(header.get_shape()), _DTYPES[kind], partial(read_tensor, path, name)
                 )
     except (OSError, SafetensorError) as error:
@@ -259,7 +259,7 @@ def check_tensors(
     family: ModelFamily,
     config: Config,
     wanted: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, UnreadTensor],
+    tensors: Mapping[str, LazyTensor],
 ) -> None:
     """Refuse a Hugging Face checkpoint that has not exactly the tensors that it should have.
 

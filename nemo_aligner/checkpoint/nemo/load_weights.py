@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     model_tensors,
 )
 from nemo_aligner.checkpoint.nemo.open import NemoFolder
-from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
 from nemo_aligner.models.lora import folded
 from nemo_aligner.models.reward_model import GPTRewardModel
@@ -163,7 +163,7 @@ def _read_whole(folder: NemoFolder, name: str) -> Tensor:
 
 def unread_decoder(
     folder: NemoFolder, shape: ModelShape
-) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
+) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """The decoder's tensors by key, outside the layers and inside, without vocabulary padding.
 
     LoRA is folded into the weights that it is beside.
@@ -172,21 +172,19 @@ def unread_decoder(
     lora = shape.lora
     is_numbered = is_per_layer(stored)
 
-    def outside(name: str) -> UnreadTensor:
+    def outside(name: str) -> LazyTensor:
         size, dtype = stored[name]
         rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
-        return UnreadTensor(
-            (rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows]
-        )
+        return LazyTensor((rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows])
 
-    def inside(name: str, layer: int) -> UnreadTensor:
+    def inside(name: str, layer: int) -> LazyTensor:
         key = f"{LAYERS}{layer}.{name}" if is_numbered else LAYERS + name
         size, dtype = stored[key]
         index = None if is_numbered else layer
         size = size if is_numbered else size[1:]
-        return UnreadTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
+        return LazyTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
 
-    def whole(name: str, layer: int) -> UnreadTensor:
+    def whole(name: str, layer: int) -> LazyTensor:
         weight, linear = inside(name, layer), name.removesuffix(".weight")
         if lora is None or linear not in lora.linears:
             return weight
@@ -201,6 +199,6 @@ def unread_decoder(
     }
 
 
-def in_memory(tensor: Tensor) -> UnreadTensor:
+def in_memory(tensor: Tensor) -> LazyTensor:
     """A tensor that needs no reading."""
-    return UnreadTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)

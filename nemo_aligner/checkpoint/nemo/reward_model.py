@@ -33,7 +33,7 @@ from nemo_aligner.config.model import (
     Recompute,
     RegressionConfig,
 )
-from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.collectives import barrier, on_main
@@ -95,6 +95,8 @@ def load_pretrained(
     new_head: bool = False,
     head: HeadConfig | None = None,
     lora: LoraShape | None = None,
+    reads_every_token: bool = False,
+    reply_marker: tuple[int, ...] | None = None,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to go on from, for training; every rank calls it.
 
@@ -122,6 +124,8 @@ def load_pretrained(
             recompute=recompute,
             recompute_layers=recompute_layers,
             seed=seed,
+            reads_every_token=reads_every_token,
+            reply_marker=reply_marker,
         )
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
@@ -189,23 +193,9 @@ def reward_model_without_weights(
         layout,
         num_attributes=num_outputs,
         precision=precision or Precision(contract.dtype),
+        reply_marker=contract.reply_marker,
     )
-    model.reply_marker = contract.reply_marker
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
-
-
-def load_critic(
-    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
-) -> LoadedRewardModel:
-    """``load_reward_model`` for a trainer's critic: the head reads every token.
-
-    ``step.infer_values`` gives its values. They begin as the rewards of a text's beginnings: a
-    token's is that of the text that ends with it, without the contract's ``label_means``.
-    """
-    loaded = load_reward_model(path, layout, precision)
-    check_plain_reading(loaded.contract, str(path), "a critic")
-    loaded.model.reads_every_token = True
-    return loaded
 
 
 def save_reward_model(
@@ -325,7 +315,9 @@ _KEY = "pretrained_checkpoint.load_rm_head_weights"
 _OF_ALL = "hidden."
 
 
-def check_first_head(path: str | Path, contract: ScoringContract, names: Mapping[str, str]) -> None:
+def check_initial_head(
+    path: str | Path, contract: ScoringContract, names: Mapping[str, str]
+) -> None:
     """Refuse a reward model that lacks an attribute of ``contract``, or says it in another way.
 
     ``names`` are what attributes are called there, where that is something else. No weight is read.
@@ -338,7 +330,7 @@ def check_first_head(path: str | Path, contract: ScoringContract, names: Mapping
         _choose(folder, contract, names)
 
 
-def load_first_head(
+def init_head_from(
     model: GPTRewardModel,
     path: str | Path,
     contract: ScoringContract,
@@ -350,7 +342,7 @@ def load_first_head(
     Every rank calls it.
 
     Raises:
-        ConfigError, CheckpointError: as ``check_first_head``; or its head is made in another way.
+        ConfigError, CheckpointError: as ``check_initial_head``; or its head is made in another way.
     """
     with open_nemo(path) as folder:
         rows = _choose(folder, contract, names)

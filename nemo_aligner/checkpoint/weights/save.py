@@ -184,10 +184,10 @@ class InPlaceSavePlanner(MCoreSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
         data = super().resolve_data(write_item)
-        return with_own_storage(data) if isinstance(data, Tensor) else data
+        return zero_copy_slice(data) if isinstance(data, Tensor) else data
 
 
-def with_own_storage(tensor: Tensor) -> Tensor:
+def zero_copy_slice(tensor: Tensor) -> Tensor:
     """The same memory as a tensor whose storage holds nothing else.
 
     ``tensor`` itself where that is so already, or where it cannot be had: on a GPU, or with holes.
@@ -221,7 +221,7 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
 
 @dataclass(frozen=True)
-class UnreadTensor:
+class LazyTensor:
     """A tensor whose ``shape`` and ``dtype`` are known, and which ``read`` brings into memory."""
 
     shape: tuple[int, ...]
@@ -233,7 +233,7 @@ class UnreadTensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def dtype_of_matrices(tensors: Iterable[UnreadTensor]) -> torch.dtype:
+def dtype_of_matrices(tensors: Iterable[LazyTensor]) -> torch.dtype:
     """The dtype that holds every number of the matrices; norms and biases do not count."""
     dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -242,7 +242,7 @@ def dtype_of_matrices(tensors: Iterable[UnreadTensor]) -> torch.dtype:
 class _ReadingPlanner(MCoreSavePlanner):
     """Plans with outlines; a tensor is read when it is to be written."""
 
-    def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], UnreadTensor]) -> None:
+    def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], LazyTensor]) -> None:
         super().__init__(**PLANNING)
         self._tensors = tensors
 
@@ -255,9 +255,9 @@ class _ReadingPlanner(MCoreSavePlanner):
         return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
 
 
-def save_unread(
-    tensors: Mapping[str, UnreadTensor],
-    layers: Mapping[str, Sequence[UnreadTensor]],
+def save_lazy(
+    tensors: Mapping[str, LazyTensor],
+    layers: Mapping[str, Sequence[LazyTensor]],
     folder: Path,
 ) -> None:
     """Write ``tensors``, and ``layers`` stacked under one key each, reading one after the other.

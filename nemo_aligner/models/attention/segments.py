@@ -11,17 +11,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import CacheUse, PackedBatch
-from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.host_transfer import to_device
 
 # A pool of keys and values that outlive their pack, so that others may begin with its tokens.
-
-
-def pool_bytes(shape: ModelShape, layout: LayoutSizes, element_bytes: int, tokens: int) -> int:
-    """What a pool for so many tokens takes on each rank, which has some layers and groups."""
-    layers, groups = shape.num_layers // layout.pp, shape.num_query_groups // layout.tp
-    return 2 * layers * groups * shape.kv_channels * element_bytes * tokens
 
 
 class KeyValuePool:

@@ -21,7 +21,7 @@ _COUNT = "step"
 _CHUNK_BYTES = 2**28
 
 
-class HostMoments:
+class OffloadedStates:
     """Has ``optimizer`` (torch's AdamW, or Apex's or TransformerEngine's) step chunk by chunk.
 
     A chunk's moments are copied to the parameters' device, updated and copied back. So 8 bytes of

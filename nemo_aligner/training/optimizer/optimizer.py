@@ -28,7 +28,7 @@ from torch.nn.utils import get_total_norm
 from nemo_aligner.config.model import OptimConfig
 from nemo_aligner.training.optimizer.offload import (
     MOMENTS,
-    HostMoments,
+    OffloadedStates,
     gradients_for_norm,
     load_step_counts,
     multiply_in_place,
@@ -79,7 +79,7 @@ class Optimizer:
         self,
         optimizer: Any,
         scheduler: OptimizerParamScheduler,
-        offloaded: Sequence[HostMoments] = (),
+        offloaded: Sequence[OffloadedStates] = (),
     ) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -247,7 +247,7 @@ def build_optimizer(
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     parts = optimizer.chained_optimizers if config.cpu_offload else ()
-    offloaded = [HostMoments(part.optimizer) for part in parts]
+    offloaded = [OffloadedStates(part.optimizer) for part in parts]
     return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps), offloaded)
 
 
