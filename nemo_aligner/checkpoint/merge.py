@@ -1,7 +1,7 @@
-"""Several reward models of one kind as one: their weights, added up.
+"""Weighted sums of reward models of one kind.
 
-An average of checkpoints scores better than each of them, and under another distribution
-(WARM, Rame et al. 2024, arXiv:2401.12187); past the last of two it extrapolates what training has
+An average of checkpoints scores better than each of them, and is more robust to distribution shift
+(WARM, Rame et al. 2024, arXiv:2401.12187). With weights beyond 1 it extrapolates what training has
 changed (ExPO, Zheng et al. 2024, arXiv:2404.16792): ``trained + alpha * (trained - base)``.
 """
 
@@ -29,15 +29,15 @@ from nemo_aligner.models.shape import ModelShape, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 
 _SUM_TOLERANCE = 1e-6
-# Sums of theirs are what a merged model has.
+# Contract fields whose weighted sum the merged model has.
 _SUMMED_FIELDS = ("label_means",)
-# What training on from a model may have made of its head.
+# Contract fields that training on from a model may change.
 _HEAD_FIELDS = ("reward_model_type", "attributes")
 
 
 @dataclass(frozen=True)
 class _Input:
-    """An opened reward model, and what is taken of it."""
+    """An opened reward model and its weight in the sum."""
 
     folder: NemoFolder
     shape: ModelShape
@@ -48,17 +48,17 @@ class _Input:
 def merge_checkpoints(
     sources: Sequence[str | Path], weights: Sequence[float], output: str | Path
 ) -> str:
-    """Write ``sum(weight * source)`` as the archive ``output``, and say what it is.
+    """Write ``sum(weight * source)`` as the archive ``output``; returns a summary.
 
-    No model is built: tensors are read one after the other, summed in float64 and rounded once, to
+    Builds no model: tensors are read one after the other, summed in float64 and rounded once, to
     the dtype of the last source. LoRA is folded into the weights. One process calls it.
 
     Args:
         sources: reward models of this package, of one shape and one scoring contract.
-        weights: a number for each; their sum is 1, so that a reward keeps its scale.
+        weights: one per source, with sum 1, so that rewards keep their scale.
 
     Raises:
-        ConfigError: there are not two sources or more, or the weights are unfit.
+        ConfigError: there are fewer than two sources, or the weights are unfit.
         CheckpointError: a source cannot be read, or is another kind of model than the last.
     """
     _check_weights(sources, weights)
@@ -68,8 +68,8 @@ def merge_checkpoints(
 def extrapolate(base: str | Path, trained: str | Path, alpha: float, output: str | Path) -> str:
     """Write ``trained + alpha * (trained - base)``, as ``merge_checkpoints`` does.
 
-    ``base`` is what ``trained`` began with: its head may have been of another kind, as where
-    ranking goes on from a regression of one attribute. The result is of the kind of ``trained``.
+    ``base`` is the model that ``trained`` was trained from. Its head may be of another kind, as if
+    a ranking model goes on from a regression of one attribute; the result is of ``trained``'s kind.
     """
     weights = (-alpha, 1 + alpha)
     _check_weights((base, trained), weights)
@@ -133,7 +133,7 @@ def _opened(folder: NemoFolder, weight: float) -> _Input:
 
 def _check_alike(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
     where = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
-    # LoRA is folded into the weights, so that it may differ.
+    # LoRA may differ, because it is folded into the weights.
     mine, theirs = (
         dataclasses.asdict(dataclasses.replace(each.shape, lora=None)) for each in (last, other)
     )
@@ -162,7 +162,7 @@ def _merged(
         last = parts[-1]
         return LazyTensor(last.shape, last.dtype, partial(_sum, parts, weights))
 
-    # A reward model has no use for an output layer that its base had.
+    # A reward model does not use the output layer of its base.
     outside = [key for key in opened[0][0] if key != PREFIX + OUTPUT_LAYER]
     tensors = {key: summed([own[key] for own, _ in opened]) for key in outside}
     for name in head_names(inputs[-1].folder):
@@ -188,7 +188,7 @@ def _sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
 
 
 def _merged_contract(inputs: Sequence[_Input]) -> ScoringContract:
-    """The last one's with all offsets summed; what was measured of one holds no longer."""
+    """Copy the last contract with summed offsets and without statistics that no longer hold."""
     offsets = [
         math.fsum(each.weight * each.contract.label_means[column] for each in inputs)
         for column in range(len(inputs[-1].contract.attributes))

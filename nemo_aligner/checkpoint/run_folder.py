@@ -1,4 +1,4 @@
-"""What lies in the folder of a training run, by name."""
+"""Layout of a training run's folder, and the error for a run given in place of a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ TRACKING_NAME = "tracking.json"
 
 
 def refuse_run(folder: Path, source: Path) -> None:
-    """Say where the model of a run lies whose folder was given for a model, or one inside it.
+    """Raise if ``folder`` is a training run or part of one, and say where its model is.
 
-    ``source`` names it in errors.
+    Args:
+        source: name of the folder in errors.
 
     Raises:
         CheckpointError: it is one.
@@ -45,7 +46,7 @@ def refuse_run(folder: Path, source: Path) -> None:
 
 
 def _find_run(folder: Path) -> tuple[str, Path | None]:
-    """What a folder is of a run, and the run's folder of checkpoints; None if of no run."""
+    """Describe a folder as part of a run, and find the run's checkpoints; None if it is none."""
     if (folder / RUN_STATE_NAME).is_file():
         return "a checkpoint of a training run", folder.parent
     if folder.name == STATE_NAME and (folder.parent / RUN_STATE_NAME).is_file():

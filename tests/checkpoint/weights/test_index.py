@@ -1,4 +1,4 @@
-"""Untrusted weights, their index and pieces: no code runs, and all data is whole and in place."""
+"""Untrusted weights, their index and shards: no code runs, and all data is whole and in place."""
 
 from __future__ import annotations
 

@@ -262,12 +262,12 @@ def test_zarr_that_is_damaged_or_has_no_package_is_refused(
         return damage
 
     damages = [
-        (lambda folder: (folder / array / "1.0").unlink(), "pieces|no such file"),
+        (lambda folder: (folder / array / "1.0").unlink(), "chunks|no such file"),
         (lambda folder: (folder / array / "1.0").write_bytes(b"x"), "got 1 bytes"),
         (edit_header(dtype="|O"), "wanted a plain array"),
         (edit_header(filters=[{"id": "pickle"}]), "wanted a plain array"),
         (edit_header(compressor={"id": "pickle"}), "wanted a plain array"),
-        (edit_header(shape=[10**9, 64]), "pieces"),
+        (edit_header(shape=[10**9, 64]), "chunks"),
     ]
     source = theirs(zarr_folder)
     check_damages(source, damages, lambda folder: load_model(folder, layout))
