@@ -1,4 +1,4 @@
-"""Products by oneDNN: the same numbers, in pieces of a few sizes."""
+"""Products by oneDNN: the same numbers, in chunks of a few sizes."""
 
 from __future__ import annotations
 
