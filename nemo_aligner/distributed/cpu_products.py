@@ -121,6 +121,22 @@ def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(rows, weight, bias)
 
 
+def accumulate_weight_gradients(layers: Any) -> None:
+    """Give megatron-core the fused weight gradients that Apex would provide on a GPU."""
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
+
+
+class _WeightGradients:
+    """Stand-in for Apex's ``fused_weight_gradient_mlp_cuda``, summing into ``main_grad``."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
+        add_weight_gradient(main_grad, total_input, grad_output)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
 def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
     """Accumulate into ``to [o, i]`` the weight gradient of ``input [..., i]`` and ``[..., o]``.
 

@@ -205,7 +205,7 @@ class Optimizer:
                 group.setdefault(key, value)
 
     def _count_steps_without_parameters(self) -> None:
-        """Give torch's AdamW a step count on a rank where all is frozen; megatron-core reads one."""
+        """Give torch's AdamW a step count where all is frozen, as megatron-core reads one."""
         for part in self._optimizer.chained_optimizers:
             state = part.optimizer.state
             if not distrib_optimizer.HAVE_APEX_OR_TE and set(state) <= {_COUNT}:
