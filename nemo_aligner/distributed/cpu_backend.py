@@ -10,62 +10,6 @@ from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-# In-place collectives on megatron-core's buffers, over gloo.
-
-
-class _Works(list):
-    """Collectives in progress."""
-
-    def wait(self) -> None:
-        for work in self:
-            work.wait()
-
-
-class _InPlaceCollectives:
-    """In-place gather and reduce on megatron-core's buffers, which gloo would copy.
-
-    gloo's own go through memory of theirs. Broadcasts and an all-reduce work on the buffer itself;
-    that the reduction leaves every rank with all sums, not only its shard's, does no harm. With one
-    rank there is nothing to do.
-    """
-
-    def __init__(self) -> None:
-        self._works = _Works()
-
-    @contextmanager
-    def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
-        """Collect what is started in the block; waits at its end unless ``async_ops``."""
-        self._works = works = _Works()
-        yield works
-        if not async_ops:
-            works.wait()
-
-    def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
-        """Fill ``output``, of which ``source`` is this rank's shard."""
-        import torch.distributed as dist
-
-        if group.size() == 1:
-            return
-        for rank, shard in enumerate(output.chunk(group.size())):
-            self._works.append(dist.broadcast(shard, group=group, group_src=rank, async_op=True))
-
-    def reduce_scatter(
-        self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
-    ) -> None:
-        """Sum ``source``, of which ``output`` is this rank's shard."""
-        import torch.distributed as dist
-
-        if group.size() > 1:
-            self._works.append(dist.all_reduce(source, op=op, group=group, async_op=True))
-
-
-def work_in_place(buffers: Any) -> None:
-    collectives = _InPlaceCollectives()
-    buffers._coalescing_manager = collectives.together
-    buffers.dist_all_gather_func = collectives.all_gather
-    buffers.dist_reduce_scatter_func = collectives.reduce_scatter
-
-
 # Loading megatron-core with another device.
 #
 # megatron-core names its device in string literals and calls a few ``torch.cuda`` functions.
@@ -180,6 +124,62 @@ def _adjust_linear_layers(layers: Any) -> None:
 
     accumulate_weight_gradients(layers)
     multiply_by_onednn(layers)
+
+
+# In-place collectives on megatron-core's buffers, over gloo.
+
+
+class _Works(list):
+    """Collectives in progress."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+class _InPlaceCollectives:
+    """In-place gather and reduce on megatron-core's buffers, which gloo would copy.
+
+    gloo's own go through memory of theirs. Broadcasts and an all-reduce work on the buffer itself;
+    that the reduction leaves every rank with all sums, not only its shard's, does no harm. With one
+    rank there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._works = _Works()
+
+    @contextmanager
+    def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
+        """Collect what is started in the block; waits at its end unless ``async_ops``."""
+        self._works = works = _Works()
+        yield works
+        if not async_ops:
+            works.wait()
+
+    def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
+        """Fill ``output``, of which ``source`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() == 1:
+            return
+        for rank, shard in enumerate(output.chunk(group.size())):
+            self._works.append(dist.broadcast(shard, group=group, group_src=rank, async_op=True))
+
+    def reduce_scatter(
+        self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
+    ) -> None:
+        """Sum ``source``, of which ``output`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() > 1:
+            self._works.append(dist.all_reduce(source, op=op, group=group, async_op=True))
+
+
+def work_in_place(buffers: Any) -> None:
+    collectives = _InPlaceCollectives()
+    buffers._coalescing_manager = collectives.together
+    buffers.dist_all_gather_func = collectives.all_gather
+    buffers.dist_reduce_scatter_func = collectives.reduce_scatter
 
 
 _AFTER_IMPORT = {

@@ -14,197 +14,6 @@ from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_cou
 from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# The reward head, where it is more than one matrix.
-
-# Key in ``model_config.yaml``. Heads of one matrix have no such key, as in earlier archives.
-_KEY = "reward_head"
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """A reward head with biases, or with a hidden layer.
-
-    Attributes:
-        bias: every layer has one.
-        mlp_size: width of the hidden layer; None is a linear map.
-    """
-
-    bias: bool = False
-    mlp_size: int | None = None
-
-    @classmethod
-    def from_settings(cls, config: HeadConfig) -> HeadShape | None:
-        """Convert the settings; None for a head of one matrix."""
-        head = cls(config.bias, config.mlp_size)
-        return None if head == cls() else head
-
-    def tensors(self, outputs: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the head's tensors by their names after ``rm_head.``"""
-        width = hidden_size if self.mlp_size is None else self.mlp_size
-        found: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
-        if self.mlp_size is not None:
-            found["hidden.weight"] = (self.mlp_size, hidden_size)
-        if self.bias:
-            biases = {name.replace("weight", "bias"): size[:1] for name, size in found.items()}
-            found |= biases
-        return found
-
-    def __str__(self) -> str:
-        parts = ["linear" if self.mlp_size is None else f"two layers of {self.mlp_size}"]
-        return " ".join([*parts, *(["with bias"] * self.bias)])
-
-
-def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
-    """Read the head from a model config; None for a head of one matrix.
-
-    Raises:
-        CheckpointError: a value is out of range.
-    """
-    section = config.get(_KEY)
-    if section is None:
-        return None
-    where = f"model_config.yaml: {_KEY}"
-    if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
-        raise CheckpointError(f"{where}: got {shown(section)}, wanted bias and mlp_size")
-    bias, size = section.get("bias", False), section.get("mlp_size")
-    if not isinstance(bias, bool):
-        raise CheckpointError(f"{where}.bias: got {shown(bias)}, wanted true or false")
-    if size is not None:
-        size = read_count(size, f"{where}.mlp_size", f"a whole number from 1 to {MOST}")
-    head = HeadShape(bias, size)
-    return None if head == HeadShape() else head
-
-
-def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
-    """Copy a model config with the section of this head, or without one."""
-    others = {key: value for key, value in config.items() if key != _KEY}
-    return others if head is None else {**others, _KEY: asdict(head)}
-
-
-def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
-    """Raise unless the head is one matrix.
-
-    Raises:
-        CheckpointError: it names the file ``where``, and ``who`` cannot represent the head.
-    """
-    if head is not None:
-        raise CheckpointError(
-            f"{where}: its head is {head}, wanted one matrix: {who} has no place for more"
-        )
-
-
-# LoRA: rank, scale, and the linear layers that have an adapter.
-
-# Section in ``model_config.yaml``.
-LORA_KEY = "lora"
-# Suffixes of the two matrices after the linear layer's own name, as in NeMo 2.
-LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"
-# Linear layers of a decoder layer by their names in the settings, in the order of LORA_TARGETS.
-LINEARS = dict(
-    zip(
-        LORA_TARGETS,
-        ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
-         "mlp.linear_fc2"),
-        strict=True,
-    )
-)  # fmt: skip
-_WHERE = f"model_config.yaml: {LORA_KEY}"
-
-
-@dataclass(frozen=True)
-class LoraShape:
-    """``W x`` of the ``targets`` becomes ``W x + alpha / rank * B A x``.
-
-    ``A [rank, in]`` and ``B [out, rank]`` are trained (Hu et al. 2021, arXiv:2106.09685).
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    @classmethod
-    def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
-        """Convert the settings; None for rank 0."""
-        if settings.rank == 0:
-            return None
-        targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
-        return cls(settings.rank, float(settings.alpha), targets)
-
-    @property
-    def scale(self) -> float:
-        """Factor ``alpha / rank`` of ``B A x``."""
-        return self.alpha / self.rank
-
-    @property
-    def linears(self) -> list[str]:
-        """Module names of the targets within a decoder layer."""
-        return [LINEARS[target] for target in self.targets]
-
-    def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Shapes of A and B, unsharded and by name, for a layer's ``weights``."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name in self.linears:
-            outputs, inputs = weights[f"{name}.weight"]
-            found[f"{name}.{LORA_A}"] = (self.rank, inputs)
-            found[f"{name}.{LORA_B}"] = (outputs, self.rank)
-        return found
-
-    def to_config(self) -> dict[str, Any]:
-        """Convert to the section of ``model_config.yaml``."""
-        return {**asdict(self), "targets": list(self.targets)}
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
-
-
-def is_of_adapter(name: str) -> bool:
-    """Tell by its name if a tensor belongs to a LoRA adapter."""
-    return name.endswith((LORA_A, LORA_B))
-
-
-def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
-    """Read LoRA from a NeMo model config; None if it has none.
-
-    Raises:
-        CheckpointError: the section differs from what ``LoraShape.to_config`` writes.
-    """
-    section = config.get(LORA_KEY)
-    if section is None:
-        return None
-    keys = {"rank", "alpha", "targets"}
-    if not isinstance(section, Mapping) or set(section) != keys:
-        raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
-    wanted = f"a whole number above 0 and of at most {MOST}"
-    rank = read_count(section["rank"], f"{_WHERE}.rank", wanted)
-    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
-    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", wanted))
-    targets = section["targets"]
-    names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]
-    if not names or len(names) != len(targets):
-        wanted = f"at least one of {', '.join(LORA_TARGETS)}, each once"
-        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {wanted}")
-    return LoraShape(rank, alpha, tuple(names))
-
-
-def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
-    """Copy a NeMo model config with the section of ``lora``, or without one."""
-    rest = {key: value for key, value in config.items() if key != LORA_KEY}
-    return rest if lora is None else {**rest, LORA_KEY: lora.to_config()}
-
-
-def check_lora(stored: LoraShape | None, wanted: LoraShape | None, source: object) -> None:
-    """Refuse to train with other adapters than the model comes with.
-
-    Raises:
-        CheckpointError: both are given, and differ.
-    """
-    if stored is not None and wanted is not None and stored != wanted:
-        raise CheckpointError(
-            f"{source}: it comes with LoRA of {stored}; model.lora has {wanted}. Wanted the same, "
-            "to go on with it; model.lora.rank=0 trains all weights with LoRA folded into them"
-        )
-
-
 # The decoder.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
@@ -480,3 +289,194 @@ def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
         high_freq_factor=_number(config, "high_freq_factor", 4.0),
         old_context_len=_count(config, "old_context_len", 8192),
     )
+
+
+# The reward head, where it is more than one matrix.
+
+# Key in ``model_config.yaml``. Heads of one matrix have no such key, as in earlier archives.
+_KEY = "reward_head"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """A reward head with biases, or with a hidden layer.
+
+    Attributes:
+        bias: every layer has one.
+        mlp_size: width of the hidden layer; None is a linear map.
+    """
+
+    bias: bool = False
+    mlp_size: int | None = None
+
+    @classmethod
+    def from_settings(cls, config: HeadConfig) -> HeadShape | None:
+        """Convert the settings; None for a head of one matrix."""
+        head = cls(config.bias, config.mlp_size)
+        return None if head == cls() else head
+
+    def tensors(self, outputs: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the head's tensors by their names after ``rm_head.``"""
+        width = hidden_size if self.mlp_size is None else self.mlp_size
+        found: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
+        if self.mlp_size is not None:
+            found["hidden.weight"] = (self.mlp_size, hidden_size)
+        if self.bias:
+            biases = {name.replace("weight", "bias"): size[:1] for name, size in found.items()}
+            found |= biases
+        return found
+
+    def __str__(self) -> str:
+        parts = ["linear" if self.mlp_size is None else f"two layers of {self.mlp_size}"]
+        return " ".join([*parts, *(["with bias"] * self.bias)])
+
+
+def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
+    """Read the head from a model config; None for a head of one matrix.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
+    section = config.get(_KEY)
+    if section is None:
+        return None
+    where = f"model_config.yaml: {_KEY}"
+    if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
+        raise CheckpointError(f"{where}: got {shown(section)}, wanted bias and mlp_size")
+    bias, size = section.get("bias", False), section.get("mlp_size")
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{where}.bias: got {shown(bias)}, wanted true or false")
+    if size is not None:
+        size = read_count(size, f"{where}.mlp_size", f"a whole number from 1 to {MOST}")
+    head = HeadShape(bias, size)
+    return None if head == HeadShape() else head
+
+
+def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
+    """Copy a model config with the section of this head, or without one."""
+    others = {key: value for key, value in config.items() if key != _KEY}
+    return others if head is None else {**others, _KEY: asdict(head)}
+
+
+def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
+    """Raise unless the head is one matrix.
+
+    Raises:
+        CheckpointError: it names the file ``where``, and ``who`` cannot represent the head.
+    """
+    if head is not None:
+        raise CheckpointError(
+            f"{where}: its head is {head}, wanted one matrix: {who} has no place for more"
+        )
+
+
+# LoRA: rank, scale, and the linear layers that have an adapter.
+
+# Section in ``model_config.yaml``.
+LORA_KEY = "lora"
+# Suffixes of the two matrices after the linear layer's own name, as in NeMo 2.
+LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"
+# Linear layers of a decoder layer by their names in the settings, in the order of LORA_TARGETS.
+LINEARS = dict(
+    zip(
+        LORA_TARGETS,
+        ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
+         "mlp.linear_fc2"),
+        strict=True,
+    )
+)  # fmt: skip
+_WHERE = f"model_config.yaml: {LORA_KEY}"
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """``W x`` of the ``targets`` becomes ``W x + alpha / rank * B A x``.
+
+    ``A [rank, in]`` and ``B [out, rank]`` are trained (Hu et al. 2021, arXiv:2106.09685).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @classmethod
+    def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
+        """Convert the settings; None for rank 0."""
+        if settings.rank == 0:
+            return None
+        targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
+        return cls(settings.rank, float(settings.alpha), targets)
+
+    @property
+    def scale(self) -> float:
+        """Factor ``alpha / rank`` of ``B A x``."""
+        return self.alpha / self.rank
+
+    @property
+    def linears(self) -> list[str]:
+        """Module names of the targets within a decoder layer."""
+        return [LINEARS[target] for target in self.targets]
+
+    def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Shapes of A and B, unsharded and by name, for a layer's ``weights``."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in self.linears:
+            outputs, inputs = weights[f"{name}.weight"]
+            found[f"{name}.{LORA_A}"] = (self.rank, inputs)
+            found[f"{name}.{LORA_B}"] = (outputs, self.rank)
+        return found
+
+    def to_config(self) -> dict[str, Any]:
+        """Convert to the section of ``model_config.yaml``."""
+        return {**asdict(self), "targets": list(self.targets)}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
+
+
+def is_of_adapter(name: str) -> bool:
+    """Tell by its name if a tensor belongs to a LoRA adapter."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
+    """Read LoRA from a NeMo model config; None if it has none.
+
+    Raises:
+        CheckpointError: the section differs from what ``LoraShape.to_config`` writes.
+    """
+    section = config.get(LORA_KEY)
+    if section is None:
+        return None
+    keys = {"rank", "alpha", "targets"}
+    if not isinstance(section, Mapping) or set(section) != keys:
+        raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
+    wanted = f"a whole number above 0 and of at most {MOST}"
+    rank = read_count(section["rank"], f"{_WHERE}.rank", wanted)
+    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", wanted))
+    targets = section["targets"]
+    names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]
+    if not names or len(names) != len(targets):
+        wanted = f"at least one of {', '.join(LORA_TARGETS)}, each once"
+        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {wanted}")
+    return LoraShape(rank, alpha, tuple(names))
+
+
+def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
+    """Copy a NeMo model config with the section of ``lora``, or without one."""
+    rest = {key: value for key, value in config.items() if key != LORA_KEY}
+    return rest if lora is None else {**rest, LORA_KEY: lora.to_config()}
+
+
+def check_lora(stored: LoraShape | None, wanted: LoraShape | None, source: object) -> None:
+    """Refuse to train with other adapters than the model comes with.
+
+    Raises:
+        CheckpointError: both are given, and differ.
+    """
+    if stored is not None and wanted is not None and stored != wanted:
+        raise CheckpointError(
+            f"{source}: it comes with LoRA of {stored}; model.lora has {wanted}. Wanted the same, "
+            "to go on with it; model.lora.rank=0 trains all weights with LoRA folded into them"
+        )

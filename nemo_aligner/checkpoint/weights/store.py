@@ -22,6 +22,40 @@ from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST, TorchDistStor
 from nemo_aligner.config.dtypes import zarr_dtypes
 from nemo_aligner.utils.errors import CheckpointError, shown
 
+
+def open_weights(folder: Path) -> TensorStore:
+    """Open the weights in ``folder``; their index is read once, here.
+
+    Raises:
+        CheckpointError: it is of another format, or its index is missing or unsafe.
+    """
+    path = folder / "metadata.json"
+    backend = read_json(path, str(path)).get("sharded_backend")
+    if not isinstance(backend, str) or backend not in _STORES:
+        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
+    return _STORES[backend](folder)
+
+
+def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """Load a sharded state dict from ``folder``, with the plain data beside it (``common.pt``).
+
+    Collective; see ``TensorStore.load``.
+
+    Raises:
+        CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
+            something that would run code; or if the data is damaged.
+    """
+    store, common = raise_everywhere(lambda: _open_with_common(folder))
+    return store.load(sharded_state_dict, common)
+
+
+def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
+    store = open_weights(folder)
+    if not isinstance(store, TorchDistStore):
+        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
+    return store, read_common(folder)
+
+
 # zarr: an array for each tensor, stacked and named as in torch_dist. megatron-core 0.16 no longer
 # reads it; the ``zarr`` package does (extra ``[zarr]``).
 
@@ -135,36 +169,3 @@ _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
     TORCH_DIST: TorchDistStore,
     ZARR: ZarrStore,
 }
-
-
-def open_weights(folder: Path) -> TensorStore:
-    """Open the weights in ``folder``; their index is read once, here.
-
-    Raises:
-        CheckpointError: it is of another format, or its index is missing or unsafe.
-    """
-    path = folder / "metadata.json"
-    backend = read_json(path, str(path)).get("sharded_backend")
-    if not isinstance(backend, str) or backend not in _STORES:
-        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
-    return _STORES[backend](folder)
-
-
-def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """Load a sharded state dict from ``folder``, with the plain data beside it (``common.pt``).
-
-    Collective; see ``TensorStore.load``.
-
-    Raises:
-        CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
-            something that would run code; or if the data is damaged.
-    """
-    store, common = raise_everywhere(lambda: _open_with_common(folder))
-    return store.load(sharded_state_dict, common)
-
-
-def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
-    store = open_weights(folder)
-    if not isinstance(store, TorchDistStore):
-        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
-    return store, read_common(folder)

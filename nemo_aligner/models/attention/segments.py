@@ -13,51 +13,6 @@ from torch import Tensor
 from nemo_aligner.batch.packed import CacheUse, PackedBatch
 from nemo_aligner.utils.host_transfer import to_device
 
-# Keys and values that outlive their pack, so that later packs can begin with them.
-
-
-class KeyValuePool:
-    """Keys and values of ``slots`` tokens, ``[groups, c]`` each, for every layer of this rank.
-
-    Allocated once. Keys are stored rotated to their positions. Which slot holds which token is the
-    caller's business (the prefix cache).
-    """
-
-    def __init__(
-        self,
-        layer_numbers: Sequence[int],
-        slots: int,
-        groups: int,
-        channels: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        shape = (slots, groups, channels)
-        self._layers = {
-            number: tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            for number in layer_numbers
-        }
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.nbytes for layer in self._layers.values() for each in layer)
-
-    def exchange(
-        self, layer_number: int, key: Tensor, value: Tensor, use: CacheUse
-    ) -> tuple[Tensor, Tensor]:
-        """Store tokens of ``[T, groups, c]``; return ``[C + T, groups, c]``, the cached first."""
-        keys, values = self._layers[layer_number]
-        return _exchange(keys, key, use), _exchange(values, value, use)
-
-
-def _exchange(kept: Tensor, fresh: Tensor, use: CacheUse) -> Tensor:
-    if use.stored.numel():
-        kept.index_copy_(0, use.slots, fresh.detach()[use.stored])
-    if not use.lengths:
-        return fresh
-    return torch.cat([kept.index_select(0, use.taken), fresh])
-
-
 Thing = TypeVar("Thing")
 
 
@@ -229,3 +184,48 @@ def add_attended(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> Non
 
 Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
 """``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
+
+
+# Keys and values that outlive their pack, so that later packs can begin with them.
+
+
+class KeyValuePool:
+    """Keys and values of ``slots`` tokens, ``[groups, c]`` each, for every layer of this rank.
+
+    Allocated once. Keys are stored rotated to their positions. Which slot holds which token is the
+    caller's business (the prefix cache).
+    """
+
+    def __init__(
+        self,
+        layer_numbers: Sequence[int],
+        slots: int,
+        groups: int,
+        channels: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (slots, groups, channels)
+        self._layers = {
+            number: tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+            for number in layer_numbers
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for layer in self._layers.values() for each in layer)
+
+    def exchange(
+        self, layer_number: int, key: Tensor, value: Tensor, use: CacheUse
+    ) -> tuple[Tensor, Tensor]:
+        """Store tokens of ``[T, groups, c]``; return ``[C + T, groups, c]``, the cached first."""
+        keys, values = self._layers[layer_number]
+        return _exchange(keys, key, use), _exchange(values, value, use)
+
+
+def _exchange(kept: Tensor, fresh: Tensor, use: CacheUse) -> Tensor:
+    if use.stored.numel():
+        kept.index_copy_(0, use.slots, fresh.detach()[use.stored])
+    if not use.lengths:
+        return fresh
+    return torch.cat([kept.index_select(0, use.taken), fresh])
