@@ -363,7 +363,10 @@ def _read_saved(path: Path) -> Saved:
             raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
         known = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
         state = RunState(**{key: content[key] for key in known})
-        return Saved(path, replace(state, metrics=_as_numbers(state.metrics)))
+        numbers = {
+            name: math.nan if value is None else value for name, value in state.metrics.items()
+        }
+        return Saved(path, replace(state, metrics=numbers))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
 
@@ -375,10 +378,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 def _make_empty(folder: Path) -> None:

@@ -64,9 +64,6 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def _steps(checkpoints: Path) -> list[int]:
-    found = (STEP_NAME.fullmatch(path.parent.name) for path in _states(checkpoints))
+    states = checkpoints.glob(f"step_*/{RUN_STATE_NAME}")
+    found = (STEP_NAME.fullmatch(path.parent.name) for path in states)
     return [int(match[1]) for match in found if match is not None]
-
-
-def _states(checkpoints: Path) -> list[Path]:
-    return list(checkpoints.glob(f"step_*/{RUN_STATE_NAME}"))

@@ -68,7 +68,8 @@ def build_objective(
         )
     _check_settings(name, kind, config.objective_kwargs)
     try:
-        of_sum = {_WEIGHTS: tuple(weights)} if _WEIGHTS in _field_names(kind) else {}
+        has_weights = any(field.name == _WEIGHTS for field in fields(kind))
+        of_sum = {_WEIGHTS: tuple(weights)} if has_weights else {}
         return kind(tuple(attributes), **of_sum, **config.objective_kwargs)
     except (TypeError, ValueError, DataError) as error:
         raise ConfigError(f"{_SETTINGS_KEY}: {name}: {error}") from error
@@ -92,7 +93,7 @@ def default_name(model_type: str) -> str:
 
 def objective_settings(objective: Objective) -> dict[str, Any]:
     """Settings of an objective, defaults included."""
-    return {name: getattr(objective, name) for name in _setting_names(type(objective))}
+    return {name: getattr(objective, name) for name in _defaults(type(objective))}
 
 
 def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,20 +149,12 @@ _MEMBERS = (
 )
 
 
-def _setting_names(kind: type[Any]) -> list[str]:
-    return list(_defaults(kind))
-
-
 def _defaults(kind: type[Any]) -> dict[str, Any]:
     return {field.name: field.default for field in fields(kind) if field.name not in _NO_SETTINGS}
 
 
-def _field_names(kind: type[Any]) -> set[str]:
-    return {field.name for field in fields(kind)}
-
-
 def _check_settings(name: str, kind: type[Any], given: Mapping[str, Any]) -> None:
-    known = _setting_names(kind)
+    known = list(_defaults(kind))
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)

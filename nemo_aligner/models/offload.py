@@ -129,10 +129,6 @@ class OffloadManager:
             for part in self._parts.get(name, ()):
                 part.note_change()
 
-    def bytes_of(self, name: str) -> int:
-        """Bytes of ``name`` when it is on the device."""
-        return sum(part.num_bytes for part in self._parts.get(name, ()))
-
     @property
     def device_bytes(self) -> int:
         """Bytes of all groups that are on the device now."""

@@ -133,15 +133,14 @@ def _read_header(path: Path) -> dict[str, Any]:
         or header.get("filters")
         or header.get("compressor")
         or header.get("dimension_separator", ".") != "."
-        or not all(isinstance(size, list) and all(map(_is_size, size)) for size in sizes)
+        or not all(
+            isinstance(size, list) and all(type(each) is int and 0 < each < 2**40 for each in size)
+            for size in sizes
+        )
         or len(header["shape"]) != len(header["chunks"])
     ):
         raise CheckpointError(f"{path}: got {shown(header)}, wanted a plain array of floats")
     return header
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**40
 
 
 def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:

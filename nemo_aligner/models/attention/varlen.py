@@ -53,8 +53,10 @@ def varlen_kernel(with_window: bool, with_cap: bool) -> Attend | None:
     torch has one from 2.8 on, with windows from 2.11 on, and without soft-capping. flash-attn has
     all of it from 2.6 on.
     """
-    if not with_cap and (not with_window or _torch_has_windows()):
-        return _by_torch()
+    known = _varlen_parameters()
+    if not with_cap and (not with_window or "window_size" in known):
+        # The public function without enable_gqa would need a copy of the keys for each query head.
+        return _by_varlen_attn if "enable_gqa" in known else _by_operator
     return _by_flash_attn()
 
 
@@ -65,15 +67,6 @@ def _varlen_parameters() -> frozenset[str]:
     except ImportError:
         return frozenset()
     return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _torch_has_windows() -> bool:
-    return "window_size" in _varlen_parameters()
-
-
-def _by_torch() -> Attend:
-    # The public function without enable_gqa would need a copy of the keys for each query head.
-    return _by_varlen_attn if "enable_gqa" in _varlen_parameters() else _by_operator
 
 
 def _by_varlen_attn(

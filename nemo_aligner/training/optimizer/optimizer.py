@@ -120,7 +120,9 @@ class Optimizer:
         norm = gradient_norm(self._optimizer.chained_optimizers)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
-        self._clip(norm)
+        limit = self._optimizer.config.clip_grad
+        if limit > 0:
+            clip_gradients(self._optimizer.chained_optimizers, limit, norm)
         before_writing()  # a save may still be copying weights and moments
         self._optimizer.step_with_ready_grads()
         self._scheduler.step(1)
@@ -145,11 +147,6 @@ class Optimizer:
             for model in part.model_chunks:
                 if model.ddp_config.overlap_param_gather:
                     _finish_gathering(model)
-
-    def _clip(self, norm: float) -> None:
-        limit = self._optimizer.config.clip_grad
-        if limit > 0:
-            clip_gradients(self._optimizer.chained_optimizers, limit, norm)
 
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
