@@ -100,16 +100,13 @@ def load_pretrained(
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
+    Other arguments as in ``build_reward_model``.
+
     Args:
-        num_attributes: attributes of the reward.
-        outputs_per_attribute: head outputs for each of them.
-        seed: of a new head and new adapters.
         new_head: ignore the archive's head.
         head: layers of the head; None keeps the archive's.
         lora: adapters to train: the archive's, or new ones. Without, an archive's adapters are
             folded into the weights.
-        reads_every_token: build a critic, see ``GPTRewardModel``.
-        reply_marker: see ``GPTRewardModel``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete or of another family; or its reward head
