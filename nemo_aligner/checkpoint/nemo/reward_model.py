@@ -100,13 +100,9 @@ def load_pretrained(
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
-    Other arguments as in ``build_reward_model``.
-
-    Args:
-        new_head: ignore the archive's head.
-        head: layers of the head; None keeps the archive's.
-        lora: adapters to train: the archive's, or new ones. Without, an archive's adapters are
-            folded into the weights.
+    ``new_head`` ignores the archive's head, and ``head`` None keeps its layers. With ``lora`` the
+    model has the archive's adapters, or new ones; without, an archive's are folded into the
+    weights. The other arguments are those of ``build_reward_model``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete or of another family; or its reward head
