@@ -140,7 +140,7 @@ def _refuse_reward_options(source: str | Path, options: ImportOptions) -> None:
     names = [name for name, is_given in given.items() if is_given]
     if names:
         raise ConfigError(
-            f"{source}: got {', '.join(names)}, wanted for a reward model alone; it is a base "
+            f"{source}: got {', '.join(names)}, which is for reward models; it is a base "
             f"model (no {HEAD})"
         )
 
@@ -302,7 +302,7 @@ def _template(setting: str | None, tokenizer: Tokenizer) -> str:
         raise ConfigError(
             "template: a reward model of others does not say how a conversation becomes text; "
             f"wanted 'tokenizer', {', '.join(map(repr, BUILT_IN_TEMPLATES))}, a file, or "
-            f"{RAW_TEXT!r} for texts as they stand alone"
+            f"{RAW_TEXT!r} for raw texts only"
         )
     if setting == RAW_TEXT:
         return ""

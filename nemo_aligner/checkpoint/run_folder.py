@@ -41,7 +41,7 @@ def refuse_run(folder: Path, source: Path) -> None:
     if steps:
         advice = f"its training with trainer.rm.max_steps={steps[-1]} writes {model}"
     raise CheckpointError(
-        f"{source}: got {what}, wanted a model; the run has not come to its end: {advice}"
+        f"{source}: got {what}, wanted a model; the run has not finished: {advice}"
     )
 
 

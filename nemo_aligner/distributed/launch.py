@@ -67,7 +67,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     """
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed: got a process group in this process that something else has made, "
+            "torch.distributed: got a process group that something else has initialised, "
             "wanted none; torch.distributed.destroy_process_group() ends it"
         )
     process = find_process(os.environ)
@@ -142,8 +142,8 @@ def _keep_fp32(process: Process) -> None:
     torch.set_float32_matmul_precision("highest")
     if process.rank == 0:
         logger.warning(
-            "fp32 matrix products were set to be rounded (precision %r, TF32 on a GPU): this is "
-            "switched off, as a score in fp32 is to be the same everywhere; for speed use "
+            "fp32 matrix products were set to reduced precision (%r, TF32 on a GPU): this is "
+            "switched off, because fp32 scores must be the same everywhere; for speed use "
             "trainer.precision=bf16",
             found,
         )
@@ -219,11 +219,11 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
     if not isinstance(error, Exception):  # KeyboardInterrupt or SystemExit
         raise error
     if not is_first:
-        raise PeerError("another rank failed first, and says why") from error
+        raise PeerError("another rank failed first, and reports why") from error
     lost = _LOST.search(str(error))
     if lost is not None:
         error = LostRankError(
-            f"another rank ended without a word, as if it was killed: {short(lost.group())}"
+            f"another rank died without an error, as if killed: {short(lost.group())}"
         )
     settle(error, "" if met_by_all else f"rank {process.rank}: ")
     raise error

@@ -259,7 +259,7 @@ class LoraDropout:
 
 
 def _not_begun() -> Tensor:
-    raise RuntimeError("a layer with dropout was run on a pack that the model has not begun")
+    raise RuntimeError("a layer with dropout ran on a pack without LoraDropout.begin")
 
 
 def _mixed_number(*numbers: int) -> int:

@@ -458,7 +458,7 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     if rows is not None and engine and model.config.tensor_model_parallel_size > 2 and is_main():
         logger.warning(
             "model.batch_invariant may not hold: TransformerEngine's sums over more than two "
-            "tensor parallel ranks are in an order of NCCL's; wanted at most 2 of them"
+            "tensor parallel ranks are in NCCL's order; wanted at most 2 of them"
         )
     for layer in model.modules():
         if isinstance(layer, ColumnLinear | RowLinear | RewardHead):

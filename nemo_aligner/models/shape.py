@@ -258,7 +258,7 @@ def _read_window(value: Any) -> int | None:
         return size
     raise CheckpointError(
         f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
-        "such a number without a token's own key and a 0"
+        "NeMo's pair of the keys before a token's own and 0"
     )
 
 

@@ -56,7 +56,7 @@ def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[tuple[
         except DataError:
             continue  # there is no chat template, or it refuses this conversation
     if not texts:
-        raise CheckpointError("the scoring contract takes none of the texts that are to be checked")
+        raise CheckpointError("the scoring contract accepts none of the texts to be checked")
     return texts
 
 
@@ -105,7 +105,7 @@ def check_folder(
     try:
         tokenizer, model = _load(folder)
     except Exception as error:  # third-party code on files that may be wrong
-        raise CheckpointError(f"transformers does not load what was written: {error}") from error
+        raise CheckpointError(f"transformers cannot load what was written: {error}") from error
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
         raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")

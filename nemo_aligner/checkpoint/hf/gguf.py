@@ -232,7 +232,7 @@ class _Header:
 
     def _skip(self, size: int) -> None:
         if size > len(self._data) - self._position:
-            raise self._error(f"{size} bytes more, of which the file has not so many")
+            raise self._error(f"{size} bytes more, past the end of the file")
         self._position += size
 
     def _error(self, got: str) -> CheckpointError:
@@ -265,7 +265,7 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
     if tuple(map(int, version.split(".")[:2])) < _OLDEST_TRANSFORMERS:
         wanted = ".".join(map(str, _OLDEST_TRANSFORMERS))
         raise CheckpointError(
-            f"got transformers {version}, which mistakes tokenizers of GGUF files; wanted {wanted} "
+            f"got transformers {version}, which misreads GGUF tokenizers; wanted {wanted} "
             "or newer (extra [gguf])"
         )
     _check_cut(fields)
@@ -282,9 +282,9 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
             )
         except Exception as error:  # whatever the library raises
             raise CheckpointError(
-                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, of which "
-                f"transformers makes no tokenizer ({short(error)}); wanted the Hugging Face folder "
-                "that the file was made of"
+                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, which "
+                f"transformers cannot read ({short(error)}); wanted the Hugging Face folder "
+                "that the file was made from"
             ) from error
     _add_rules(tokenizer.backend_tokenizer, fields)
     tokenizer.save_pretrained(str(folder))

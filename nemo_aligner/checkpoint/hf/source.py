@@ -101,7 +101,7 @@ def _local(source: str | Path, files: list[str]) -> Path:
         )
     except Exception as error:  # whatever the network library raises
         raise CheckpointError(
-            f"there is no such folder, and the hub does not give it: {error}"
+            f"there is no such folder, and the hub has no such model: {error}"
         ) from error
 
 

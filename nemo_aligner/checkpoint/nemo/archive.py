@@ -194,9 +194,11 @@ def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
         raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
-        raise CheckpointError(f"{path}: member {member.name!r} has a path out of the archive")
+        raise CheckpointError(f"{path}: member {member.name!r} has a path outside the archive")
     if not member.name.isprintable() or "\\" in member.name:
-        raise CheckpointError(f"{path}: member {member.name!r} has a name of odd characters")
+        raise CheckpointError(
+            f"{path}: member {member.name!r} has a name with unprintable characters or a backslash"
+        )
     return name
 
 

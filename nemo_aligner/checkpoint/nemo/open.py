@@ -571,7 +571,7 @@ def read_model_config(path: Path) -> Mapping[str, Any]:
         CheckpointError: an archive or a folder cannot be read.
     """
     if not path.exists():
-        raise ConfigError(f"config: got {path}, which is not there")
+        raise ConfigError(f"config: got {path}, which does not exist")
     if path.suffix == ".nemo" or path.is_dir():
         with open_nemo(path, with_weights=False) as folder:
             return folder.config

@@ -379,8 +379,8 @@ def _choose(folder: NemoFolder, contract: ScoringContract, names: Mapping[str, s
     if lacking:
         raise ConfigError(
             f"{where}: got the attributes {', '.join(theirs.attributes)}, wanted "
-            f"{', '.join(lacking)}, too; pretrained_checkpoint.rm_head_names says by attribute "
-            "what it is called there"
+            f"{', '.join(lacking)}, too; pretrained_checkpoint.rm_head_names maps attributes "
+            "to their names there"
         )
     indices = [theirs.attributes.index(name) for name in wanted]
     _check_read_alike(contract, theirs, indices, where)

@@ -166,7 +166,7 @@ class _OutlineUnpickler(PythonUnpickler):
             raise pickle.UnpicklingError(f"it calls {got[0]} with {got[1]}")
         if called.name.endswith("bytearray") and not all(map(_is_text, arguments)):
             # Of an int it would be that many zeros.
-            raise pickle.UnpicklingError("it makes a bytearray of other than a text")
+            raise pickle.UnpicklingError("it makes a bytearray from something other than text")
         self.append(Outline(f"{called.name}()", list(arguments)))
 
     def load_build(self) -> None:

@@ -187,7 +187,7 @@ def _check_structure(metadata: Any) -> None:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
-                raise ValueError(f"{shown(name)}: a shape has other than whole numbers")
+                raise ValueError(f"{shown(name)}: a shape has entries that are not integers")
     for index, info in (metadata.storage_data or {}).items():
         _check_name(index.fqn)
         numbers = info.offset, info.length
@@ -435,7 +435,7 @@ def _among_shards(folder: Path) -> dict[str, Any]:
     if where is None:
         raise CheckpointError(
             f"{folder}: got neither {COMMON_NAME} nor {_AMONG_SHARDS} in {INDEX_NAME}, "
-            "wanted what lies beside the tensors"
+            "wanted the plain data beside the tensors"
         )
     path = folder / where.relative_path
     try:

@@ -44,7 +44,7 @@ def register_family(family: ModelFamily) -> None:
     names = {each.gguf.architecture for each in _FAMILIES.values() if each.gguf}
     if family.name in _FAMILIES or (family.gguf and family.gguf.architecture in names):
         raise ConfigError(
-            f"model family {family.name}: got a name, or one of GGUF files, that another has"
+            f"model family {family.name}: its name, or its name in GGUF files, is taken"
         )
     _FAMILIES[family.name] = family
 
