@@ -25,6 +25,7 @@ def settings_parser(
     """A parser of the settings of ``schema``, whose help lists every one of them."""
     parser = Parser(verb, description)
     parser.settings_are_flags = False
+    parser.setting_keys = tuple(key.name for key in list_keys(schema))
     parser.set_defaults(processes=None)
     if has_ranks:
         parser.add_argument(

@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_aligner.api.training import NEEDED, run_training
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
+from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.utils.processes import find_process, leave_together
@@ -75,6 +76,7 @@ def quickstart_parser() -> Parser:
         help="where everything goes (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
+    parser.setting_keys = tuple(key.name for key in list_keys(TrainConfig))
     return parser
 
 

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_aligner.config.compat import Translation
 from nemo_aligner.config.compat_keys import RULES
 from nemo_aligner.config.describe import (
+    describe_unknown,
     find_settings,
     kinds_of,
     list_keys,
@@ -235,12 +236,12 @@ class _Merging:
         """An unknown key, or an unknown section, whose keys may be known elsewhere."""
         inside: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
         keys = [f"{key}.{name}" for name in flatten(inside)] if inside else [key]
-        meant = {each: suggest_setting(each, self._known) for each in keys}
-        if not any(meant.values()):
-            meant = {key: None}
-        for each, near in meant.items():
-            if near is not None:
-                self._complain(where, f"unknown key {each}; did you mean {near}?")
+        hints = {each: describe_unknown(each, suggest_setting(each, self._known)) for each in keys}
+        if not any(hints.values()):
+            hints = {key: ""}
+        for each, hint in hints.items():
+            if hint:
+                self._complain(where, f"unknown key {each}{hint}")
                 continue
             section, _, name = each.rpartition(".")
             self._unknown.setdefault((where, section), []).append(name)

@@ -69,6 +69,24 @@ def test_verb_that_is_wrong_is_told(capsys: Captured) -> None:
         assert error.splitlines()[0] == f"nemo-aligner: {said}"
 
 
+def test_setting_written_as_a_flag_is_shown_as_a_setting(capsys: Captured) -> None:
+    wanted = {
+        ("train", "--lr", "3"): "model.optim.lr=3",
+        ("train", "--lr=3"): "model.optim.lr=3",
+        ("train", "--model.optim.lr", "--debug"): "model.optim.lr=VALUE",
+        ("evaluate", "--rm-model-file", "a.nemo"): "rm_model_file=a.nemo",
+        ("quickstart", "--steps", "5"): "trainer.rm.max_steps=5",
+        ("train", "--per-device-train-batch-size", "4"): (
+            "model.micro_batch_tokens=4, which counts tokens, not records"
+        ),
+    }
+    for argv, said in wanted.items():
+        with pytest.raises(SystemExit):
+            main(argv)
+        error = capsys.readouterr().err.splitlines()[0]
+        assert error.endswith(f"which is not known; settings have no dashes: {said}"), argv
+
+
 def test_reader_of_a_pipe_may_leave() -> None:
     """As ``nemo-aligner plan ... | head`` does."""
     reader, writer = os.pipe()
