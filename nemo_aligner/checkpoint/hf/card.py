@@ -136,7 +136,7 @@ def _raw(text: str, contract: ScoringContract) -> str:
 
 def _offsets(contract: ScoringContract) -> str:
     if not any(contract.label_means):
-        return "The logits are the rewards; nothing is to be added, and no sigmoid applied."
+        return "The logits are the rewards: add nothing to them, and apply no sigmoid."
     return (
         "**The logits alone are not the rewards.** The rule adds a constant to each, the mean of "
         "its labels, and the head of a `ForSequenceClassification` has no bias to keep it. Add "
