@@ -178,7 +178,10 @@ def reliability_diagram(
 ) -> Drawing:
     """How often verdicts of a confidence are right, with 95% intervals (Wilson 1927)."""
     svg = draw(name, "reliability diagram", partial(_draw_reliability, bins))
-    note = "Each point is a bin of equally many pairs. On the diagonal sigmoid(|margin|) is right."
+    note = (
+        "Each point is a bin of equally many pairs. On the diagonal the confidence equals the "
+        "share that is right."
+    )
     return Drawing("Reliability", svg, [key for key, _ in bins], note)
 
 
@@ -306,7 +309,7 @@ def reward_by_label(
 ) -> Drawing:
     """Rewards over labels; the diagonal is a reward that is its label."""
     svg = draw(name, title, partial(_draw_labels, key, labels, rewards), HEIGHT)
-    return Drawing(title, svg, (), "On the diagonal the reward is the label.")
+    return Drawing(title, svg, (), "On the diagonal the reward equals the label.")
 
 
 def _draw_labels(key: LegendKey, labels: np.ndarray, rewards: np.ndarray, canvas: Canvas) -> None:
@@ -472,8 +475,13 @@ class Heldout:
             return None
         recorded = self.metric("longer_reply_accuracy")
         if recorded is not None:
-            return recorded, "tokens"
-        return ranking.longer_reply_accuracy(self.judged.as_metrics()), "characters"
+            return recorded, self.length_unit()
+        return ranking.longer_reply_accuracy(self.judged.as_metrics()), self.length_unit()
+
+    def length_unit(self) -> str:
+        """Return the unit of lengths of pairs: tokens where they were recorded, else characters."""
+        recorded = self.metric("longer_reply_accuracy")
+        return "characters" if recorded is None else "tokens"
 
 
 def heldout_sets(reported: Sequence[Reported]) -> list[Heldout]:

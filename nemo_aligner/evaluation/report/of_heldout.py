@@ -43,9 +43,10 @@ _NO_RECORDS = "There are no held-out rewards here: nothing was validated, or eva
 def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSection:
     """By source with intervals; of a benchmark its own table, too."""
     shares = [(key, judged.shares()) for key, judged in of_pairs(sets)]
+    is_one = len(shares) == 1
     rows = [
         [
-            key.name,
+            *([] if is_one else [key.name]),
             row.source,
             str(row.pairs),
             f"{row.accuracy:.3f}",
@@ -54,11 +55,11 @@ def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSecti
         for key, found in shares
         for row in found
     ]
-    header = ["", "source", "pairs", "accuracy", "95% interval"]
+    header = [*([] if is_one else [""]), "source", "pairs", "accuracy", "95% interval"]
     tables = [PageTable(header, rows)] if rows else []
     tables += [_benchmark(each) for each in reported if each.rows]
     drawings = [accuracy_by_source("sources", shares, _MOST_SOURCES)] if shares else []
-    notes = ["Intervals are Wilson's, of 95%. A tie of a pair counts one half."] if rows else []
+    notes = ["Intervals are 95% Wilson intervals. A tied pair counts as half right."] if rows else []
     return PageSection("accuracy", "Accuracy by source", drawings, tables, (), notes, _NO_PAIRS)
 
 
@@ -149,10 +150,11 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
     rows = [_length_row(each, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]
     header = [
         "",
-        "correlation with length",
+        "correlation of reward and length",
         "accuracy where the longer is chosen",
-        "where the shorter is",
-        "always the longer",
+        "accuracy where the shorter is chosen",
+        "accuracy of always the longer",
+        "lengths in",
     ]
     return PageSection(
         "length",
@@ -160,8 +162,9 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
         drawings=drawings,
         tables=[PageTable(header, rows)] if rows else [],
         notes=[
-            "Lengths are characters, the same for every model, but where tokens are named: what "
-            "the run or the evaluation recorded."
+            "The figures measure replies in characters, which models with different tokenizers "
+            "share. The table has the tokens that the run or the evaluation recorded, or else "
+            "characters."
         ],
         nothing=_NO_RECORDS,
     )
@@ -180,13 +183,18 @@ def _standardised(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _length_row(each: Heldout, judged: JudgedPairs) -> list[str]:
-    pairs = judged.as_metrics()
+    pairs, unit = judged.as_metrics(), each.length_unit()
     values = (
-        ranking.length_correlation(pairs),
-        ranking.accuracy_longer_chosen(pairs),
-        ranking.accuracy_shorter_chosen(pairs),
+        each.metric(function.__name__) if unit == "tokens" else function(pairs)
+        for function in (
+            ranking.length_correlation,
+            ranking.accuracy_longer_chosen,
+            ranking.accuracy_shorter_chosen,
+            ranking.longer_reply_accuracy,
+        )
     )
-    return [each.key.name, *map(show_number, values), longer_baseline(each)]
+    shown = ("" if value is None else show_number(value) for value in values)
+    return [each.key.name, *shown, unit]
 
 
 def longer_baseline(each: Heldout) -> str:

@@ -40,8 +40,10 @@ def learning_curves(reported: Sequence[Reported]) -> PageSection:
         "Learning curves",
         drawings=[each for each in drawings if each is not None],
         tables=list(_validations(reported)),
-        notes=["Faint lines are of training batches, before each update; dots are validations."],
-        nothing="There is no training run here.",
+        notes=["Faint lines are training batches, before each update; dots are validations."],
+        nothing="No training run here has logged two steps yet."
+        if any(run.curves for run in reported)
+        else "There is no training run here.",
     )
 
 
@@ -58,7 +60,8 @@ def _of_metric(metric: str, reported: Sequence[Reported], prefix: str = "curve")
         for number, each in enumerate(reported)
         for line in (_of_one(metric, each) if is_one else _of_several(metric, each, number))
     ]
-    if not lines:
+    # A figure of one step is a dot; the tables have its number.
+    if len({step for line in lines for step in line.x}) < 2:
         return None
     row = find_metric(metric)
     note = f"{row.meaning[0].upper()}{row.meaning[1:]}." if row and row.meaning else ""
