@@ -83,9 +83,11 @@ PAIRS: list[Metric] = [
         shown=Shown.validation,
         in_step=True,
     ),
-    Metric("reward_chosen_mean", "mean reward of the chosen replies", ranking.chosen_mean, in_step=True),
+    Metric("reward_chosen_mean", "mean of the chosen replies", ranking.chosen_mean, in_step=True),
     Metric("reward_chosen_std", "their standard deviation", ranking.chosen_std, in_step=True),
-    Metric("reward_rejected_mean", "mean reward of the rejected replies", ranking.rejected_mean, in_step=True),
+    Metric(
+        "reward_rejected_mean", "mean of the rejected replies", ranking.rejected_mean, in_step=True
+    ),
     Metric("reward_rejected_std", "their standard deviation", ranking.rejected_std, in_step=True),
     *(
         Metric(

@@ -59,7 +59,7 @@ def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSecti
     tables = [PageTable(header, rows)] if rows else []
     tables += [_benchmark(each) for each in reported if each.rows]
     drawings = [accuracy_by_source("sources", shares, _MOST_SOURCES)] if shares else []
-    notes = ["Intervals are 95% Wilson intervals. A tied pair counts as half right."] if rows else []
+    notes = ["95% intervals are Wilson's. A tied pair counts as half right."] if rows else []
     return PageSection("accuracy", "Accuracy by source", drawings, tables, (), notes, _NO_PAIRS)
 
 

@@ -35,7 +35,6 @@ from nemo_aligner.evaluation.report.run_report import (
     read_reported,
 )
 from nemo_aligner.metrics.ranking import correlation, nanmean
-from nemo_aligner.utils.console import show_number
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 MOST_REPORTED = len(COLOURS)
