@@ -1,4 +1,4 @@
-"""The options of a verb; what is unknown is told with what may have been meant."""
+"""Parser of a verb's options, which suggests a name for an unknown one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = "nemo-aligner"
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of one verb."""
+    """Parser of the options of one verb."""
 
     def __init__(self, verb: str, description: str | None) -> None:
         super().__init__(
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if flag.startswith("--") and flag not in known:
                 hint = did_you_mean(flag, known) or self._as_setting(word, following)
-                self.error(f"got {word}, which is not known{hint}")
+                self.error(f"got {word}, which is not an option{hint}")
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
         flags = known if self.settings_are_flags else []
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process: two lines on stderr, and exit code 2."""
-        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the options\n")
 
 
 def _wrapped(text: str) -> str:
@@ -74,7 +74,7 @@ def _wrapped(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of an error about ``word``; empty where nothing is near."""
+    """Return the end of an error about ``word``; empty if nothing is near."""
     near = suggestion(word, known)
     return "" if near is None else f"; did you mean {near}?"
 

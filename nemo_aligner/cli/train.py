@@ -19,8 +19,8 @@ Train a reward model: from a base checkpoint and preference data to megatron_gpt
       model.data.data_prefix.train=pairs.jsonl \\
       exp_manager.explicit_log_dir=results/first
 
-The same command again goes on where a run stopped. Ctrl-C and SIGTERM save before they stop it;
-so does SIGUSR1, and the run then ends with exit code 138, which tells a script to start it again.
+The same command resumes a run that stopped. Ctrl-C and SIGTERM save before the run stops; so does
+SIGUSR1, after which the exit code is 138, so that a script can start the run again.
 """
 
 
@@ -29,7 +29,7 @@ def train_parser() -> Parser:
     parser = settings_parser("train", _TRAIN, TrainConfig)
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="check settings, data, memory and layout, and begin nothing",
+        help="check settings, data, memory and layout without training",
     )  # fmt: skip
     return parser
 
@@ -56,11 +56,11 @@ Show that training sees its labels, with your model and settings.
 
   nemo-aligner probe pretrained_checkpoint.restore_from_path=base.nemo
 
-Takes the settings of training; without model.data.data_prefix.train, records of the demo set are
-used. It learns a handful of records by heart, begins anew with their labels swapped (chosen and
-rejected exchanged, ratings mirrored), and looks at the metric on the labels as they were: it must
-go up with the one, and down with the other. A trainer that is blind to its labels fails, with exit
-code 1. Nothing is written.
+Takes the settings of training; without model.data.data_prefix.train it uses records of the demo
+set. It overfits a handful of records, then starts again with their labels swapped (chosen and
+rejected exchanged, ratings mirrored). The metric on the original labels must rise the first time
+and fall the second. Training that ignores its labels fails the probe, with exit code 1. Nothing is
+written.
 """
 
 
@@ -73,7 +73,7 @@ def probe_parser() -> Parser:
 
 
 def run_probe(options: argparse.Namespace) -> int:
-    """0 where training follows its labels."""
+    """Return 0 if training follows its labels, else 1."""
     config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
     if starts_ranks(options):
         return start_ranks("probe", options)

@@ -45,7 +45,7 @@ class Key:
 
 
 def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of ``schema``, sections not among them."""
+    """List every key of ``schema``; sections are not keys."""
     hints, defaults = get_type_hints(schema), schema()
     for item in fields(schema):
         kind = hints[item.name]
@@ -62,7 +62,7 @@ def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def kinds_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of ``schema``, and the type of its values."""
+    """List every key of ``schema`` with the type of its values."""
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind):
             yield from kinds_of(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def kinds_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def render_keys(schema: type) -> str:
-    """Every key under its section, with type, default and what it is for."""
+    """Render every key under its section, with type, default and purpose."""
     lines: list[str] = []
     last = None
     for key in list_keys(schema):
@@ -365,7 +365,7 @@ def _requirements_of(extra: str) -> list[str]:
 
 
 def find_conflict() -> str | None:
-    """What is wrong where NVIDIA's NeMo-Aligner is installed beside this package; else None."""
+    """Return the problem if NVIDIA's NeMo-Aligner is installed beside this package, else None."""
     try:
         found = importlib.metadata.metadata(_NVIDIAS)
     except PackageNotFoundError:
@@ -381,13 +381,13 @@ def find_conflict() -> str | None:
 
 
 def settings_folder() -> Path:
-    """Where the YAML files of settings lie: in a wheel inside the package, else ``conf/``."""
+    """Return the folder of YAML settings: inside the package in a wheel, else ``conf/``."""
     inside = _PACKAGE / "conf"
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
 
 
 def settings_names() -> list[str]:
-    """What ``--config`` takes beside paths: ``train_reward_model``, ``recipes/skywork_8b``, ..."""
+    """List the names that ``--config`` takes beside paths, as ``recipes/skywork_8b``."""
     folder = settings_folder()
     found = (path.relative_to(folder).with_suffix("") for path in folder.rglob(f"*{_ENDING}"))
     return sorted(path.as_posix() for path in found)

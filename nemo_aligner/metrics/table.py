@@ -108,7 +108,7 @@ PAIRS: list[Metric] = [
     Metric("temperature", "T for which sigmoid(margin / T) is most likely", ranking.temperature),
     Metric(
         "length_correlation",
-        "Pearson r of reward and length of the reply in tokens",
+        "Pearson r of reward and tokens of the reply (characters with server=)",
         ranking.length_correlation,
     ),
     Metric(
@@ -167,12 +167,12 @@ RATINGS: list[Metric] = [
     ),
     Metric(
         "length_correlation",
-        "Pearson r of reward and length of the reply in tokens",
+        "Pearson r of reward and tokens of the reply (characters with server=)",
         regression.length_correlation_by_attribute,
     ),
     Metric(
         "length_only_pearson_mean",
-        "mean |r| of the labels with the length of the reply in tokens",
+        "mean |r| of label and tokens of the reply (characters with server=)",
         regression.length_only_pearson_mean,
     ),
     *SPREADS,

@@ -57,10 +57,10 @@ def test_version(capsys: Captured) -> None:
 
 def test_verb_that_is_wrong_is_told(capsys: Captured) -> None:
     wanted = {
-        ("trian",): "trian is no verb; did you mean train?",
-        ("data", "inspct", "x"): "data inspct is no verb; did you mean data inspect?",
-        ("xyzzy",): "xyzzy is no verb",
-        ("--wrong",): "--wrong is no verb",
+        ("trian",): "trian is not a verb; did you mean train?",
+        ("data", "inspct", "x"): "data inspct is not a verb; did you mean data inspect?",
+        ("xyzzy",): "xyzzy is not a verb",
+        ("--wrong",): "--wrong is not a verb",
     }
     for argv, said in wanted.items():
         assert main(argv) == 2
@@ -83,7 +83,7 @@ def test_setting_written_as_a_flag_is_shown_as_a_setting(capsys: Captured) -> No
         with pytest.raises(SystemExit):
             main(argv)
         error = capsys.readouterr().err.splitlines()[0]
-        assert error.endswith(f"which is not known; settings have no dashes: {said}"), argv
+        assert error.endswith(f"which is not an option; settings have no dashes: {said}"), argv
 
 
 def test_reader_of_a_pipe_may_leave() -> None:

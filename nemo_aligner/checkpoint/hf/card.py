@@ -189,7 +189,7 @@ def _statistics(contract: ScoringContract) -> str:
 
 
 def _training(archive: Path) -> Iterator[str]:
-    """What the checkpoints say that a run keeps beside its archive."""
+    """Describe the training, from the checkpoints that a run keeps beside its archive."""
     states = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
@@ -218,5 +218,5 @@ def _training(archive: Path) -> Iterator[str]:
 
 
 def _number(value: float | None) -> str:
-    """Of a metric, which may have had no value on its data."""
+    """Format the value of a metric; "" if it had none on its data."""
     return "" if value is None else f"{value:.4g}"

@@ -74,7 +74,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was written where; ``largest_difference`` is that of a reward in the check.
+    """Summary of an export; ``largest_difference`` is the largest of a reward in the check.
 
     ``zero_groups`` of the archive's ``query_groups`` were of zeros, and were left out.
     """
@@ -361,7 +361,7 @@ def write_tokenizer(
 
 
 def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``tokenizer_config.json`` must have for transformers 4, where 5 wrote it.
+    """Return changes to a ``tokenizer_config.json`` of transformers 5 that version 4 needs.
 
     Version 5 names a class of its own for any ``tokenizer.json``, which 4 refuses; and 4's class
     gives token types, which decoders refuse, unless it is told what the model takes.

@@ -1,4 +1,4 @@
-"""What a report says of held-out records: accuracy, rewards, calibration, length, mistakes."""
+"""Report sections on held-out records: accuracy, rewards, calibration, length, mistakes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NO_RECORDS = "There are no held-out rewards here: nothing was validated, or eva
 
 
 def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSection:
-    """By source with intervals; of a benchmark its own table, too."""
+    """Build accuracy by source with intervals, and the tables of benchmarks."""
     shares = [(key, judged.shares()) for key, judged in of_pairs(sets)]
     is_one = len(shares) == 1
     rows = [
@@ -118,7 +118,7 @@ def _by_attribute(name: str, each: Heldout, judged: JudgedRatings) -> Iterator[D
 
 
 def reliability(sets: Sequence[Heldout]) -> PageSection:
-    """How far the size of a margin tells whether it is right."""
+    """Build the section on calibration: do larger margins mean right verdicts?"""
     pairs = [(key, judged.as_metrics()) for key, judged in of_pairs(sets)]
     rows = [
         [
@@ -140,7 +140,7 @@ def reliability(sets: Sequence[Heldout]) -> PageSection:
 
 
 def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
-    """Whether long replies get high rewards, and what taking the longer one would give."""
+    """Build the section on length: do longer replies get higher rewards?"""
     drawings = []
     if len(sets) > 1:
         lines = [mean_by_length(each.key, *_standardised(each)) for each in sets]
@@ -163,15 +163,15 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
         tables=[PageTable(header, rows)] if rows else [],
         notes=[
             "The figures measure replies in characters, which models with different tokenizers "
-            "share. The table has the tokens that the run or the evaluation recorded, or else "
-            "characters."
+            "share. The table has what the run or the evaluation recorded, in tokens; without a "
+            "record, and for a server, it has characters."
         ],
         nothing=_NO_RECORDS,
     )
 
 
 def _lengths_and_rewards(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
-    """Of every reply its characters and its reward; of several attributes their mean."""
+    """Return the characters and the reward of every reply; of several attributes the mean."""
     if isinstance(each.judged, JudgedPairs):
         return each.judged.lengths.ravel(), each.judged.rewards.ravel()
     return each.judged.lengths, each.judged.rewards.mean(axis=1)
@@ -183,9 +183,9 @@ def _standardised(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _length_row(each: Heldout, judged: JudgedPairs) -> list[str]:
-    pairs, unit = judged.as_metrics(), each.length_unit()
+    pairs, is_recorded = judged.as_metrics(), each.metric("longer_reply_accuracy") is not None
     values = (
-        each.metric(function.__name__) if unit == "tokens" else function(pairs)
+        each.metric(function.__name__) if is_recorded else function(pairs)
         for function in (
             ranking.length_correlation,
             ranking.accuracy_longer_chosen,
@@ -194,7 +194,7 @@ def _length_row(each: Heldout, judged: JudgedPairs) -> list[str]:
         )
     )
     shown = ("" if value is None else show_number(value) for value in values)
-    return [each.key.name, *shown, unit]
+    return [each.key.name, *shown, each.length_unit()]
 
 
 def longer_baseline(each: Heldout) -> str:
@@ -230,7 +230,7 @@ _HEADER = (
 
 
 def robustness(reported: Sequence[Reported]) -> PageSection:
-    """What changes of style did, to both replies and to the rejected one alone."""
+    """Build the section on changes of style, of both replies and of the rejected one alone."""
     tables: list[PageTable] = []
     notes = []
     for each in reported:

@@ -47,7 +47,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u20
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """Who says what; ``is_cut`` where it is longer than the page has room for."""
+    """Turn of a conversation; ``is_cut`` if it is longer than the page has room for."""
 
     role: str
     text: str
@@ -113,7 +113,7 @@ def render_page(reported: Sequence[Reported]) -> str:
 
 
 def build_sections(reported: Sequence[Reported]) -> list[PageSection]:
-    """All sections, in their order; those without content say why."""
+    """Build all sections in order; those without content say why."""
     sets = heldout_sets(reported)
     for each in sets:
         if len(each.judged.lengths) == 0:
@@ -159,7 +159,7 @@ def _whole(text: Text) -> str:
 
 
 def seen(text: str) -> str:
-    """With characters that nobody would see, or that turn the text around, as ``\\u202e``."""
+    """Escape characters that are invisible or turn the text around, as ``\\u202e``."""
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -252,7 +252,7 @@ def _length_alone(each: Heldout, judged: JudgedRatings) -> tuple[float, str]:
     """Return the mean |r| of labels and length, and the unit of length: tokens where recorded."""
     recorded = each.metric("length_only_pearson_mean")
     if recorded is not None:
-        return recorded, "tokens"
+        return recorded, each.length_unit()
     lengths = judged.lengths.astype(float)
     return nanmean(abs(_correlation(lengths, own)) for own in judged.labels.T), "characters"
 
