@@ -123,7 +123,7 @@ def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
 
 
 def idle_notes(config: object, ranks: int | None = None) -> Iterator[str]:
-    """What a verb says of each of ``idle_settings`` at its start."""
+    """Yield the note that a verb prints at its start for each of ``idle_settings``."""
     for idle, cause in idle_settings(config, ranks).items():
         yield f"note: {idle} does nothing\n  with {cause}"
 

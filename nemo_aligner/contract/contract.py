@@ -433,11 +433,11 @@ def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None
     if contract.reply_marker is not None:
         raise CheckpointError(
             f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {who} has no place for the other"
+            f"reads the last token: {who} cannot average"
         )
     readout = contract.output_readout
     if readout is not None:
         raise CheckpointError(
             f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
-            f"wanted one: {who} has no place for how they become a reward"
+            f"wanted one: {who} cannot turn them into a reward"
         )
