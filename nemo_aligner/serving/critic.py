@@ -21,9 +21,8 @@ from nemo_aligner.serving.engine.batcher import Batcher, Turns
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.metrics import Meter
+from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.protocols import critic as wire
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind
 from nemo_aligner.serving.reward import RewardService, answer_request, contract_endpoint
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.training.critic import CriticRun, ValueStep

@@ -26,8 +26,7 @@ from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, ScoreRequest, kserve
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 

@@ -26,8 +26,6 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.critic import CriticServable
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
-from nemo_aligner.serving.http import build_app, open_socket, run_app
-from nemo_aligner.serving.protocols import PLAIN_ROUTES, ROUTES
 from nemo_aligner.serving.reward import RewardModelServable
 from nemo_aligner.serving.service import Servable
 from nemo_aligner.serving.tokens import find_token, say_who_may_ask
@@ -156,6 +154,9 @@ def run_gateway(config: GatewayRunConfig) -> int:
     Raises:
         AlignerError: the settings are unfit, or the port is taken.
     """
+    # Only here, as a reward server may run without the extra "gateway".
+    from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app, open_socket, run_app
+
     # Answers say which rows are refused or cut: a line for each would only fill the log.
     logging.getLogger("nemo_aligner.serving.client.calls").setLevel(logging.ERROR)
     own = config.gateway

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_aligner.serving.engine.batcher import BusyError
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation, RanksLostError
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, TensorSpec
+from nemo_aligner.serving.protocols import Failure, FailureKind, TensorSpec
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 Tensors = Mapping[str, np.ndarray]

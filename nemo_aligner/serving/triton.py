@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.engine.executor import ModelRanks
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind
+from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.service import Endpoint, Servable, Service, Tensors, in_order
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.serving.triton_internals import (

@@ -19,8 +19,7 @@ import numpy as np
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.client.pool import Background, Connections, ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import RefusedError, Tensors
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import ScoreReply
+from nemo_aligner.serving.protocols import ScoreReply, kserve
 from nemo_aligner.serving.tokens import is_token
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, shown
 

@@ -23,8 +23,7 @@ from nemo_aligner.serving.client.server import (
     UnavailableError,
     new_session,
 )
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import ScoreReply
+from nemo_aligner.serving.protocols import ScoreReply, kserve
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,15 @@
-r"""What a protocol over plain HTTP and JSON is to the gateway that serves it.
+r"""A protocol over plain HTTP and JSON, as the gateway serves it.
 
-A protocol is one file of this folder with its ``Route``\ s, and their line in ``__init__.py``. It
-only translates: its body to a ``ScoreRequest``, and what became of that to its own answer.
+A protocol is one file of this folder with its ``Route``\ s, listed in ``ROUTES`` of
+``serving/http.py``. It only translates: its body to a ``ScoreRequest``, and what became of that to
+its own answer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -19,77 +19,8 @@ from pydantic_core import ErrorDetails
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.contract.contract import one_reward
 from nemo_aligner.contract.messages import Text, read_text
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
-
-# What a client asks and what it is answered, by whichever protocol the two talk.
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
-
-    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B.
-    """
-
-    texts: list[Text] | None = None
-    token_lists: list[list[int]] | None = None
-    add_eos: list[bool] | None = None
-
-
-@dataclass(frozen=True)
-class ScoreReply:
-    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known.
-
-    Where the server shapes rewards (see engine/shaping.py): what they were before, ``[B, M * A]``
-    for M models; ``deviation`` ``[B, A]`` between models; ``passed`` ``[B]`` bool. None if not.
-
-    Where a head has several outputs for an attribute: ``spread`` ``[B, A]``, how uncertain the
-    rewards are, and the ``outputs`` ``[B, M * A * K]`` themselves.
-    """
-
-    rewards: np.ndarray
-    exceeded: np.ndarray
-    contract_hash: str | None = None
-    raw_rewards: np.ndarray | None = None
-    deviation: np.ndarray | None = None
-    passed: np.ndarray | None = None
-    spread: np.ndarray | None = None
-    outputs: np.ndarray | None = None
-
-
-class FailureKind(Enum):
-    """Whose fault it is, and so what its sender may do."""
-
-    bad_request = "bad request"  # mend it
-    unauthorized = "unauthorized"  # send the token
-    too_large = "too large"  # send less at once
-    busy = "busy"  # send it again later
-    unreachable = "unreachable"  # start the server; a request sent again later is answered then
-    internal = "internal"  # look at the server's log
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why one request is not answered, in one line; and when to ask again, where that may help.
-
-    ``row`` is there where the model refused one text: which, and so not the request as a whole.
-    """
-
-    message: str
-    kind: FailureKind
-    retry_after_s: int | None = None
-    row: int | None = field(default=None, compare=False)
-
 
 _SHOWN_PROBLEMS = 3
 # Of a value that is unfit; the line has room for what was wanted, too.

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import TensorSpec
+from nemo_aligner.serving.protocols import TensorSpec, kserve
 from nemo_aligner.utils.errors import DataError
 
 INFER_NAME, TRAIN_NAME, SAVE_NAME = "critic_infer", "critic_train", "critic_save"

@@ -26,16 +26,14 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
 from nemo_aligner.contract.messages import Message, Messages, Text
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
-    Failure,
-    FailureKind,
     HttpAnswer,
     PlainRoute,
     Route,
     ScoredRequest,
-    ScoreRequest,
     Served,
     as_json,
     conversation_of,

@@ -49,7 +49,7 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json, read_text
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.protocols.base import ScoreReply, ScoreRequest, TensorSpec
+from nemo_aligner.serving.protocols import ScoreReply, ScoreRequest, TensorSpec
 from nemo_aligner.utils.errors import DataError, ServingError, shown
 
 MODEL_NAME = "reward_model"

@@ -16,15 +16,14 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
+from nemo_aligner.serving.protocols import Failure, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
-    Failure,
     HttpAnswer,
     Items,
     Route,
     ScoredRequest,
-    ScoreRequest,
     Served,
     conversation_of,
 )

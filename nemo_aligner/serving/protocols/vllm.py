@@ -22,16 +22,14 @@ import numpy as np
 from pydantic import Field
 
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
-    Failure,
-    FailureKind,
     HttpAnswer,
     Items,
     Route,
     ScoredRequest,
-    ScoreRequest,
     Served,
     as_json,
     conversation_of,

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, Served
+from nemo_aligner.serving.protocols import Failure, FailureKind
+from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.gym import ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored

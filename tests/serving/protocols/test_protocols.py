@@ -12,16 +12,9 @@ import pytest
 pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
-from nemo_aligner.serving.protocols import ROUTES, openrlhf
-from nemo_aligner.serving.protocols.base import (
-    STATUSES,
-    Failure,
-    FailureKind,
-    ScoredRequest,
-    ScoreReply,
-    Served,
-    text_of,
-)
+from nemo_aligner.serving.http import ROUTES
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, openrlhf
+from nemo_aligner.serving.protocols.base import STATUSES, ScoredRequest, Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored

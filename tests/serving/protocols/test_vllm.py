@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreRequest, Served
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.vllm import ROUTES
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 

@@ -18,8 +18,7 @@ from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
 from nemo_aligner.serving.engine.batcher import Turns
 from nemo_aligner.serving.engine.executor import RanksLostError
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind
+from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.run import _check_reads_alike, run_critic_server
 from nemo_aligner.serving.service import in_order
 from nemo_aligner.training.critic import ValueStep

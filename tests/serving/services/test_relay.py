@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.metrics import AttributeDrift, RecentRewards
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
 from nemo_aligner.serving.reward import RelayService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total

@@ -16,8 +16,7 @@ pytest.importorskip("prometheus_client")
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
-from nemo_aligner.serving.http import build_app
-from nemo_aligner.serving.protocols import PLAIN_ROUTES, ROUTES
+from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, call_async
