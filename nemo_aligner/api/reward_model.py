@@ -6,6 +6,7 @@ Nothing large is imported before a model is loaded: the verbs' options are read 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +19,10 @@ from weakref import WeakKeyDictionary
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_given
+from nemo_aligner.contract.messages import check_texts
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report
-from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from nemo_aligner.distributed.layout import ParallelLayout
     from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.evaluation.sources import RewardSource
+    from nemo_aligner.serving.client import ScoredRows
 
 # What an evaluation may set; the rest is of the model, which is loaded already.
 _OF_EVALUATION = ("data", "task", "robustness_pairs", "output", "output_rewards", "report")
@@ -116,9 +119,10 @@ class RewardModel:
     ) -> np.ndarray:
         """Rewards ``[N, A]`` float32 of N texts, a column for each of ``attributes``.
 
-        A list of messages (``role`` and ``content``, the reply last) gets the model's chat
-        template; a string is scored as it stands. With ``on_error="nan"`` a text that the contract
-        refuses has NaN, as with the client of a server.
+        A string is scored as it is. A list of messages (``role`` and ``content``, the reply last)
+        gets the model's chat template, and so does a ``Conversation``, or a dict with ``messages``,
+        ``tools`` and ``documents``. With ``on_error="nan"`` a text that the contract refuses has
+        NaN, as with the client of a server.
 
         Raises:
             DataError: the contract refuses a text; the message has its number, from 0.
@@ -127,19 +131,28 @@ class RewardModel:
         """
         if on_error not in ("raise", "nan"):
             raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
-        if isinstance(texts, str) or (texts and isinstance(texts[0], dict)):
-            raise TypeError("texts: got one text, wanted a list of them")
-        import numpy as np
-
-        source = self._source()
-        kept = [row for row, text in enumerate(texts) if on_error == "raise" or _fits(source, text)]
-        found = np.asarray(source.score([texts[row] for row in kept]), dtype=np.float32)
-        bad = np.flatnonzero(~np.isfinite(found).all(axis=1))
-        if bad.size:
-            raise ServingError(f"text {kept[bad[0]]}: the model's reward is not a finite number")
-        rewards = np.full((len(texts), len(source.attributes)), np.nan, dtype=np.float32)
-        rewards[kept] = found
+        if on_error == "nan":
+            return self.score_rows(texts).rewards
+        rewards = self._source().score(check_texts(texts))
+        for row, reward in enumerate(rewards):
+            if not all(map(math.isfinite, reward)):
+                raise ServingError(f"text {row}: the model's reward is not a finite number")
         return rewards
+
+    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+        """``score``, with the reasons why refused texts have none, as ``RewardClient.score_rows``.
+
+        A model with K outputs for each attribute also gives ``spread`` ``[N, A]`` and ``outputs``
+        ``[N, A * K]``.
+
+        Raises:
+            ServingError: the model's reward of a text is not a finite number.
+            TypeError: ``texts`` is one text, and no list of them.
+        """
+        rows = check_texts(texts)
+        score_rows = self._source().score_rows
+        assert score_rows is not None  # only a running server has none
+        return score_rows(rows)
 
     def evaluate(
         self, records: str | PathLike[str] | Iterable[Mapping[str, Any]], **settings: Any
@@ -334,13 +347,3 @@ def _close_at_exit() -> None:
     """Not after an error among several ranks: a group that is half gone is not waited for."""
     if find_process(os.environ).world_size == 1 or getattr(sys, "last_value", None) is None:
         release_models()
-
-
-def _fits(source: RewardSource, text: Text) -> bool:
-    """Whether it is not refused."""
-    assert source.encode is not None
-    try:
-        source.encode(text)
-    except DataError:
-        return False
-    return True

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.messages import Text, check_texts
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import (
     OnError,
@@ -187,7 +187,5 @@ class RewardClient(ServerClient[ServerPool]):
 
 
 def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:
-    if isinstance(texts, str):
-        raise TypeError(f"texts: got one string ({texts[:40]!r}), wanted a list of texts")
-    rows = list(texts)
+    rows = check_texts(texts)
     return len(rows), partial(split_texts, rows)

@@ -6,7 +6,7 @@ scored in process or over HTTP, alone or among others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import GPTRewardModel, make_batch_invariant
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
+from nemo_aligner.serving.client.calls import ScoredRows
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,20 @@ class RewardScorer:
         ids = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
         return self.read_outputs(self.score_outputs(ids))
 
+    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+        """Rewards, NaN for each text that the contract refuses, and the reasons; as a client's.
+
+        Raises:
+            ServingError: the model's reward of a text is not a finite number.
+        """
+
+        def measure(token_lists: Sequence[list[int]]) -> RowValues:
+            outputs = self.score_outputs(token_lists)
+            rewards, spreads = self.read_outputs(outputs)
+            return rewards, spreads, None if spreads is None else outputs
+
+        return score_encodable(texts, self.encode, measure, self.contract.hash)
+
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
         return self.contract.rewards_of(self.score_outputs(token_lists))
@@ -203,6 +218,49 @@ class RewardScorer:
             return self.encode(text).token_ids
         except DataError as error:
             raise DataError(f"text {number}: {error}") from error
+
+
+RowValues = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
+"""``[N, A]`` rewards, their spreads, and the ``[N, A * K]`` outputs, the last two if there are."""
+
+
+def score_encodable(
+    texts: Sequence[Text],
+    encode: Callable[[Text], EncodedText],
+    measure: Callable[[Sequence[list[int]]], RowValues],
+    contract_hash: str | None = None,
+) -> ScoredRows:
+    """Score by ``measure`` the texts that ``encode`` accepts; the others get NaN and the reason.
+
+    Raises:
+        ServingError: the reward of a text is not a finite number.
+    """
+    encoded: dict[int, EncodedText] = {}
+    errors: dict[int, str] = {}
+    for row, text in enumerate(texts):
+        try:
+            encoded[row] = encode(text)
+        except DataError as error:
+            errors[row] = str(error)
+    rows = list(encoded)
+    rewards, spreads, outputs = measure([list(each.token_ids) for each in encoded.values()])
+    wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
+    if wrong.size:
+        raise ServingError(f"row {rows[wrong[0]]}: the model's reward is not a finite number")
+
+    def at_rows(values: np.ndarray) -> np.ndarray:
+        every = np.full((len(texts), values.shape[1]), np.nan, dtype=np.float32)
+        every[rows] = values
+        return every
+
+    return ScoredRows(
+        at_rows(rewards),
+        errors,
+        np.array([row in encoded and encoded[row].truncated for row in range(len(texts))], bool),
+        contract_hash,
+        spread=None if spreads is None else at_rows(spreads),
+        outputs=None if outputs is None else at_rows(outputs),
+    )
 
 
 def load_scorer(
