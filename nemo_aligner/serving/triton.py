@@ -46,15 +46,16 @@ _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the 
 
 
 def check_front(config: ServerConfig) -> None:
-    """Collective: refuse on all ranks a port that rank 0 cannot have, or a token.
+    """Collective: refuse on all ranks what rank 0 cannot serve with, before a model is loaded.
 
     Raises:
-        ServingError: the port is taken, the host is no address of rank 0's machine, or the token
-            cannot be read there, or Triton's log not be written.
+        ServingError: the port is taken, the host is no address of rank 0's machine, the token
+            cannot be read there, Triton's log cannot be written, or numpy is too new.
     """
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
+            check_numpy()
             free_port(config.host, config.port)
             _read_token(config)
             TritonLog(config.triton_log_file).close()
@@ -63,6 +64,19 @@ def check_front(config: ServerConfig) -> None:
     dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
         raise ServingError(said[0])
+
+
+def check_numpy() -> None:
+    """Refuse a numpy that PyTriton 0.7 starts with, and then fails on at the first request.
+
+    Raises:
+        ServingError: it is numpy 2 or later.
+    """
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise ServingError(
+            f"numpy: got {np.__version__}, wanted <2, which nvidia-pytriton 0.7 needs to read "
+            "requests: pip install 'numpy<2'"
+        )
 
 
 def _read_token(config: ServerConfig) -> str | None:

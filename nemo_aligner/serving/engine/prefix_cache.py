@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from nemo_aligner.batch.packed import CachedPrefix, PackedBatch, Stored
+from nemo_aligner.config.common import BLOCK_TOKENS
 from nemo_aligner.contract.turns import find_marker
 from nemo_aligner.data.packing import PrefixGroup, find_prefix_groups, pack_groups
 from nemo_aligner.distributed.layout import ParallelLayout
 
-BLOCK_TOKENS = 16
 _BLOCK_BYTES = BLOCK_TOKENS * 4
 _NONE = -1  # the block before the first
 

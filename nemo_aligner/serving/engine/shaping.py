@@ -82,6 +82,7 @@ class RewardShaper:
             )
         self._fixed = _fixed_statistics(shaping, contracts)
         hashes = [contract.hash for contract in contracts]
+        self._has_crossed = False
         self._running = None
         if _is(shaping, Standardize.running):
             self._running = RunningStatistics(shaping.statistics_file, hashes, self._shape)
@@ -117,6 +118,7 @@ class RewardShaper:
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
         spread = None
         if spreads is not None:
+            self._note_crossing(spreads)
             spread = spreads.astype(np.float64).reshape(values.shape).clip(0)
         std: np.ndarray | float = 1.0
         if self._running is not None:
@@ -162,6 +164,17 @@ class RewardShaper:
         """Keep running statistics for the next start, where there is a file for them."""
         if self._running is not None:
             self._running.save()
+
+    def _note_crossing(self, spreads: np.ndarray) -> None:
+        """Log the first negative spread: a penalty must not become a bonus, so it counts as 0."""
+        if self._has_crossed or not self._shaping.spread_penalty or not (spreads < 0).any():
+            return
+        self._has_crossed = True
+        logger.warning(
+            "shaping.spread_penalty: quantiles of a reward cross, with a spread of %.4g; such a "
+            "reward has no penalty (said once)",
+            spreads.min(),
+        )
 
     def _combine(self, values: np.ndarray, deviation: np.ndarray) -> np.ndarray:
         """``[N, M, A] -> [N, A]``."""
