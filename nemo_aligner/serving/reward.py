@@ -458,7 +458,8 @@ class RelayService:
         if not is_probe:
             self.recent.add(scored.rewards)
         names = [each.name for each in fields(ScoreReply)]
-        return ScoreReply(**{name: getattr(scored, name) for name in names}), scored.errors
+        reply = ScoreReply(**{name: getattr(scored, name) for name in names})
+        return _with_refused(reply, scored.errors, request.refused)
 
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.
@@ -485,6 +486,22 @@ class RelayService:
             await self.ask_contract()
         except RefusedError:
             self._has_none = True
+
+
+def _with_refused(
+    reply: ScoreReply, errors: Mapping[int, str], refused: Mapping[int, str]
+) -> tuple[ScoreReply, Mapping[int, str]]:
+    """Put the rows that were refused before they were sent among those that were."""
+    total = len(reply.rewards) + len(refused)
+    rows = [row for row in range(total) if row not in refused]
+    arrays = {}
+    for name, values in vars(reply).items():
+        if refused and isinstance(values, np.ndarray):
+            nothing = False if values.dtype == np.bool_ else np.nan
+            arrays[name] = np.full((total, *values.shape[1:]), nothing, dtype=values.dtype)
+            arrays[name][rows] = values
+    every = {**refused, **{rows[row]: reason for row, reason in errors.items()}}
+    return replace(reply, **arrays), dict(sorted(every.items()))
 
 
 # Texts as a policy leaves them, completed to what the reward model's chat template writes.

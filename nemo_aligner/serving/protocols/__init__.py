@@ -5,6 +5,7 @@ The client imports this, so nothing here needs pydantic: that is for ``base.py``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -28,12 +29,15 @@ class TensorSpec:
 class ScoreRequest:
     """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
 
-    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B.
+    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B. ``refused``
+    has further rows that cannot be scored, by their numbers in the whole request, and why; the B
+    are the rest, in order.
     """
 
     texts: list[Text] | None = None
     token_lists: list[list[int]] | None = None
     add_eos: list[bool] | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

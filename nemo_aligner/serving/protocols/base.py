@@ -167,16 +167,25 @@ def as_json(value: Any) -> str:
         return shown(value)
 
 
-def conversation_of(given: Any, where: str) -> Text:
+def read_conversation(given: Any) -> Text:
     """A conversation of a body in the normal form.
+
+    Raises:
+        DataError: it is none.
+    """
+    if isinstance(given, str):
+        raise DataError(f"got {as_json(given)}, wanted a list of messages")
+    return read_text(given)
+
+
+def conversation_of(given: Any, where: str) -> Text:
+    """``read_conversation`` for a request of one conversation, which fails as a whole.
 
     Raises:
         ServingError: it is none.
     """
-    if isinstance(given, str):
-        raise ServingError(f"{where}: got {as_json(given)}, wanted a list of messages")
     try:
-        return read_text(given)
+        return read_conversation(given)
     except DataError as error:
         raise ServingError(f"{where}: {error}") from error
 

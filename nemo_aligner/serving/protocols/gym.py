@@ -6,12 +6,12 @@ API, and ``tools``), ``response.output`` what it said. Both together are scored 
 calls of functions and their results included. Reasoning is no part of it, and a rollout with a
 refusal, or with tools that are no functions, cannot be scored.
 
-A rollout whose reward is no measurement of the policy has ``mask_sample``, ``failure_kind`` (of
-Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, where it cannot be
-scored, or with no other reply could be, and where the model refuses what the policy said (too
-long, or with the template's own tokens; with ``gateway.reward_threshold`` that is a rollout that
-failed: reward 0, and no mask), or it said nothing, as one does whose thoughts took all of its
-tokens. An answer other than 200 is for a body that is no rollout.
+A rollout without a reward gets reward 0, ``failure_kind`` (of Gym's vocabulary) and
+``failure_reason``. It also has ``mask_sample``, as its 0 is no measurement of the policy: the
+servers failed, or the rollout could not be scored with any reply. Where the reply is at fault (too
+long, with the template's own tokens, with arguments that are no JSON, or missing, as when the
+reasoning took all tokens), it is masked too, except with ``gateway.reward_threshold``: such a
+rollout failed the test, so its 0 counts. An answer other than 200 is for a body that is no rollout.
 """
 
 from __future__ import annotations
@@ -110,9 +110,13 @@ class VerifyResponse(Body):
 def read(body: VerifyRequest) -> ScoreRequest:
     """Raises ServingError: it has items that are no text."""
     said = _turns(body.response.output, "response.output")
-    if not _has_reply(said):
-        raise ServingError(_NO_REPLY)
-    return ScoreRequest(texts=[_conversation(body, said)])
+    if not said or said[-1]["role"] != "assistant":
+        return ScoreRequest(texts=[], refused={0: _NO_REPLY})
+    try:
+        return ScoreRequest(texts=[_conversation(body, said)])
+    except ServingError as error:
+        read_with_other_reply(body)  # raises where it is the prompt that cannot be read
+        return ScoreRequest(texts=[], refused={0: str(error)})
 
 
 def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
@@ -141,10 +145,6 @@ def _tool(given: Any, number: int) -> dict[str, Any]:
         raise ServingError(f"{place}: got {as_json(given)}, wanted a function")
     kept = {key: given[key] for key in _OF_FUNCTION if given.get(key) is not None}
     return {"type": "function", "function": kept}
-
-
-def _has_reply(said: Messages) -> bool:
-    return bool(said) and said[-1]["role"] == "assistant"
 
 
 def _turns(items: list[Any], where: str) -> Messages:
@@ -200,7 +200,9 @@ def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[s
     """The rollout with its reward: 1 or 0 where there is a threshold, else as it is."""
     threshold = served.reward_threshold
     if scored.errors:
-        reason = f"the model refuses what the policy said: {scored.errors[0]}"
+        reason = scored.errors[0]
+        if reason != _NO_REPLY:
+            reason = f"the model refuses what the policy said: {reason}"
         return {**_echo(body), **_unmeasured(_REFUSED, reason, is_masked=threshold is None)}
     (reward,) = served.one_reward(scored.reply.rewards)
     components = dict(zip(served.attributes, scored.reply.rewards[0].tolist(), strict=True))
@@ -217,7 +219,7 @@ def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[s
 
 def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
     """A rollout without a reward; an error where the body is none, or its sender unknown."""
-    kind = _REFUSED if failure.message == _NO_REPLY else _KINDS.get(failure.kind)
+    kind = _KINDS.get(failure.kind)
     if body is None or kind is None:
         return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
     unmeasured = _unmeasured(kind, failure.message, is_masked=True)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
@@ -92,6 +92,13 @@ _PAIRS = (
 )
 
 
+# A list of objects, or its JSON text; ``read_text`` says what is wrong with it.
+JsonObjects = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "string"}]}),
+]
+
+
 class PoolingRequest(Body):
     """``input`` or ``messages``."""
 
@@ -100,8 +107,8 @@ class PoolingRequest(Body):
         None, examples=[["What is red? A rose."]]
     )
     messages: Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = None
-    documents: Items[dict[str, Any]] | None = None
+    tools: JsonObjects = None
+    documents: JsonObjects = None
     request_id: str | None = None
 
 
@@ -115,7 +122,7 @@ class PairsRequest(Body):
     documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
         None, examples=[["A rose.", "The sky."]]
     )
-    tools: Items[dict[str, Any]] | None = None
+    tools: JsonObjects = None
     request_id: str | None = None
 
 

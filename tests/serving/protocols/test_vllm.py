@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ def test_vllm_messages_are_one_conversation() -> None:
     for beside in ({"tools": tools}, {"tools": tools, "documents": documents}):
         (whole,) = read(CLASSIFY, {"messages": messages, **beside}).texts or ()
         assert whole == Conversation(conversation, **beside)  # type: ignore[arg-type]
+        as_text = {name: json.dumps(each) for name, each in beside.items()}
+        assert read(CLASSIFY, {"messages": messages, **as_text}).texts == [whole]
 
 
 def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
@@ -75,7 +78,9 @@ def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
             for prompt, reply in pairs
         ], body
     tools = [{"type": "function", "function": {"name": "f"}}]
-    (whole,) = read(SCORE, {"text_1": "a", "text_2": "b", "tools": tools}).texts or ()
+    pair = {"text_1": "a", "text_2": "b"}
+    (whole,) = read(SCORE, {**pair, "tools": tools}).texts or ()
+    assert read(SCORE, {**pair, "tools": json.dumps(tools)}).texts == [whole]
     assert isinstance(whole, Conversation)
     assert whole.tools == tools
 

@@ -54,6 +54,18 @@ def test_relay_sets_a_refused_row_aside_or_fails_the_request() -> None:
     assert relay.recent.drift(None)[0].rows == 1
 
 
+def test_relay_puts_rows_that_were_refused_before_among_the_others() -> None:
+    request = ScoreRequest(texts=["ab", "", "c"], refused={0: "an image", 3: "no text"})
+    reply, errors = ask(service(FakeClient()), request, sets_rows_aside=True)
+    assert errors == {0: "an image", 2: "the text is empty", 3: "no text"}
+    assert list(errors) == [0, 2, 3]
+    assert reply.rewards[[1, 4], 0].tolist() == [total("ab"), total("c")]
+    assert np.isnan(reply.rewards[[0, 2, 3]]).all()
+    assert reply.exceeded.tolist() == [False] * 5
+    reply, errors = ask(service(FakeClient()), ScoreRequest(texts=[], refused={0: "an image"}))
+    assert (np.isnan(reply.rewards).tolist(), errors) == ([[True, True]], {0: "an image"})
+
+
 def test_relay_says_whose_fault_each_way_to_fail_is() -> None:
     ways: list[tuple[Exception, Failure]] = [
         (RefusedError("s", 400, "row 0: no"), Failure("row 0: no", FailureKind.bad_request)),
