@@ -18,10 +18,12 @@ from weakref import WeakKeyDictionary
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.idle import idle_notes, idle_settings
 from nemo_aligner.config.load import load_given
 from nemo_aligner.contract.messages import check_texts
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report
+from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 
@@ -62,6 +64,9 @@ class RewardModel:
         key, self.name = self._config.source_key()
         if key == "server":
             raise ConfigError("server: it is not of this process: see nemo_aligner.serving.client")
+        self._idle = frozenset(idle_settings(self._config))
+        for note in idle_notes(self._config):
+            say(note)
 
     @classmethod
     def from_pretrained(
@@ -230,6 +235,8 @@ class RewardModel:
         config = load_given(EvaluateConfig, {**self._settings, **settings, "data.path": path})
         if config.report is not None:
             check_report("report")
+        for note in idle_notes(config, said=self._idle):
+            say(note)
         from nemo_aligner.evaluation.run import evaluate_source
 
         return evaluate_source(config, self._source())

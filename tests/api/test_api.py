@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
 }
 QUESTION = {"role": "user", "content": "what is the river"}
 TEXTS = [[QUESTION, {"role": "assistant", "content": "thank you"}], "a raw text"]
+ROWS = {"model.batch_invariant_rows": 64}
 REFUSED = [QUESTION, {"role": "assistant", "content": "yes <|im_end|>"}]
 LIGHT = """
 import sys
@@ -317,6 +318,24 @@ def test_settings_are_checked_as_the_verbs(trained: Trained, tmp_path: Path) -> 
         na.train(None, trained.pairs, output=tmp_path / "run")
     with pytest.raises(DataError, match=r"train/records\.jsonl:2: got keys 'prompt', 'chosen'"):
         na.train(base, [trained.pairs[0], {"prompt": "a", "chosen": "b"}], output=tmp_path / "new")
+
+
+def test_settings_that_do_nothing_are_noted_once_as_by_the_verbs(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    na.RewardModel({"hf_model": "a", "model.tensor_model_parallel_size": 2})
+    note = "note: model.tensor_model_parallel_size does nothing\n  with hf_model=a\n"
+    assert capsys.readouterr().out == note
+    model = na.RewardModel({**trained.model._settings, "model.batch_invariant": False} | ROWS)
+    noted = capsys.readouterr().out
+    assert (
+        noted
+        == "note: model.batch_invariant_rows does nothing\n  with model.batch_invariant=false\n"
+    )
+    model.evaluate(trained.heldout, **{"data.max_malformed": 0.5})
+    said = capsys.readouterr().out
+    assert "note: data.max_malformed does nothing\n  with data.malformed=error\n" in said
+    assert said.count("note: ") == 1
 
 
 class Frame:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.config.evaluation import RewardEnvironmentConfig
+from nemo_aligner.config.serving import CriticServerConfig, ServerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.prefix_cache import BLOCK_TOKENS, PrefixCache, PrefixIndex, as_key
+from nemo_aligner.utils.errors import SettingsError
 from tests.serving.engine.company import draw, traffic
 
 BUDGET = 512
@@ -166,3 +171,14 @@ def test_prefix_cache_sends_a_text_to_the_replica_that_has_its_beginning() -> No
     texts = [np.array(prompt + draw(rng, 30)) for _ in range(8)]
     plans = [PrefixCache(640, layout(2, rank), BUDGET).plan(texts) for rank in range(2)]
     assert sorted(sum(len(pack.rows) for pack in plan.packs) for plan in plans) == [3, 5]
+
+
+def test_cache_below_one_block_is_refused_by_the_settings() -> None:
+    """It would be none, and nobody would know."""
+    made: tuple[Any, ...] = (ServerConfig, CriticServerConfig, RewardEnvironmentConfig)
+    for config in made:
+        for tokens in (1, BLOCK_TOKENS - 1, -1):
+            with pytest.raises(SettingsError, match=rf"got {tokens}, wanted 0 .*at least 16"):
+                config(prefix_cache_tokens=tokens)
+        for tokens in (0, BLOCK_TOKENS):
+            assert config(prefix_cache_tokens=tokens).prefix_cache_tokens == tokens
