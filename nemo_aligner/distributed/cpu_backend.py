@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-from nemo_aligner.distributed.cpu_products import add_weight_gradient
-
 # Gathers and reductions of megatron-core's buffers in place, over gloo.
 
 
@@ -175,7 +173,10 @@ def _disable_jit(jit: Any) -> None:
 
 def _adjust_linear_layers(layers: Any) -> None:
     # They import torch, as megatron-core has by now.
-    from nemo_aligner.distributed.cpu_products import multiply_by_onednn
+    from nemo_aligner.distributed.cpu_products import (
+        accumulate_weight_gradients,
+        multiply_by_onednn,
+    )
 
     accumulate_weight_gradients(layers)
     multiply_by_onednn(layers)
@@ -187,21 +188,3 @@ _AFTER_IMPORT = {
     "megatron.core.tensor_parallel.layers": _adjust_linear_layers,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
 }
-
-
-# Weight gradients on a CPU: what megatron-core takes from Apex's CUDA extension.
-
-
-class _WeightGradients:
-    """What megatron-core takes from Apex's CUDA extension: the product is summed as it is made."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
-        add_weight_gradient(main_grad, total_input, grad_output)
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def accumulate_weight_gradients(layers: Any) -> None:
-    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
-    layers._grad_accum_fusion_available = True

@@ -29,6 +29,21 @@ _PIECE, _STEP = 512, 32
 _SUMMED_PIECE, _SUMMED_STEP = 1024, 64
 
 
+class _WeightGradients:
+    """What megatron-core takes from Apex's CUDA extension: the product is summed as it is made."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
+        add_weight_gradient(main_grad, total_input, grad_output)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def accumulate_weight_gradients(layers: Any) -> None:
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
+
+
 def multiply_by_onednn(layers: Any) -> None:
     """Have the linear layers of megatron-core do so; in training where MKL is known to be slow."""
     if not torch.backends.mkldnn.is_available():

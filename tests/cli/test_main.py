@@ -88,7 +88,7 @@ def test_python_without_the_dependencies_says_what_to_do(tmp_path: Path) -> None
     command = [*BARE, "-m", "nemo_aligner", "train"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
-    assert done.stderr.startswith("the module omegaconf is not installed in ")
+    assert done.stderr.startswith("the module yaml is not installed in ")
     assert "source .venv/bin/activate" in done.stderr
     command = [*BARE, str(ROOT / "examples" / "train_reward_model.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

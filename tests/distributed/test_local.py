@@ -117,16 +117,16 @@ while True:
 
 def test_local_ranks_are_ended_where_one_cannot_be_started(tmp_path: Path) -> None:
     program = """
-from nemo_aligner.distributed import local
-plain, started = local._start, []
+from nemo_aligner.distributed import launch
+plain, started = launch._start, []
 def start(*given):
     if started:
         raise OSError("no more processes")
     started.append(plain(*given))
     return started[0]
-local._start = start
+launch._start = start
 try:
-    local.run_ranks(["-c", "import time; time.sleep(100)"], 2)
+    launch.run_ranks(["-c", "import time; time.sleep(100)"], 2)
 except OSError as error:
     print(error, started[0].returncode)
 """

@@ -128,7 +128,7 @@ def test_objective_that_cannot_be_learned_by_is_refused() -> None:
         (ModelConfig(objective="no_module:X"), "got 'no_module:X', wanted .*No module named"),
         (own("Gone"), "has no attribute 'Gone'"),
         (ModelConfig(objective="builtins:object"), "wanted a dataclass .* it lacks rec"),
-        (own("PlainHinge"), r"wanted a dataclass like nemo_aligner\.objectives\.base\.Objective$"),
+        (own("PlainHinge"), r"wanted a dataclass like nemo_aligner\.losses\.base\.Objective$"),
         (own("Half"), f"Objective; {lacks}"),
         (ModelConfig(objective="masked_mse"), "learns from ratings, wanted .* from comparisons"),
         (regression(objective="bradley_terry"), "wanted one that learns from ratings, as model"),

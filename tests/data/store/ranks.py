@@ -12,11 +12,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.data import token_cache
+from nemo_aligner.data.record_arrays import ArraysInFolder
 from nemo_aligner.data.training_data import TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import gather_objects
 from nemo_aligner.distributed.launch import launch
@@ -36,10 +38,12 @@ def die_at_half(place: Path) -> None:
 
 def run(options: argparse.Namespace) -> int:
     made: list[str] = []
+    make_index = token_cache.make_index
 
-    def make(path: str, *rest: object) -> token_cache.FileIndex:
-        made.append(path)
-        return token_cache.make_index(path, *rest)  # type: ignore[arg-type]
+    def make(path: str, rules: Any, arrays: Any, *rest: Any) -> token_cache.FileIndex:
+        if isinstance(arrays, ArraysInFolder):
+            made.append(path)
+        return make_index(path, rules, arrays, *rest)
 
     token_cache.make_index = make  # type: ignore[assignment]
     if options.die:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from nemo_aligner.config.common import Malformed, Overlong
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.data import token_cache, tokenize
-from nemo_aligner.data import token_cache as folders
+from nemo_aligner.data.record_arrays import ArraysInFolder
 from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
@@ -72,12 +72,14 @@ def assert_same(one: TrainingData, other: TrainingData) -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose index was made on the disk, in order."""
     paths: list[str] = []
+    make_index = token_cache.make_index
 
-    def make(path: str, *rest: Any) -> Any:
-        paths.append(path)
-        return token_cache.make_index(path, *rest)
+    def make(path: str, rules: Any, arrays: Any, *rest: Any) -> Any:
+        if isinstance(arrays, ArraysInFolder):
+            paths.append(path)
+        return make_index(path, rules, arrays, *rest)
 
-    monkeypatch.setattr(folders, "make_index", make)
+    monkeypatch.setattr(token_cache, "make_index", make)
     return paths
 
 
@@ -139,8 +141,8 @@ def test_index_made_by_several_processes_is_the_same(
     files, settings = files_of("pairs", tmp_path)
     in_memory = build(contracts, files, **settings)
     small_blocks(monkeypatch)
-    monkeypatch.setattr(folders, "_BYTES_PER_PROCESS", 100)
-    monkeypatch.setattr(folders, "usable_processes", lambda: 2)
+    monkeypatch.setattr(token_cache, "_BYTES_PER_PROCESS", 100)
+    monkeypatch.setattr(token_cache, "usable_processes", lambda: 2)
     monkeypatch.setattr(tokenize, "tokenize_block", None)
     settings["index_dir"] = str(tmp_path / "index")
     assert_same(build(contracts, files, **settings), in_memory)
@@ -164,8 +166,8 @@ def test_index_of_a_second_start_needs_no_text(
         "train.jsonl",
         "valid.jsonl",
     }
-    stamps = {str(path): folders.Stamp.of(str(path)) for path in (train, valid)}
-    monkeypatch.setattr(folders.Stamp, "of", stamps.__getitem__)
+    stamps = {str(path): token_cache.Stamp.of(str(path)) for path in (train, valid)}
+    monkeypatch.setattr(token_cache.Stamp, "of", stamps.__getitem__)
     for path in (train, valid):
         path.unlink()
     assert_same(build(contracts, [train], [valid]), first)
@@ -196,8 +198,13 @@ def test_index_of_a_file_written_a_moment_ago_is_compared_by_its_content(
     tiny.write_pairs(path, 5)
     build(contracts, [path], **place)
     digests: list[str] = []
-    own = folders.content_digest
-    monkeypatch.setattr(folders, "content_digest", lambda path: digests.append(path) or own(path))
+    digest_of = token_cache.content_digest
+
+    def digest(path: str) -> str:
+        digests.append(path)
+        return digest_of(path)
+
+    monkeypatch.setattr(token_cache, "content_digest", digest)
     build(contracts, [path], **place)
     assert (len(made), digests) == (1, [str(path)] * len(digests))
     assert digests
@@ -342,11 +349,11 @@ def test_index_that_cannot_be_made_is_an_error(
         contracts.config(None, index_dir="x", keep_index=False)
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as patched:
-        patched.setattr(folders.ArraysInFolder, "append", Mock(side_effect=full))
+        patched.setattr(token_cache.ArraysInFolder, "append", Mock(side_effect=full))
         with pytest.raises(DataError, match=r"a.jsonl: its tokens cannot be .*No space left"):
             build(contracts, [path], index_dir=str(place))
     assert list(place.iterdir()) == []
-    monkeypatch.setattr(folders, "content_digest", lambda _: os.utime(path) or "")
+    monkeypatch.setattr(token_cache, "content_digest", lambda _: os.utime(path) or "")
     with pytest.raises(DataError, match=r"a.jsonl: .*changed"):
         build(contracts, [path], index_dir=str(place))
 
