@@ -105,11 +105,11 @@ class RewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """What the columns of its rewards are called."""
+        """Names of the columns of its rewards."""
         return self._source().attributes
 
     def contract(self) -> ScoringContract:
-        """By what it scores.
+        """The scoring contract.
 
         Raises:
             ConfigError: it is a model of transformers, which has none.
@@ -228,7 +228,7 @@ class RewardModel:
         )
 
     def close(self) -> None:
-        """Let go of the weights; the next use loads them again."""
+        """Unload the weights; the next use loads them again."""
         _SESSION.leave(self)
 
     def _evaluate(self, path: str | PathLike[str], settings: Mapping[str, Any]) -> Evaluation:
@@ -242,12 +242,12 @@ class RewardModel:
         return evaluate_source(config, self._source())
 
     def _source(self) -> RewardSource:
-        """What scores, loaded if need be."""
+        """The loaded source of rewards; loads it if need be."""
         return _SESSION.load(self, self._config)
 
 
 def release_models() -> None:
-    """Let go of all models of this process and their process group, as a run needs its own."""
+    """Unload all models of this process and end their process group, as a run needs its own."""
     _SESSION.close()
 
 
@@ -302,7 +302,7 @@ class _Session:
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
     def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
-        """What scores for ``model``, loaded beside those of the same layout if it is not there.
+        """The source of rewards of ``model``; loads it beside those of the same layout.
 
         Raises:
             AlignerError: it cannot be loaded.
@@ -333,13 +333,13 @@ class _Session:
         return self._layout
 
     def leave(self, model: RewardModel) -> None:
-        """Let go of one model, and with the last of them of the process group."""
+        """Unload one model, and end the process group with the last of them."""
         self._loaded.pop(model, None)
         if not self._loaded:
             self.close()
 
     def close(self) -> None:
-        """Let go of all."""
+        """Unload all models."""
         self._loaded.clear()
         held, self._held, self._sizes, self._layout = self._held, None, None, None
         if held is not None:
@@ -351,6 +351,6 @@ _SESSION = _Session()
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Not after an error among several ranks: a group that is half gone is not waited for."""
+    """Unload models, except after an error among several ranks, whose group may be half gone."""
     if find_process(os.environ).world_size == 1 or getattr(sys, "last_value", None) is None:
         release_models()

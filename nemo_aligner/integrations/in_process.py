@@ -63,7 +63,7 @@ class InProcessScorer:
         return loaded
 
     def contract(self) -> ScoringContract:
-        """What the model scores by."""
+        """The scoring contract."""
         return self._scorer.contract
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
@@ -87,7 +87,7 @@ class InProcessScorer:
             self._weights.leave()
 
     def close(self) -> None:
-        """Let go of the process group, if the model was loaded here; a given one is left whole."""
+        """End the process group if the model was loaded here; a given scorer is left as it is."""
         if self._weights is not None:
             self._weights.come()
         self._held.close()

@@ -50,7 +50,7 @@ _OTHER_REPLY = {"role": "assistant", "content": "."}  # that nobody refuses
 
 
 class EnvironmentReturn(NamedTuple):
-    """What a step gives for each of N samples; the fields of NeMo RL's, in its order.
+    """Result of a step for N samples: the fields of NeMo RL's, in its order.
 
     Attributes:
         observations: messages with role ``environment``.
@@ -70,7 +70,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class Rewarder(Protocol):
-    """Who scores: a client of servers, or a model in this process."""
+    """Scorer: a client of servers, or a model in this process."""
 
     def contract(self) -> ScoringContract: ...
 
@@ -182,7 +182,7 @@ class RewardModelEnvironment:
     def _refused_with_any_reply(
         rewarder: Rewarder, texts: Sequence[Text], errors: Mapping[int, str]
     ) -> dict[int, str]:
-        """Of the refused rows those whose prompt is refused with another reply, too, and why."""
+        """Refused rows whose prompt is refused with any reply, and why."""
         if not errors:
             return {}
         others = [_with_other_reply(texts[row]) for row in errors]

@@ -150,7 +150,7 @@ class _InTurn:
 
 
 async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure:
-    """What ``work`` answers, or why it does not."""
+    """Answer by ``work``, or with its failure."""
     try:
         return await work()
     except Exception as error:
@@ -158,7 +158,7 @@ async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure
 
 
 def _never_saved(step: int, saved: int) -> str | None:
-    """What a person who ends the service after ``step`` has lost; None: nothing."""
+    """Warning of training that was not saved when the service ends; None if all is saved."""
     if step <= saved:
         return None
     lost = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
@@ -167,7 +167,7 @@ def _never_saved(step: int, saved: int) -> str | None:
 
 
 def _shown(step: ValueStep) -> str:
-    """What a person who watches sees of a step."""
+    """Log line of a step."""
     norm = "skipped, fp16 overflowed" if step.grad_norm is None else f"{step.grad_norm:.4g}"
     return (
         f"step {step.step}: loss {step.loss:.6g}, grad norm {norm}, lr {step.lr:.4g}, "
@@ -235,7 +235,7 @@ class CriticServable:
         self._residence.move([_CRITIC, _OPTIMIZER], away=away)
 
     def _values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of each sequence its values; with a reward model its reward stands before them."""
+        """Values of each sequence; with a reward model its reward comes first."""
         if self._scorer is None:
             return self._values_alone(sequences)
         # The model that is here goes first: one of two moves is saved.
@@ -273,7 +273,7 @@ class CriticServable:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """What lies where before, during and after each kind of work; it moves as the work does."""
+        """Move the models between device and host for each kind of work."""
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
         phases += [

@@ -51,7 +51,7 @@ from nemo_aligner.utils.errors import ServingError, one_line
 ROUTES: list[Route[Any]] = [*rewards.ROUTES, *openrlhf.ROUTES, *vllm.ROUTES, *gym.ROUTES]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 
-# Who looks whether it lives has no token.
+# Probes send no token.
 _OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
 _ERRORS = {
@@ -73,10 +73,10 @@ def build_app(
     plain_routes: Sequence[PlainRoute] = (),
     turn_end: Callable[[], Awaitable[TurnEnd | None]] | None = None,
 ) -> ASGIApp:
-    """What answers HTTP; with a ``token``, all but health and readiness asks for it.
+    """Build the application; with a ``token``, every path but health and readiness needs it.
 
-    ``at_end`` is called in its event loop once all is answered. ``turn_end`` says what the chat
-    template of the backends writes behind a reply; None: nothing is completed.
+    ``at_end`` is called in its event loop once all is answered. ``turn_end`` gets what the backends'
+    chat template writes after a reply; with None nothing is completed.
     """
 
     @asynccontextmanager
@@ -113,7 +113,7 @@ def build_app(
 
 
 class _Endpoint:
-    """One route: its requests, one by one."""
+    """Handler of one route."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _Endpoint:
     async def _whose_fault(
         self, refusal: Failure, other: ScoreRequest
     ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
-        """Of a refused text: the reply's as a row's error, the prompt's as a failure."""
+        """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
         found = await self._relay.answer(other, False, is_probe=True)
         if isinstance(found, Failure):
             return found
@@ -189,7 +189,7 @@ class _TooLargeBodyError(Exception):
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The body; of one that is too large, no more than it takes to know that.
+    """Read the body, and no more of it than is allowed.
 
     Raises:
         _TooLargeBodyError: it has more bytes than ``most``.
@@ -210,7 +210,7 @@ async def _read(request: Request, most: int) -> bytes:
 
 
 def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
-    """Its JSON; with ``Retry-After`` where there is something to wait for."""
+    """Make a JSON response; a 503 gets ``Retry-After``."""
     headers = {}
     if retry_after_s is not None and answer.status == 503:
         headers["Retry-After"] = str(retry_after_s)
@@ -221,7 +221,7 @@ def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
 
 
 class _Plain:
-    """The application, for the paths of NeMo Gym's observed rollouts, too."""
+    """The application, also for the paths of NeMo Gym's observed rollouts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -234,7 +234,7 @@ class _Plain:
 
 
 class _Guarded:
-    """The application, for those who have the token."""
+    """The application behind a bearer token."""
 
     def __init__(
         self, app: ASGIApp, token: str, routes: dict[str, Route[Any]], metrics: GatewayMetrics
@@ -340,7 +340,7 @@ _WAITING_CONNECTIONS = 2048
 
 
 def open_socket(config: GatewayConfig) -> socket.socket:
-    """Where the gateway listens.
+    """Open the socket that the gateway listens on.
 
     Raises:
         ServingError: the port is taken, or the host is no address of this machine.

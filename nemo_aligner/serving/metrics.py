@@ -1,4 +1,4 @@
-"""Metrics of a server: counts, drift of recent rewards, and the gateway's Prometheus page."""
+"""Counts of a server's requests and calls, and drift of its recent rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_aligner.contract.contract import ScoringContract
 
 @dataclass
 class _Counts:
-    """Of the time since the last line."""
+    """Counts since the last line."""
 
     begun: float
     seconds: list[float]  # of every answered request, from its arrival to its answer
@@ -79,7 +79,7 @@ class Meter:
             return asdict(self._totals)
 
     def take_line(self, waiting_rows: int, cached_tokens: int = 0) -> str | None:
-        """What happened since the last one, in one line; None if nothing did."""
+        """Summarize what happened since the last line, and reset; None if nothing did."""
         now = time.monotonic()
         with self._lock:
             counts, self._counts = self._counts, _Counts(now, [])
@@ -107,7 +107,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class AttributeDrift:
-    """Of one attribute: mean and standard deviation of its last ``rows`` rewards.
+    """Mean and standard deviation of an attribute's last ``rows`` rewards.
 
     Against those of the contract, where it has them: ``mean_drift`` is how far the mean has moved,
     in the contract's standard deviations, and ``std_ratio`` the deviation over the contract's.
@@ -136,7 +136,7 @@ class RecentRewards:
             self._kept = np.concatenate([self._kept, scored])[-self._most_rows :]
 
     def drift(self, contract: ScoringContract | None) -> list[AttributeDrift]:
-        """Of each attribute; empty before any reward."""
+        """Drift of each attribute; empty before any reward."""
         if not len(self._kept):
             return []
         kept = self._kept.astype(np.float64)

@@ -41,22 +41,22 @@ ReadOutputs = Callable[[np.ndarray], "tuple[np.ndarray, np.ndarray | None]"]
 
 
 class RequestEncoder(Protocol):
-    """What a request is checked and read by."""
+    """Encoder and checker of requests."""
 
     contract: ScoringContract
 
     def encode(self, text: Text) -> EncodedText:
-        """Raises AlignerError where the scoring contract refuses the text."""
+        """Encode a text; raise AlignerError if the scoring contract refuses it."""
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raises AlignerError where these ids cannot be scored as they stand."""
+        """Raise AlignerError if these ids cannot be scored."""
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone."""
 
 
 class ServableScorer(RequestEncoder, Protocol):
-    """What a server needs of a scorer.
+    """Scorer, as a server needs it.
 
     ``score_token_lists`` and ``forget`` are collective over the ranks, the others are not.
     """
@@ -67,11 +67,11 @@ class ServableScorer(RequestEncoder, Protocol):
 
     @property
     def tokens_per_call(self) -> int:
-        """With how many tokens a call of ``score_token_lists`` keeps all ranks at work."""
+        """Tokens with which a call of ``score_token_lists`` keeps all ranks at work."""
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """What each rank keeps of texts before, at most."""
+        """Bytes of the prefix cache on each rank."""
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
@@ -83,11 +83,11 @@ class ServableScorer(RequestEncoder, Protocol):
         """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
 
     def forget(self) -> None:
-        """Keep nothing of earlier calls."""
+        """Empty the prefix cache."""
 
 
 class RowQueue(Protocol):
-    """Where rows wait for the model."""
+    """Queue of rows in front of the model."""
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """The future of a row of numbers for each token list."""
@@ -133,7 +133,7 @@ class RewardService:
 
     @property
     def optional_outputs(self) -> tuple[str, ...]:
-        """What replies have beside rewards: of shaping, and of a head with several outputs."""
+        """Names of the outputs beside rewards, by shaping and by a head with several outputs."""
         shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
         return shaped if self._read_outputs is None else (*shaped, "spread", "outputs")
 
@@ -207,7 +207,7 @@ class RewardService:
         return encoded
 
     def _count_reply_tokens(self, request: ScoreRequest) -> list[int]:
-        """Of token ids nobody knows where the reply begins."""
+        """Count reply tokens; in token ids the reply's beginning is unknown, so all count."""
         if request.texts is not None:
             return self._scorer.count_reply_tokens(request.texts)
         return [len(token_list) for token_list in request.token_lists or ()]
@@ -225,7 +225,7 @@ class RewardService:
 
 @contextmanager
 def _naming(row: int) -> Iterator[None]:
-    """Put the row's number before whatever the scorer refuses."""
+    """Prefix the scorer's error with the row's number."""
     try:
         yield
     except AlignerError as error:
@@ -331,7 +331,7 @@ class RewardModel:
         return reply if isinstance(reply, Failure) else kserve.encode_reply(reply)
 
     def statistics(self) -> dict[str, float]:
-        """What was counted since the start, and the queue now; see ``Meter.statistics``."""
+        """Counts since the start, and the queue now; see ``Meter.statistics``."""
         counts = self._scorer.counts
         return {
             **self._meter.statistics(),
@@ -356,7 +356,7 @@ class RewardModel:
 
 
 def _shown(rule: Any) -> str:
-    """Of models no more than the beginning of a hash, of one number no brackets."""
+    """Format a rule: hashes shortened, single numbers without brackets."""
     if isinstance(rule, dict):
         return ", ".join(f"{name} {_shown(value)}" for name, value in rule.items())
     if isinstance(rule, list):
@@ -365,7 +365,7 @@ def _shown(rule: Any) -> str:
 
 
 async def answer_request(service: RewardService, inputs: Tensors) -> ScoreReply | Failure:
-    """What one request's tensors are answered with."""
+    """Answer one request's tensors."""
     return await service.answer(
         *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
     )
@@ -404,7 +404,7 @@ _AGAIN_IN_S = 1
 
 
 class AsyncRewardClient(Protocol):
-    """What this needs of a ``RewardClient``."""
+    """The part of ``RewardClient`` that is used here."""
 
     async def score_rows_async(
         self, texts: list[Text], *, on_error: OnError = "nan"
@@ -418,7 +418,7 @@ class AsyncRewardClient(Protocol):
 
 
 class RelayService:
-    """Hands requests on to the backends of a client; for one event loop."""
+    """Forwards requests to the backends of a client; for one event loop."""
 
     def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
         self.contract: ScoringContract | None = None

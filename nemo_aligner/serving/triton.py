@@ -135,7 +135,7 @@ def _answer(
     config: ServerConfig,
     shall_stop: Callable[[], bool],
 ) -> None:
-    """Have Triton hand requests over until it shall stop, while the model is at work beside."""
+    """Run Triton until asked to stop; the model computes in the main thread."""
     port = free_port(config.host, config.port)
     services = [each.start(ranks) for each in servables]
     endpoints = in_order(services)
@@ -194,7 +194,7 @@ def _start(triton: Any, log: TritonLog) -> Guard:
 
 
 class _Report:
-    """Says every few seconds how busy the server is, while it has work."""
+    """Prints the load every few seconds, while there is work."""
 
     def __init__(self, services: Sequence[Service], every_secs: float) -> None:
         self._services = services
@@ -213,7 +213,7 @@ class _Report:
 
 
 class _Watch:
-    """Looks whether everything lives that the server needs, and ends it where one does not."""
+    """Watches everything that the server needs, and ends it if any part dies."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class _Watch:
 
 
 def _die(failure: str) -> NoReturn:
-    """Leave at once with exit code 1; Triton's guard and other ranks notice and do the same."""
+    """Exit at once with code 1; Triton's guard and the other ranks notice and do the same."""
     print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
     os._exit(1)
@@ -412,14 +412,14 @@ class Guard:
 
 
 class TritonLog:
-    """A file with what Triton prints, and the end of that.
+    """Triton's output: a file, and its last lines in memory.
 
     ``path`` is appended to; None is a file in the system's temporary folder that is gone when this
     process is.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Raises ServingError: it cannot be written."""
+        """Raise ServingError if it cannot be written."""
         try:
             self._folder = make_temporary("nemo_aligner_triton_") if path is None else None
             self.path = Path(path or "triton.log")
@@ -458,7 +458,7 @@ class TritonLog:
 
 
 def is_running(pid: int) -> bool:
-    """Whether ``pid`` is a process that has not ended."""
+    """Tell whether ``pid`` is a process that has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""What Triton can do and PyTriton 0.7 does not offer; all that touches PyTriton's own parts."""
+"""Features of Triton that PyTriton 0.7 does not offer; only this file touches its internals."""
 
 from __future__ import annotations
 

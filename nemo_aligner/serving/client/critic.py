@@ -66,7 +66,7 @@ class _Connections:
         self._pools = [pool for pool in pools if pool is not None]
 
     def trouble(self) -> str:
-        """What is wrong with each server that is not there."""
+        """Reasons why servers are unavailable."""
         return "; ".join(filter(None, (pool.trouble() for pool in self._pools)))
 
     async def close(self) -> None:

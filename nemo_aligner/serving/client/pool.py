@@ -85,7 +85,7 @@ class ServerPool:
         self._introduction: asyncio.Task[None] | None = None
 
     async def limit(self) -> tuple[int, int]:
-        """How many rows a request may have, and how many servers are there.
+        """Most rows of a request, and the number of available servers.
 
         Raises:
             ServingError: no server is there.
@@ -114,7 +114,7 @@ class ServerPool:
     async def ask_for(
         self, inputs: Tensors, rows: int, read: Callable[[Tensors, str], T], *, again: bool = True
     ) -> T:
-        """What ``read`` makes of the answer and the name of the server that gave it.
+        """Ask a server, and return what ``read`` makes of its answer and its name.
 
         Without ``again`` a request that got no answer is not sent once more.
 
@@ -144,7 +144,7 @@ class ServerPool:
         return await self._ask(ask, 1)
 
     async def ask_turn_end(self) -> TurnEnd | None:
-        """What the servers' chat template writes behind a reply; None where none is known.
+        """Text that the servers' chat template writes after a reply; None if unknown.
 
         Raises:
             ServingError: no server answers.
@@ -152,7 +152,7 @@ class ServerPool:
         return await self._ask(RemoteServer.turn_end, 1)
 
     async def probe(self) -> dict[str, str | None]:
-        """Of each server by its URL: why it gives no rewards now, None where it does."""
+        """State of each server by its URL: why it gives no rewards now, None if it does."""
         if not self._agreement.is_bound:  # what they say now counts
             for server in self._servers:
                 self._agreement.withdraw(server.name)
@@ -164,12 +164,12 @@ class ServerPool:
         }
 
     async def ask_statistics(self) -> dict[str, dict[str, float] | None]:
-        """Of each server by its URL: what it has counted, None where it does not answer."""
+        """Counts of each server by its URL, None if it does not answer."""
         found = await asyncio.gather(*(server.statistics() for server in self._servers))
         return {server.url: counts for server, counts in zip(self._servers, found, strict=True)}
 
     def trouble(self) -> str:
-        """What is wrong with each server that is not there."""
+        """Reasons why servers are unavailable."""
         wrong = [(each.name, each.trouble) for each in self._servers if each.trouble]
         return "; ".join(f"{name}: {why}" for name, why in wrong)
 
@@ -269,7 +269,7 @@ class ServerPool:
         self._has_met |= any_ready
 
     def _give_up_if_hopeless(self, search: _Search) -> None:
-        """Where each server was met since the request began, and is wrong: no waiting mends it."""
+        """Raise if every server was tried since the request began, and is a wrong one."""
         faults = [
             str(server.fault)
             for server in self._servers
@@ -349,7 +349,7 @@ class Connections(Protocol):
     """To servers; made and used in one event loop."""
 
     def trouble(self) -> str:
-        """What is wrong with each server that is not there."""
+        """Reasons why servers are unavailable."""
 
     async def close(self) -> None:
         """Let the sockets go."""
@@ -365,7 +365,7 @@ class Background(Generic[C]):
     """
 
     def __init__(self, connect: Callable[[], C]) -> None:
-        """Raises what ``connect`` does, which is called in the thread."""
+        """Start the thread; raise what ``connect``, called in it, raises."""
         self._process = os.getpid()
         self._lock = Lock()
         self._running: set[Future[Any]] = set()
@@ -379,11 +379,11 @@ class Background(Generic[C]):
         begun.result()
 
     def belongs_here(self) -> bool:
-        """Whether its thread is one of this process, and was not left behind by a fork."""
+        """True if its thread is one of this process, and was not left behind by a fork."""
         return self._process == os.getpid()
 
     def is_current(self) -> bool:
-        """Whether the caller stands in its thread, as what is called when a future is done."""
+        """True in its own thread, as in a future's callback."""
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, Result]]) -> Future[Result]:

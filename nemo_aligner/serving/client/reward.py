@@ -160,15 +160,15 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(ServerPool.ask_contract)
 
     async def turn_end_async(self) -> TurnEnd | None:
-        """What the servers' chat template writes behind a reply; None where none is known."""
+        """Text that the servers' chat template writes after a reply; None if unknown."""
         return await self._run(ServerPool.ask_turn_end)
 
     async def probe_async(self) -> dict[str, str | None]:
-        """Of each server by its URL: why it gives no rewards now, None where it does."""
+        """State of each server by its URL: why it gives no rewards now, None if it does."""
         return await self._run(ServerPool.probe)
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:
-        """Of each server by its URL: what it has counted since its start, by name.
+        """Counts of each server since its start, by its URL and by name.
 
         None where it does not answer, empty where it is a server that counts nothing.
         """

@@ -65,7 +65,7 @@ class RefusedError(ServingError):
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the request has too many bytes, so that parts of it may be fit."""
+        """True if the request has too many bytes, so that parts of it may be accepted."""
         return self.status == 413 or (self.status == 400 and bool(_TOO_LARGE.search(self.text)))
 
     @property
@@ -80,7 +80,7 @@ class RefusedError(ServingError):
 
 
 class NoKServeError(ServingError):
-    """What answers at each URL speaks another protocol."""
+    """Every URL is answered by another protocol."""
 
 
 class ForeignError(RefusedError):
@@ -133,11 +133,11 @@ class RemoteServer:
         self._model_name, self._reads_contract = model_name, reads_contract
 
     def is_ready(self, now: float) -> bool:
-        """Whether it may be asked for rewards."""
+        """True if it may be asked for rewards."""
         return self.limit is not None and now >= self.again_at
 
     def is_full(self, now: float) -> bool:
-        """Whether it has said when to come again, and that is not yet."""
+        """True if it has said when to come again, and that is not yet."""
         return self.limit is not None and self._has_said_when and now < self.again_at
 
     def meet(self) -> asyncio.Task[None]:
@@ -187,7 +187,7 @@ class RemoteServer:
             return await self._contract()
 
     async def turn_end(self) -> TurnEnd | None:
-        """What its chat template writes behind a reply; None where it has nothing to say.
+        """Text that its chat template writes after a reply; None if it writes nothing.
 
         Raises:
             UnavailableError: it gave no answer, and is left out for a while.
@@ -208,7 +208,7 @@ class RemoteServer:
                 return None
 
     async def probe(self) -> str | None:
-        """Why it gives no rewards now, None where it does; one that does not is left out."""
+        """Reason why it gives no rewards now, and is left out; None if it gives them."""
         try:
             with self._asked():
                 await self._ask("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
@@ -225,7 +225,7 @@ class RemoteServer:
         return None
 
     async def statistics(self) -> dict[str, float] | None:
-        """What it has counted since its start; empty if it does not say, None without an answer."""
+        """Counts since its start; empty if it publishes none, None without an answer."""
         asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
         try:
             with self._asked():
@@ -289,7 +289,7 @@ class RemoteServer:
             self.meeting = None
 
     async def _check_contract(self, timeout_s: float) -> None:
-        """Raises OtherContractError; of a lone server the first reward shows what it has."""
+        """Raise OtherContractError; a lone server shows its contract by its first reward."""
         if not self._reads_contract and not self._agreement.is_bound:
             return
         try:
@@ -385,7 +385,7 @@ class RemoteServer:
 
 
 def _error_of(answer: bytes) -> str | None:
-    """What KServe's server says of a request; None where the answer is none of KServe."""
+    """Error text of a KServe server; None if the answer is not KServe's."""
     try:
         said = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -394,7 +394,7 @@ def _error_of(answer: bytes) -> str | None:
 
 
 def _cause(error: BaseException) -> str:
-    """What was wrong with a connection, in few words."""
+    """Cause of a failed connection, in few words."""
     text = str(error)
     if isinstance(error, aiohttp.ClientConnectorError) and (
         isinstance(error.os_error, ConnectionRefusedError) or "Connect call failed" in text

@@ -21,10 +21,10 @@ from nemo_aligner.utils.errors import ServingError
 logger = logging.getLogger(__name__)
 
 Execute = Callable[[list[np.ndarray]], "Future[Any]"]
-"""N sequences of token ids -> the future of what each has, as ``[N, A]``; one call after the other.
+"""Starts scoring N sequences of token ids: the future of ``[N, A]``; calls run one after another.
 """
 Join = Callable[[list[np.ndarray]], np.ndarray]
-"""What the rows of a request have -> what the request is answered with."""
+"""Combines the results of a request's rows into its answer."""
 
 # One runs, and the next is ready for the moment in which it ends.
 _MOST_CALLS = 2
@@ -79,7 +79,7 @@ class Batcher:
 
     @property
     def waiting_rows(self) -> int:
-        """How many rows no call has taken yet."""
+        """Number of rows that no call has taken yet."""
         return len(self._waiting)
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
@@ -275,7 +275,7 @@ class Turns:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether something is alone, or waits to be."""
+        """True if exclusive work runs, or waits."""
         with self._lock:
             return self._runs_alone or any(alone for alone, _, _ in self._waiting)
 

@@ -70,7 +70,7 @@ class RewardScorer:
         watch: Watch = unwatched,
         prefix_cache_tokens: int = 0,
     ) -> None:
-        """Raises ConfigError when a text of the contract's ``seq_length`` exceeds the budget."""
+        """Raise ConfigError if a text of the contract's ``seq_length`` exceeds the budget."""
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "
@@ -91,25 +91,25 @@ class RewardScorer:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """What the columns of the rewards are called."""
+        """Names of the columns of the rewards."""
         return tuple(self.contract.attributes)
 
     @property
     def tokens_per_call(self) -> int:
-        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        """Tokens with which a call of ``score_token_lists`` has a pack for every rank."""
         return self._micro_batch_tokens * self._layout.dp * self._layout.pp
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """What the prefix cache takes on this rank."""
+        """Bytes of the prefix cache on this rank."""
         return 0 if self._pool is None else self._pool.num_bytes
 
     def turn_end(self) -> TurnEnd | None:
-        """What the contract's chat template writes behind a reply."""
+        """Text that the contract's chat template writes after a reply."""
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
     def forget(self) -> None:
-        """Forget what is cached, as keys and values of a call that failed may not be there."""
+        """Empty the prefix cache: keys and values of a failed call may be missing."""
         self._cache.forget()
 
     def score(self, texts: Sequence[Text]) -> np.ndarray:
@@ -141,11 +141,11 @@ class RewardScorer:
         return self._encoder.count_reply_tokens(texts)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, what the model would fail on or take for something else."""
+        """Refuse, with a DataError, ids that the model would fail on or misread."""
         self._encoder.check_tokens(token_ids)
 
     def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]:
-        """``score``, and ``[N, A]`` float32 how uncertain they are, None where no output says so.
+        """``score``, and the rewards' spreads ``[N, A]`` float32, None if the head has none.
 
         Raises:
             DataError: as ``score``.
@@ -308,7 +308,7 @@ class RewardEnsemble:
     """
 
     def __init__(self, members: Sequence[RewardScorer]) -> None:
-        """Raises ConfigError: two of them make other token ids, or other attributes, of a text."""
+        """Raise ConfigError if two of them make different token ids, or attributes, of a text."""
         check_alike([member.contract for member in members])
         self._members = list(members)
         self.contract = members[0].contract
@@ -323,12 +323,12 @@ class RewardEnsemble:
 
     @property
     def tokens_per_call(self) -> int:
-        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        """Tokens with which a call of ``score_token_lists`` has a pack for every rank."""
         return self._members[0].tokens_per_call
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """What the prefix caches take on this rank."""
+        """Bytes of the prefix caches on this rank."""
         return sum(member.prefix_cache_bytes for member in self._members)
 
     def encode(self, text: Text) -> EncodedText:
@@ -336,7 +336,7 @@ class RewardEnsemble:
         return self._members[0].encode(text)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, what a model would fail on or take for something else."""
+        """Refuse, with a DataError, ids that a model would fail on or misread."""
         self._members[0].check_tokens(token_ids)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
@@ -368,7 +368,7 @@ class RewardEnsemble:
         )
 
     def forget(self) -> None:
-        """Forget what is cached, as keys and values of a call that failed may not be there."""
+        """Empty the prefix cache: keys and values of a failed call may be missing."""
         for member in self._members:
             member.forget()
 

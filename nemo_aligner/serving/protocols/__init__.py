@@ -62,7 +62,7 @@ class ScoreReply:
 
 
 class FailureKind(Enum):
-    """Whose fault it is, and so what its sender may do."""
+    """Cause of a failure, which says what the sender can do."""
 
     bad_request = "bad request"  # mend it
     unauthorized = "unauthorized"  # send the token
@@ -74,9 +74,9 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one request is not answered, in one line; and when to ask again, where that may help.
+    """Reason why a request has no answer, in one line; and when to ask again, if that may help.
 
-    ``row`` is there where the model refused one text: which, and so not the request as a whole.
+    ``row`` is set if the model refused one text, and not the request as a whole.
     """
 
     message: str

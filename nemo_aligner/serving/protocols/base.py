@@ -48,7 +48,7 @@ STATUSES = {
 
 
 class Body(BaseModel):
-    """What a request or an answer has; names that a request has beyond it are kept."""
+    """Base of requests and answers; unknown names of a request are kept."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -62,7 +62,7 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 
 @dataclass(frozen=True)
 class Served:
-    """What the gateway serves, for answers that say so.
+    """The model behind the gateway, for answers that name it.
 
     ``attributes`` are the names of a reward's columns, and ``weights`` (None where no server says)
     make one number of them.
@@ -74,7 +74,7 @@ class Served:
     reward_threshold: float | None = None
 
     def one_reward(self, rewards: np.ndarray) -> list[float]:
-        """Of ``[B, A]`` rewards one for each row, as evaluation has it: A = 1 as it stands.
+        """Merge ``[B, A]`` rewards into one per row, as evaluation does; A = 1 is left as it is.
 
         Raises:
             ServingError: A > 1, and nobody says how much each attribute counts.
@@ -160,7 +160,7 @@ class PlainRoute:
 
 
 def as_json(value: Any) -> str:
-    """A value of a body for an error message, as its sender wrote it: short, and of one line."""
+    """A value of a body for an error message, as its sender wrote it, in one short line."""
     try:
         return short(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
@@ -214,7 +214,7 @@ def _refuse_content(content: Any, where: str) -> NoReturn:
 
 
 def problems_of(error: ValidationError, request: type[BaseModel]) -> str:
-    """What is unfit in a body, in one line."""
+    """Describe what is wrong with a body, in one line."""
     problems = error.errors(include_url=False)
     found = [
         f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"

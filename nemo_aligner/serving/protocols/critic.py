@@ -78,7 +78,7 @@ def encode_values(
 
 
 def decode_values(outputs: Mapping[str, np.ndarray]) -> ValueReply:
-    """What a client of ``critic_infer`` got.
+    """Decode an answer of ``critic_infer``.
 
     Raises:
         KeyError: there are no values.

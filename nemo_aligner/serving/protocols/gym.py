@@ -58,7 +58,7 @@ _OTHER_REPLY = "."  # that nobody refuses
 
 
 class ResponseParams(Body):
-    """What the policy was asked."""
+    """Prompt of the policy."""
 
     input: str | list[Any]
     instructions: str | None = None
@@ -66,7 +66,7 @@ class ResponseParams(Body):
 
 
 class PolicyResponse(Body):
-    """What the policy said."""
+    """Output of the policy."""
 
     output: list[Any]
 
@@ -108,7 +108,7 @@ class VerifyResponse(Body):
 
 
 def read(body: VerifyRequest) -> ScoreRequest:
-    """Raises ServingError: it has items that are no text."""
+    """Read a rollout; raise ServingError if it has items that are no text."""
     said = _turns(body.response.output, "response.output")
     if not said or said[-1]["role"] != "assistant":
         return ScoreRequest(texts=[], refused={0: _NO_REPLY})
@@ -332,7 +332,7 @@ def _parsed(model: Any, content: bytes) -> Any:
 
 
 def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each number that stands in rollouts, by its name."""
+    """Statistics of each number in the rollouts, by its name."""
     columns: dict[str, list[float]] = defaultdict(list)
     for each in rollouts:
         for name, value in each.items():
@@ -355,7 +355,7 @@ def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _coverage(
     rollouts: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], tasks: int
 ) -> dict[str, int]:
-    """How much was masked; empty where nothing was."""
+    """Counts of masked rollouts; empty if there are none."""
     if len(measured) == len(rollouts):
         return {}
     every_task = {each.get(_TASK, 0) for each in rollouts}

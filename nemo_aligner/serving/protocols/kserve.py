@@ -126,7 +126,7 @@ def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
 
 
 def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
-    """What a client got; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
+    """Decode an answer; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     hashes = outputs.get("contract_hash", np.array([b""]))
@@ -144,13 +144,13 @@ def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
 
 
 def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
-    """What the ``contract`` model says of the model's scores."""
+    """Outputs of the ``contract`` model: the scoring contract."""
     text = json.dumps(contract.to_dict(), ensure_ascii=False, allow_nan=False)
     return {"contract": np.array([text.encode()], dtype=np.object_)}
 
 
 def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
-    """What the ``contract`` model answered.
+    """Decode the scoring contract.
 
     Raises:
         CheckpointError: it is of another version, or was changed.
@@ -159,13 +159,13 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
 
 
 def encode_turn_end(turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
-    """What the ``contract`` model says of the chat template's end."""
+    """Outputs of the ``contract`` model: the end of the chat template."""
     text = json.dumps(None if turn_end is None else turn_end.to_dict())
     return {"turn_end": np.array([text.encode()], dtype=np.object_)}
 
 
 def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
-    """What a server's template writes behind a reply; None where it has nothing to say.
+    """Decode what a server's template writes after a reply; None if it writes nothing.
 
     Raises:
         ServingError: it does not say, as one of an earlier version.
@@ -178,12 +178,12 @@ def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """What the ``contract`` model says of the server itself."""
+    """Outputs of the ``contract`` model: the server's counts."""
     return {"statistics": np.array([json.dumps(statistics).encode()], dtype=np.object_)}
 
 
 def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """What a server has counted; what is no number is left out.
+    """Decode a server's counts; values that are no numbers are left out.
 
     Raises:
         ServingError: it does not say, or not as a JSON object.
@@ -291,7 +291,7 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
 
 
 def _conversation(row: int, text: str) -> Text:
-    """What is wrong with its messages, the error of its row says in the scorer's words."""
+    """Parse a conversation of a row; raise ServingError with the row if it is none."""
     try:
         given = json.loads(text)
     except ValueError as error:

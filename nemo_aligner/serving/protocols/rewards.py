@@ -67,7 +67,7 @@ class RewardsRequest(Body, extra="forbid"):
 
 
 class RowError(Body):
-    """Why a row has no reward."""
+    """Reason why a row has no reward."""
 
     row: int
     message: str
@@ -89,7 +89,7 @@ class RewardsResponse(Body):
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
-    """Raises ServingError: not exactly one form."""
+    """Read a request; raise ServingError if it does not have exactly one form."""
     forms = [name for name in ("texts", "conversations", "tokens") if getattr(body, name)]
     if len(forms) != 1:
         got = " and ".join(forms) or "none of them"

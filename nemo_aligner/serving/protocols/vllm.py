@@ -149,7 +149,7 @@ class PoolingResponse(Body):
 
 
 def read_input(body: PoolingRequest) -> ScoreRequest:
-    """Raises ServingError: neither input nor messages, or it asks for another score."""
+    """Read a request; raise ServingError for one without texts, or for another score."""
     if (body.input is None) == (body.messages is None):
         raise ServingError("wanted one of input and messages")
     if body.messages is not None:
@@ -177,7 +177,7 @@ def _token_lists(given: Any) -> list[list[int]] | None:
 
 
 def read_pairs(body: PairsRequest) -> ScoreRequest:
-    """Raises ServingError: no pair of names, or lists of lengths that do not fit."""
+    """Read pairs; raise ServingError without a pair of names, or if their lengths do not match."""
     _check_fixed(body, special_tokens=True)
     fields = dict(body)
     names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
@@ -213,7 +213,7 @@ def _sides(given: Any, name: str) -> list[Any]:
 
 
 def _check_fixed(body: Body, special_tokens: bool) -> None:
-    """Raises ServingError: a field asks for what the scoring contract decides."""
+    """Raise ServingError if a field asks for what the scoring contract decides."""
     fixed = {**_FIXED, "add_special_tokens": (None, special_tokens)}
     for name, value in (body.model_extra or {}).items():
         if name in fixed and value not in fixed[name]:
