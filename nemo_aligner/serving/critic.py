@@ -17,7 +17,7 @@ from nemo_aligner.contract.contract import TextEncoder, one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import Holds, Residence, ResidentPart
-from nemo_aligner.serving.engine.batcher import Batcher, Turns
+from nemo_aligner.serving.engine.batcher import Batcher, ReadWriteLock
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.metrics import Meter
@@ -27,7 +27,7 @@ from nemo_aligner.serving.reward import RewardService, answer_request, contract_
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.training.critic import CriticRun, ValueStep
 
-# The critic as a service: values are answered side by side, training and saving take turns.
+# The critic as a service: values are answered side by side, training and saving are exclusive.
 
 # What all ranks are asked for.
 VALUES, TRAIN, SAVE = "give values", "train", "save"
@@ -54,7 +54,7 @@ class CriticService:
         self._ranks = ranks
         self._shown = shown
         self._has_rewards = has_rewards
-        self._turns = Turns()
+        self._lock = ReadWriteLock()
         self._saved_step = run.learner.step  # it is new, or goes on from what was saved
         self._meter = Meter()
         self._contract = run.contract
@@ -62,7 +62,7 @@ class CriticService:
         self._batcher = Batcher(values, run.learner.tokens_per_call, self._meter, wire.join_rows)
         self._intake = RewardService(
             TextEncoder(run.contract, run.tokenizer),
-            _InTurn(self._batcher, self._turns),
+            _Shared(self._batcher, self._lock),
             config.server,
             self._meter,
         )
@@ -82,7 +82,7 @@ class CriticService:
         return [*endpoints, contract_endpoint(self._contract, self._meter.statistics)]
 
     @property
-    def greeting(self) -> Sequence[str]:
+    def startup_log(self) -> Sequence[str]:
         step, folder = self._run.learner.step, self._run.checkpoints.folder
         return [f"Critic at step {step}; critic_save writes to {folder}", *self._shown]
 
@@ -99,7 +99,7 @@ class CriticService:
 
     async def _infer(self, inputs: Tensors) -> Tensors | Failure:
         refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
-        if refuses and self._turns.is_reserved:
+        if refuses and self._lock.is_exclusive:
             self._meter.refused()
             return Failure("the critic is at training; retry after 1 s", FailureKind.busy)
         reply = await answer_request(self._intake, inputs)
@@ -120,7 +120,7 @@ class CriticService:
             self._config.model.global_batch_size,
         )
         submit = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
-        steps = await answer_of(self._turns.take(submit, alone=True))
+        steps = await answer_of(self._lock.submit(submit, exclusive=True))
         for step in steps:
             print(_shown(step), flush=True)
         total = sum(step.loss * step.num_tokens for step in steps)
@@ -132,21 +132,21 @@ class CriticService:
 
     async def _save_now(self) -> Tensors:
         submit = partial(self._ranks.submit, SAVE)
-        path = await answer_of(self._turns.take(submit, alone=True))
+        path = await answer_of(self._lock.submit(submit, exclusive=True))
         self._saved_step = self._run.learner.step
         print(f"saved {path} and the state that a restart goes on from", flush=True)
         return {"status": np.zeros(1, dtype=np.int64)}
 
 
-class _InTurn:
-    """A batcher whose requests take turns with what must be alone with the model."""
+class _Shared:
+    """A batcher whose requests share the model, and wait for exclusive work."""
 
-    def __init__(self, batcher: Batcher, turns: Turns) -> None:
+    def __init__(self, batcher: Batcher, lock: ReadWriteLock) -> None:
         self._batcher = batcher
-        self._turns = turns
+        self._lock = lock
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        return self._turns.take(partial(self._batcher.submit, token_lists), alone=False)
+        return self._lock.submit(partial(self._batcher.submit, token_lists), exclusive=False)
 
 
 async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure:
@@ -211,7 +211,7 @@ class CriticServable:
             _MEMORY: self._show_memory,
         }
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """The critic keeps nothing; the reward model's cache is forgotten by who offers it."""
 
     def start(self, ranks: ModelRanks) -> CriticService:

@@ -42,7 +42,7 @@ from nemo_aligner.serving.protocols import (
 )
 from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, ScoredRequest, Served
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
-from nemo_aligner.serving.reward import RelayService, TurnCompletion
+from nemo_aligner.serving.reward import TurnCompletion, UpstreamService
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.triton import ready_file
 from nemo_aligner.utils.errors import ServingError, one_line
@@ -75,8 +75,8 @@ def build_app(
 ) -> ASGIApp:
     """Build the application; with a ``token``, every path but health and readiness needs it.
 
-    ``at_end`` is called in its event loop once all is answered. ``turn_end`` gets what the backends'
-    chat template writes after a reply; with None nothing is completed.
+    ``at_end`` is called in its event loop once all is answered. ``turn_end`` asks the backends what
+    their chat template writes after a reply; with None nothing is completed.
     """
 
     @asynccontextmanager
@@ -91,7 +91,7 @@ def build_app(
         version=nemo_aligner.__version__,
         description="Rewards of a reward model, by several protocols.",
     )
-    relay = RelayService(client, config.max_queue_rows, config.drift_rows)
+    relay = UpstreamService(client, config.max_queue_rows, config.drift_rows)
     metrics = GatewayMetrics()
     completion = None if turn_end is None else TurnCompletion(turn_end)
     for route in routes:
@@ -118,7 +118,7 @@ class _Endpoint:
     def __init__(
         self,
         route: Route[Any],
-        relay: RelayService,
+        relay: UpstreamService,
         config: GatewayConfig,
         metrics: GatewayMetrics,
         completion: TurnCompletion | None,
@@ -274,7 +274,7 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) ->
 
 
 def _add_own_routes(
-    app: FastAPI, relay: RelayService, client: RewardClient, metrics: GatewayMetrics
+    app: FastAPI, relay: UpstreamService, client: RewardClient, metrics: GatewayMetrics
 ) -> None:
     async def health() -> Response:
         return respond(HttpAnswer(200, {"status": "ok"}))
@@ -480,7 +480,7 @@ class GatewayMetrics:
         if rows:
             self._rows.labels(path, "completed").inc(rows)
 
-    def render(self, relay: RelayService, statistics: Statistics) -> tuple[bytes, str]:
+    def render(self, relay: UpstreamService, statistics: Statistics) -> tuple[bytes, str]:
         """The text for Prometheus, with what the backends have just said; and its content type."""
         now = CollectorRegistry()
         now.register(_Snapshot([*_of_service(relay), *_of_backends(statistics)]))
@@ -497,9 +497,9 @@ class _Snapshot:
         yield from self._families
 
 
-def _of_service(relay: RelayService) -> Iterator[Metric]:
+def _of_service(relay: UpstreamService) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        f"{_GATEWAY}_rows_in_flight", "texts not answered yet", value=relay.rows_inside
+        f"{_GATEWAY}_rows_in_flight", "texts not answered yet", value=relay.rows_in_flight
     )
     contract = relay.contract
     gauges = {

@@ -21,7 +21,7 @@ from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.client.calls import OnError
-from nemo_aligner.serving.engine.batcher import Admission, Batcher, BusyError
+from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, BusyError
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
@@ -58,7 +58,7 @@ class RequestEncoder(Protocol):
 class ServableScorer(RequestEncoder, Protocol):
     """Scorer, as a server needs it.
 
-    ``score_token_lists`` and ``forget`` are collective over the ranks, the others are not.
+    ``score_token_lists`` and ``reset_cache`` are collective over the ranks, the others are not.
     """
 
     @property
@@ -82,7 +82,7 @@ class ServableScorer(RequestEncoder, Protocol):
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Empty the prefix cache."""
 
 
@@ -124,7 +124,7 @@ class RewardService:
         self._read_outputs = read_outputs
         self._batcher = batcher
         self._max_bytes = config.max_request_bytes
-        self._admission = Admission(config.max_queue_rows, "server.max_queue_rows")
+        self._limit = BackpressureLimit(config.max_queue_rows, "server.max_queue_rows")
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
         self._shaper = shaper
@@ -138,9 +138,9 @@ class RewardService:
         return shaped if self._read_outputs is None else (*shaped, "spread", "outputs")
 
     @property
-    def rows_inside(self) -> int:
+    def rows_in_flight(self) -> int:
         """Rows of requests that are not answered yet."""
-        return self._admission.inside
+        return self._limit.rows_in_flight
 
     async def answer(
         self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
@@ -149,7 +149,7 @@ class RewardService:
         begun = time.monotonic()
         try:
             check_size(num_bytes, self._max_bytes)
-            with self._admission.of(rows):
+            with self._limit.admit(rows):
                 # A short request is sooner tokenized than handed to another thread.
                 is_short = num_bytes <= _SHORT
                 encoded = self._encode(read()) if is_short else await self._in_encoder(read)
@@ -258,8 +258,8 @@ class RewardModelServable:
     def operations(self) -> Mapping[str, Operation]:
         return {_SCORE: self._score}
 
-    def forget(self) -> None:
-        self._scorer.forget()
+    def reset_cache(self) -> None:
+        self._scorer.reset_cache()
 
     def start(self, ranks: ModelRanks) -> RewardModel:
         if self._shaper is not None:
@@ -315,7 +315,7 @@ class RewardModel:
         return [rewards, contract_endpoint(contract, self.statistics, self._turn_end)]
 
     @property
-    def greeting(self) -> Sequence[str]:
+    def startup_log(self) -> Sequence[str]:
         contract = self._service.contract
         lines = [f"Scoring contract {contract.hash}"]
         if contract.shaping is not None:
@@ -348,7 +348,7 @@ class RewardModel:
         return line
 
     def close(self) -> None:
-        left = self._service.rows_inside
+        left = self._service.rows_in_flight
         if left:
             print(f"{left} rows were not answered within server.exit_timeout_secs", flush=True)
         self._service.close()
@@ -417,7 +417,7 @@ class AsyncRewardClient(Protocol):
     async def contract_async(self) -> ScoringContract: ...
 
 
-class RelayService:
+class UpstreamService:
     """Forwards requests to the backends of a client; for one event loop."""
 
     def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
@@ -425,12 +425,12 @@ class RelayService:
         self.recent = RecentRewards(drift_rows)
         self._has_none = False
         self._client = client
-        self._admission = Admission(max_queue_rows, "gateway.max_queue_rows")
+        self._limit = BackpressureLimit(max_queue_rows, "gateway.max_queue_rows")
 
     @property
-    def rows_inside(self) -> int:
+    def rows_in_flight(self) -> int:
         """Rows of requests that are not answered yet."""
-        return self._admission.inside
+        return self._limit.rows_in_flight
 
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
@@ -441,7 +441,7 @@ class RelayService:
         rewards of a probe are nobody's, and not among the recent ones.
         """
         try:
-            with self._admission.of(len(request.texts or request.token_lists or ())):
+            with self._limit.admit(len(request.texts or request.token_lists or ())):
                 scored = await self._score(request, "nan" if sets_rows_aside else "raise")
                 await self._know_contract(scored.contract_hash)
         except BusyError as error:

@@ -47,7 +47,7 @@ class Service(Protocol):
     def endpoints(self) -> Sequence[Endpoint]: ...
 
     @property
-    def greeting(self) -> Sequence[str]:
+    def startup_log(self) -> Sequence[str]:
         """Lines for the log once the server answers."""
 
     def report(self) -> str | None:
@@ -70,7 +70,7 @@ class Servable(Protocol):
     def operations(self) -> Mapping[str, Operation]:
         """Computations for all ranks, by names that no other servable has."""
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Drop all caches: an operation has failed on some rank."""
 
     def start(self, ranks: ModelRanks) -> Service:

@@ -95,7 +95,7 @@ def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
     """
     ranks = ModelRanks(
         {name: call for each in servables for name, call in each.operations.items()},
-        lambda: _forget(servables),
+        lambda: _reset_caches(servables),
         config.heartbeat_secs,
         config.worker_timeout_secs,
     )
@@ -103,27 +103,27 @@ def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
         # The launcher signals every rank; rank 0 decides, after it has drained.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        ranks.follow()
+        ranks.run_worker()
         ranks.stop()
         return 0
     try:
-        return _lead(servables, ranks, config)
+        return _run_leader(servables, ranks, config)
     except AlignerError:
         if ranks.failure is None:  # the others have nothing to say to it
             ranks.stop()
         raise
 
 
-def _forget(servables: Sequence[Servable]) -> None:
+def _reset_caches(servables: Sequence[Servable]) -> None:
     for each in servables:
-        each.forget()
+        each.reset_cache()
 
 
-def _lead(servables: Sequence[Servable], ranks: ModelRanks, config: ServerConfig) -> int:
+def _run_leader(servables: Sequence[Servable], ranks: ModelRanks, config: ServerConfig) -> int:
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
-    ranks.lead(lambda: _answer(servables, ranks, config, lambda: bool(stopping)))
+    ranks.run_leader(lambda: _answer(servables, ranks, config, lambda: bool(stopping)))
     ranks.stop()
     print("Stopped", flush=True)
     return 0
@@ -152,7 +152,7 @@ def _answer(
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
         say_who_may_ask(config.host, token, "server.token")
-        for line in (line for each in services for line in each.greeting):
+        for line in (line for each in services for line in each.startup_log):
             print(line, flush=True)
         watch.until(shall_stop)
         print("Draining: in-flight requests are answered, new ones are refused", flush=True)

@@ -29,7 +29,7 @@ class _Known:
     whose: str = ""
 
 
-class Agreement:
+class ContractCheck:
     """Compares what each server scores by; also knows how many columns its rewards have."""
 
     def __init__(self, expect: ScoringContract | str | None) -> None:

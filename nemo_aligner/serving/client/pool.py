@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.contract_check import Agreement, OtherContractError
+from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
 from nemo_aligner.serving.client.server import (
     NoKServeError,
     RemoteServer,
@@ -65,18 +65,19 @@ class ServerPool:
         self,
         urls: Sequence[str],
         model_name: str,
-        agreement: Agreement,
+        contract_check: ContractCheck,
         wait_s: float,
         retry_s: float,
         max_connections: int,
         token: str | None = None,
     ) -> None:
         self._session = new_session(token)
-        reads_contract = agreement.is_bound or len(urls) > 1
+        reads_contract = contract_check.is_bound or len(urls) > 1
         self._servers = [
-            RemoteServer(self._session, url, model_name, agreement, reads_contract) for url in urls
+            RemoteServer(self._session, url, model_name, contract_check, reads_contract)
+            for url in urls
         ]
-        self._agreement = agreement
+        self._contract_check = contract_check
         self._wait_s, self._retry_s = wait_s, retry_s
         self._gate = asyncio.Semaphore(max_connections * len(urls))
         self._has_met = False
@@ -105,8 +106,8 @@ class ServerPool:
 
         def read(outputs: Tensors, server: str) -> ScoreReply:
             reply = _decoded(outputs, rows, server)
-            self._agreement.check_reward(server, reply.contract_hash)
-            self._agreement.columns = reply.rewards.shape[1]
+            self._contract_check.check_reward(server, reply.contract_hash)
+            self._contract_check.columns = reply.rewards.shape[1]
             return reply
 
         return await self.ask_for(inputs, rows, read)
@@ -137,8 +138,8 @@ class ServerPool:
 
         async def ask(server: RemoteServer) -> ScoringContract:
             contract = await server.contract()
-            if self._agreement.is_bound:
-                self._agreement.check_published(server.name, contract)
+            if self._contract_check.is_bound:
+                self._contract_check.check_published(server.name, contract)
             return contract
 
         return await self._ask(ask, 1)
@@ -153,9 +154,9 @@ class ServerPool:
 
     async def probe(self) -> dict[str, str | None]:
         """State of each server by its URL: why it gives no rewards now, None if it does."""
-        if not self._agreement.is_bound:  # what they say now counts
+        if not self._contract_check.is_bound:  # what they say now counts
             for server in self._servers:
-                self._agreement.withdraw(server.name)
+                self._contract_check.withdraw(server.name)
         found = await asyncio.gather(*(server.probe() for server in self._servers))
         clash = self._clash()
         all_wrong = None if clash is None else str(clash)
@@ -255,7 +256,7 @@ class ServerPool:
 
     def _clash(self) -> ServingError | None:
         """That servers disagree, and no reward says which of them is right."""
-        if self._agreement.is_bound:
+        if self._contract_check.is_bound:
             return None
         faults = [server.fault for server in self._servers]
         return next((fault for fault in faults if isinstance(fault, OtherContractError)), None)

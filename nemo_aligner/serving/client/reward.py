@@ -24,7 +24,7 @@ from nemo_aligner.serving.client.calls import (
     split_tokens,
     token_rows,
 )
-from nemo_aligner.serving.client.contract_check import Agreement
+from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.protocols import kserve
 
@@ -76,10 +76,10 @@ class RewardClient(ServerClient[ServerPool]):
         """
         check_token(token)
         urls = checked_urls([url] if isinstance(url, str) else url)
-        self._agreement = Agreement(expect)
+        self._contract_check = ContractCheck(expect)
         connect = partial(
             ServerPool,
-            *(urls, model_name, self._agreement, wait_s, retry_s, max_connections, token),
+            *(urls, model_name, self._contract_check, wait_s, retry_s, max_connections, token),
         )
         name = f"{', '.join(urls)}, {model_name}"
         super().__init__(name, timeout_s, connect, in_callers_loop)
@@ -183,7 +183,9 @@ class RewardClient(ServerClient[ServerPool]):
         self, pool: ServerPool, total: int, split: Split, on_error: OnError
     ) -> ScoredRows:
         check_on_error(on_error)
-        return await RowCollector(pool, on_error).collect(total, split, self._agreement.columns)
+        return await RowCollector(pool, on_error).collect(
+            total, split, self._contract_check.columns
+        )
 
 
 def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:

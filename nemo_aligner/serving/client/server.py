@@ -21,7 +21,7 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.contract_check import Agreement, OtherContractError
+from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import CheckpointError, ServingError, short, shown
 
@@ -114,7 +114,7 @@ class RemoteServer:
         session: aiohttp.ClientSession,
         url: str,
         model_name: str,
-        agreement: Agreement,
+        contract_check: ContractCheck,
         reads_contract: bool,
     ) -> None:
         self.name = f"{url}, {model_name}"
@@ -129,7 +129,7 @@ class RemoteServer:
         self.again_at = 0.0
         self._has_said_when = False
         self._failures = 0
-        self._session, self._agreement = session, agreement
+        self._session, self._contract_check = session, contract_check
         self._model_name, self._reads_contract = model_name, reads_contract
 
     def is_ready(self, now: float) -> bool:
@@ -159,7 +159,7 @@ class RemoteServer:
     def forget(self) -> None:
         """As if it had never been met."""
         self.limit, self.fault, self.again_at = None, None, 0.0
-        self._agreement.withdraw(self.name)
+        self._contract_check.withdraw(self.name)
 
     async def infer(self, inputs: Tensors) -> Tensors:
         """Its answer.
@@ -290,7 +290,7 @@ class RemoteServer:
 
     async def _check_contract(self, timeout_s: float) -> None:
         """Raise OtherContractError; a lone server shows its contract by its first reward."""
-        if not self._reads_contract and not self._agreement.is_bound:
+        if not self._reads_contract and not self._contract_check.is_bound:
             return
         try:
             published = await self._published(timeout_s)
@@ -298,7 +298,7 @@ class RemoteServer:
             if self._reads_contract:
                 raise
             return  # what cannot be read may be newer; its rewards have their contract's hash
-        self._agreement.check_published(self.name, published)
+        self._contract_check.check_published(self.name, published)
 
     async def _published(self, timeout_s: float) -> ScoringContract | None:
         try:
@@ -306,7 +306,7 @@ class RemoteServer:
         except RefusedError as error:  # a server of NeMo-Aligner has none
             if error.status == _UNAUTHORIZED:
                 raise
-            if self._agreement.wants_contract:  # it may still be loaded
+            if self._contract_check.wants_contract:  # it may still be loaded
                 text = f"got the scoring contract (none), wanted one: {error.text}"
                 raise UnavailableError(text) from error
             return None
@@ -329,7 +329,7 @@ class RemoteServer:
         self.trouble, self.fault = str(error), None
         if error.is_lost:
             self.limit = None
-            self._agreement.withdraw(self.name)
+            self._contract_check.withdraw(self.name)
 
     async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
         body, headers = encode_body(inputs)

@@ -57,7 +57,7 @@ class RewardScorer:
 
     With a prefix cache the keys and values of ``prefix_cache_tokens`` tokens are kept on each data
     parallel replica, the last ones used, and a text that begins as one before it is computed from
-    there on. After a call that failed on any rank, every rank has to ``forget``.
+    there on. After a call that failed on any rank, every rank has to ``reset_cache``.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class RewardScorer:
         """Text that the contract's chat template writes after a reply."""
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Empty the prefix cache: keys and values of a failed call may be missing."""
-        self._cache.forget()
+        self._cache.reset_cache()
 
     def score(self, texts: Sequence[Text]) -> np.ndarray:
         """Rewards of raw texts and conversations.
@@ -185,7 +185,7 @@ class RewardScorer:
         try:
             return self._score([np.array(tokens, dtype=np.int64) for tokens in token_lists])
         except BaseException:
-            self.forget()
+            self.reset_cache()
             raise
 
     def _score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
@@ -367,10 +367,10 @@ class RewardEnsemble:
             np.concatenate(spreads, axis=1) if spreads else None,
         )
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Empty the prefix cache: keys and values of a failed call may be missing."""
         for member in self._members:
-            member.forget()
+            member.reset_cache()
 
 
 def check_alike(contracts: Sequence[ScoringContract]) -> None:

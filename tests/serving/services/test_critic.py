@@ -1,4 +1,4 @@
-"""The critic's requests take turns, and each has its own answer, without a server or a model."""
+"""The critic's requests share a lock, and each has its own answer, without a server or a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
-from nemo_aligner.serving.engine.batcher import Turns
+from nemo_aligner.serving.engine.batcher import ReadWriteLock
 from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.run import _check_reads_alike, run_critic_server
@@ -181,14 +181,15 @@ def test_critic_says_why_a_training_fails_and_begins_the_next_one() -> None:
 
 
 def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
-    turns, first, last = Turns(), Future[str](), Future[str]()
+    lock, first, last = ReadWriteLock(), Future[str](), Future[str]()
 
     def refuse() -> Future[str]:
         raise ValueError("closed")
 
-    failing = turns.take(lambda: first, alone=True)
-    refused, next_one = turns.take(refuse, alone=True), turns.take(lambda: last, alone=False)
-    assert turns.is_reserved
+    failing = lock.submit(lambda: first, exclusive=True)
+    refused = lock.submit(refuse, exclusive=True)
+    next_one = lock.submit(lambda: last, exclusive=False)
+    assert lock.is_exclusive
     first.set_exception(KeyError("a"))
     with pytest.raises(KeyError):
         failing.result(0)
@@ -196,7 +197,7 @@ def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
         refused.result(0)
     last.set_result("B")
     assert next_one.result(0) == "B"
-    assert not turns.is_reserved
+    assert not lock.is_exclusive
 
 
 def test_critic_offers_its_contract_first_and_says_at_its_end_what_was_never_saved(

@@ -13,7 +13,7 @@ import pytest
 from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.metrics import AttributeDrift, RecentRewards
 from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
-from nemo_aligner.serving.reward import RelayService
+from nemo_aligner.serving.reward import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient
@@ -21,11 +21,11 @@ from tests.serving.gateway_calls import FakeClient
 TWO = ScoreRequest(texts=["ab", "c"])
 
 
-def service(client: FakeClient, most_rows: int = 100) -> RelayService:
-    return RelayService(client, most_rows, drift_rows=100)
+def service(client: FakeClient, most_rows: int = 100) -> UpstreamService:
+    return UpstreamService(client, most_rows, drift_rows=100)
 
 
-def ask(relay: RelayService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
+def ask(relay: UpstreamService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
     return asyncio.run(relay.answer(request, sets_rows_aside))
 
 
@@ -86,7 +86,7 @@ def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
         relay = service(client, most_rows=3)
         first = asyncio.ensure_future(relay.answer(TWO, False))
         await asyncio.sleep(0)
-        inside = relay.rows_inside
+        inside = relay.rows_in_flight
         second = await relay.answer(TWO, False)
         client.gate.set()
         return await first, second, inside
