@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nemo_aligner.evaluation.sources import RewardSource
     from nemo_aligner.serving.client import ScoredRows
 
-# What an evaluation may set; the rest is of the model, which is loaded already.
+# Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = ("data", "task", "robustness_pairs", "output", "output_rewards", "report")
 _SHARD_BYTES = 5 * 10**9
 
@@ -177,8 +177,8 @@ class RewardModel:
         for key in settings:
             if key.partition(".")[0] not in _OF_EVALUATION:
                 raise ConfigError(
-                    f"{key}: it is none of {', '.join(_OF_EVALUATION)}, which an evaluation has; "
-                    "what is about the model goes to from_pretrained"
+                    f"{key}: it is none of {', '.join(_OF_EVALUATION)}, the settings of an "
+                    "evaluation; those of the model go to from_pretrained"
                 )
         if isinstance(records, str | PathLike):
             return self._evaluate(records, settings)

@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT_NAME = "nemo_aligner_reward_model"
 PROCESSOR_NAME = "nemo_aligner_messages"
-# Of a sample's extra_env_info: its conversation before the reply, without any template.
+# Key of a sample's extra_env_info: its conversation before the reply, without any template.
 MESSAGES_KEY = "messages"
-# Beside them: the tools that the conversation has.
+# Key beside it: the tools of the conversation.
 TOOLS_KEY = "tools"
-# Of a turn of a log; what else it has is for NeMo RL.
+# Keys of a turn that are scored; the others are NeMo RL's.
 _TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 
 _ACTOR = f"{__name__}.RewardModelActor"

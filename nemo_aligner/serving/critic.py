@@ -1,6 +1,4 @@
-"""The critic as a service: values in parallel, training and saving exclusive, and its operations
-on all ranks.
-"""
+"""The critic as a service: values side by side, training and saving exclusively, on all ranks."""
 
 from __future__ import annotations
 
@@ -27,17 +25,15 @@ from nemo_aligner.serving.reward import RewardService, answer_request, contract_
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.training.critic import CriticRun, ValueStep
 
-# The critic as a service: values are answered side by side, training and saving are exclusive.
-
-# What all ranks are asked for.
+# Operations of all ranks.
 VALUES, TRAIN, SAVE = "give values", "train", "save"
 
 
 class CriticService:
     """The endpoints ``critic_infer``, ``critic_train`` and ``critic_save``.
 
-    A request for values, all of it, is answered by one state of the critic: what comes while it
-    trains or saves waits until it has, or is refused (``trainer.ppo.infer_while_training``).
+    All values of a request come from one state of the critic. A request that arrives while it
+    trains or saves waits, or is refused (``trainer.ppo.infer_while_training``).
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class CriticService:
         refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
         if refuses and self._lock.is_exclusive:
             self._meter.refused()
-            return Failure("the critic is at training; retry after 1 s", FailureKind.busy)
+            return Failure("the critic is training; retry after 1 s", FailureKind.busy)
         reply = await answer_request(self._intake, inputs)
         if isinstance(reply, Failure):
             return reply
@@ -175,10 +171,9 @@ def _shown(step: ValueStep) -> str:
     )
 
 
-# The critic on every rank, and the reward model beside it: what they compute, and where they lie.
-#
-# Of two models that share the ranks only the one at work has its weights on the GPU; the optimizer
-# goes with the critic. They lie in host memory meanwhile (``models/offload.py``).
+# The critic on every rank, beside the reward model if there is one. Only the model at work has its
+# weights on the GPU, with the optimizer if it is the critic; the rest is in host memory meanwhile
+# (``models/offload.py``).
 
 _MEMORY = "show memory"
 _REWARD, _CRITIC, _OPTIMIZER = "reward model", "critic", "optimizer and gradients"
@@ -212,7 +207,7 @@ class CriticServable:
         }
 
     def reset_cache(self) -> None:
-        """The critic keeps nothing; the reward model's cache is forgotten by who offers it."""
+        """Nothing: the critic has no cache, and the reward model's servable resets its own."""
 
     def start(self, ranks: ModelRanks) -> CriticService:
         shown = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
@@ -222,7 +217,7 @@ class CriticServable:
         return CriticService(self._run, self._config, ranks, shown, has_rewards=has_rewards)
 
     def make_room_for_rewards(self) -> None:
-        """Every rank calls it before it scores."""
+        """Bring the reward model to the device; every rank calls it before scoring."""
         self._residence.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
 
     def _make_room_for_values(self) -> None:
@@ -273,7 +268,7 @@ class CriticServable:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """Move the models between device and host for each kind of work."""
+        """Lines with the memory for each kind of work, for which the models move as it needs."""
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
         phases += [

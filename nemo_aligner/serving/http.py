@@ -334,7 +334,7 @@ def _openapi(app: FastAPI, routes: Sequence[Route[Any]]) -> dict[str, Any]:
     return app.openapi_schema
 
 
-# uvicorn around the gateway's application: its socket, TLS, and every end.
+# uvicorn: socket, TLS and shutdown.
 
 _WAITING_CONNECTIONS = 2048
 
@@ -417,11 +417,11 @@ def _ends_quietly() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# What the gateway shows to Prometheus: its own counts, and those of its backends.
+# Prometheus metrics of the gateway and its backends.
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _GATEWAY, _SERVER = "nemo_aligner_gateway", "nemo_aligner_server"
-# What a backend counts (see RewardService.statistics), and what that is.
+# Counters that a backend publishes (``RewardModel.statistics``), with their help texts.
 _COUNTED = {
     "requests": "requests answered with rewards",
     "refused_requests": "requests answered with an error",

@@ -10,8 +10,6 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 
-# What a server counts: a line every few seconds for a person who watches, and totals.
-
 
 @dataclass
 class _Counts:
@@ -102,7 +100,7 @@ class Meter:
         return " | ".join(parts)
 
 
-# How far the rewards of late are from those that the scoring contract was measured on.
+# Drift of recent rewards from those that the scoring contract was measured on.
 
 
 @dataclass(frozen=True)

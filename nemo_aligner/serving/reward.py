@@ -30,9 +30,7 @@ from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, Sco
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
-# Scoring as a service: check a request, queue its rows for the model, answer it.
-
-# Beside the model: one would let a long text hold up all others.
+# Threads that encode texts beside the model: with one, a long text would hold up all others.
 _ENCODERS = 2
 _SHORT = 2000  # bytes
 
@@ -105,9 +103,9 @@ class _Encoded:
 
 
 class RewardService:
-    """Answers requests, as many at once as come; for one event loop.
+    """Answers any number of requests at once; for one event loop.
 
-    Texts are tokenized in threads of their own while the model is at work.
+    Texts are tokenized in other threads while the model computes.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class RewardService:
         shaper: RewardShaper | None = None,
         read_outputs: ReadOutputs | None = None,
     ) -> None:
-        """With ``read_outputs`` the rows of ``batcher`` are outputs that become rewards by it."""
+        """With ``read_outputs``, which turns outputs into rewards, ``batcher`` returns outputs."""
         self._scorer = scorer
         self._read_outputs = read_outputs
         self._batcher = batcher
@@ -232,7 +230,7 @@ def _naming(row: int) -> Iterator[None]:
         raise ServingError(f"row {row}: {error}") from error
 
 
-# The reward model and its scoring contract, as a server offers them.
+# The endpoints of a server: the reward model and its scoring contract.
 
 _SCORE = "score"
 
@@ -394,12 +392,12 @@ def contract_endpoint(
     )
 
 
-# Scoring by other servers: let a request in, have a backend score it, say why it did not.
+# The gateway's service: requests are scored by upstream servers.
 
 logger = logging.getLogger(__name__)
 
 _KINDS = {413: FailureKind.too_large, 422: FailureKind.bad_request, 400: FailureKind.bad_request}
-# There is no telling when a backend comes back; who asks in a second learns soon.
+# When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
 
 
@@ -504,7 +502,7 @@ def _with_refused(
     return replace(reply, **arrays), dict(sorted(every.items()))
 
 
-# Texts as a policy leaves them, completed to what the reward model's chat template writes.
+# Raw texts that end at an end of turn, completed by what the reward model's template writes there.
 
 
 class TurnCompletion:

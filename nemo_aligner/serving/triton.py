@@ -39,8 +39,6 @@ from nemo_aligner.serving.triton_internals import (
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-# A Triton server on rank 0, the loop of followers on the others: from the start to every end.
-
 _WATCH_SECS = 0.2
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
@@ -255,10 +253,10 @@ def _die(failure: str) -> NoReturn:
     os._exit(1)
 
 
-# Endpoints as Triton's models, in KServe's tensors.
+# Endpoints as models of Triton.
 
 _TOKEN_HEADER = "authorization"
-# Of Triton's codes these become HTTP 400, 503 and 500; it has none for 401 and 413.
+# Triton maps these codes to HTTP 400, 503 and 500; it has none for 401 and 413.
 _TRITON_CODES = {
     FailureKind.bad_request: "INVALID_ARG",
     FailureKind.unauthorized: "INVALID_ARG",
@@ -274,8 +272,8 @@ def build_triton(
 ) -> Any:
     """PyTriton's server with a model bound for each endpoint, not yet running.
 
-    With a ``token`` each of them asks for it. What else Triton does over HTTP, as to load a model
-    or to read shared memory, PyTriton's own token keeps for itself.
+    With a ``token`` each of them requires it. Triton's other functions over HTTP, such as loading
+    models or reading shared memory, are protected by PyTriton's own token.
 
     Raises:
         ServingError: another version of PyTriton than is known here.
@@ -346,9 +344,9 @@ def _to_outputs(answer: Tensors | Failure) -> Tensors:
     return {"error": np.array([f"{code} {answer.message}".encode()], dtype=np.object_)}
 
 
-# What a server has on its machine: Triton's processes, its log, and its port.
+# Triton's processes, log and port on this machine.
 
-# As the kernel names them, in 15 letters.
+# Names as the kernel has them, in 15 letters.
 _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
@@ -361,7 +359,7 @@ read -r word
 [ -n "$word" ] || { kill -KILL "-$0" 2>/dev/null; sleep 1; }
 rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
 """
-# Of Triton's log, beside an error.
+# Of Triton's log, shown with an error.
 _SHOWN_LINES, _KEPT_CHARACTERS = 20, 8000
 _ANY_PORT = range(20_000, 32_000)
 
@@ -392,8 +390,8 @@ def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 class Guard:
     """Ends Triton, whose processes are those of session ``server``, when this process ends.
 
-    However that ends: Triton stands in a session of its own, keeps those waiting whom nobody will
-    answer, and leaves its files behind.
+    However that ends: Triton runs in a session of its own, and would keep clients waiting and leave
+    its files behind.
     """
 
     def __init__(self, server: int, workspace: Path) -> None:
@@ -494,7 +492,7 @@ def _why_taken(host: str, port: int) -> OSError | None:
     return None
 
 
-# The file that says that a server answers, and where.
+# The ready file.
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_aligner.utils.errors import ServingError
 
-# What triton_proxy.py builds on, in PyTriton's own model.py.
+# Parts of PyTriton's own model.py that triton_proxy.py builds on.
 _KNOWN = (b"\ndef _wrap_response(", b"\nclass BatchResponsesHandler", b"def push(self, requests_id")
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any
 
-# Both are there where Triton runs this file, and nowhere else.
+# Both exist only where Triton runs this file.
 pb_utils: Any = import_module("triton_python_backend_utils")
 pytriton_model: Any = import_module(".pytriton_model", __package__)
 

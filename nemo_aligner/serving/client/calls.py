@@ -162,7 +162,7 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(checked))
 
 
-# A call of any size as requests that servers take.
+# Splitting: a call of any size as requests that servers accept.
 
 Encode = Callable[[Sequence[Any]], Tensors]
 
@@ -234,7 +234,7 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-# One call: its requests side by side, their rewards in the caller's order, and refused rows.
+# Collecting: rewards in the caller's order, and refused rows.
 
 logger = logging.getLogger(__name__)
 

@@ -341,7 +341,7 @@ def _decoded(outputs: Tensors, rows: int, server: str) -> ScoreReply:
     raise ServingError(f"{server}: the answer has no reward for each row")
 
 
-# The servers of a client in an event loop beside the program, which may end at any time.
+# The event loop of a client, in a thread of its own.
 
 Result = TypeVar("Result")
 

@@ -275,7 +275,7 @@ class RemoteServer:
                 self._refuse(error)
                 return
             # A model that is still being loaded.
-            self._leave_out(UnavailableError(f"it has no such model ready: {error.text}"))
+            self._leave_out(UnavailableError(f"{self._model_name} is not ready: {error.text}"))
         except BadAddressError as error:
             self._refuse(ServingError(f"{self.name}: {error}"))
         except UnavailableError as error:
@@ -422,7 +422,7 @@ def _socket(address: Any) -> socket.socket:
     return made
 
 
-# Tensors as the body of an HTTP message, by KServe v2 with its extension for binary data.
+# Tensors as HTTP bodies: KServe v2 with its extension for binary data.
 
 Tensors = dict[str, np.ndarray]
 

@@ -26,9 +26,9 @@ Execute = Callable[[list[np.ndarray]], "Future[Any]"]
 Join = Callable[[list[np.ndarray]], np.ndarray]
 """Combines the results of a request's rows into its answer."""
 
-# One runs, and the next is ready for the moment in which it ends.
+# One runs, and the next is ready to follow it.
 _MOST_CALLS = 2
-# A common prefix counts once, so more rows may fit than their lengths tell.
+# Common prefixes count once, so more rows may fit than their lengths say.
 _LOOK_AHEAD = 8
 _GATHER = 0.05
 
@@ -48,12 +48,11 @@ _Row = tuple[_Request, int]
 class Batcher:
     """A queue of texts to score, of all requests, in front of a model that scores many at once.
 
-    A call of the model takes as many of the oldest rows as have ``tokens_per_call`` tokens, what
-    several begin with counted once. A request's rows may fall into several calls, and a call has
-    rows of many requests. While one call runs, a full one is made ready; one that is not full waits
-    for more rows until the model is free, and a moment longer where many have just been answered:
-    they come back one by one, and the first would have a call of its own, and all others wait for
-    it.
+    A call of the model takes the oldest rows up to ``tokens_per_call`` tokens, common prefixes
+    counted once. A request's rows may fall into several calls, and a call may have rows of many
+    requests. While one call runs, a full one is prepared. One that is not full waits for more rows
+    until the model is free, and a moment longer if many rows have just been answered: their senders
+    come back one by one, and the first would get a call of its own while all others wait for it.
     """
 
     def __init__(

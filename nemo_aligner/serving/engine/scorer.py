@@ -295,9 +295,9 @@ def load_scorer(
     )
 
 
-# Several reward models that score the same token ids, as one scorer.
+# Ensembles.
 
-# All else decides what ids a text becomes, or what the columns are.
+# All other fields decide which ids a text becomes, or what the columns are.
 _MAY_DIFFER = ("label_means", "attribute_weights")
 
 
@@ -384,6 +384,6 @@ def check_alike(contracts: Sequence[ScoringContract]) -> None:
         parting = {name: each for name, each in differences.items() if name not in _MAY_DIFFER}
         if parting:
             raise ConfigError(
-                f"ensemble.files: model {number} scores otherwise than rm_model_file: "
+                f"ensemble.files: model {number} does not score as rm_model_file does: "
                 + describe_differences(parting)
             )

@@ -23,9 +23,9 @@ from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, Sco
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
 _SHOWN_PROBLEMS = 3
-# Of a value that is unfit; the line has room for what was wanted, too.
+# Characters of a bad value, so that the line has room for what was wanted.
 _SHOWN_VALUE = 60
-# By pydantic's types of errors; what is not here keeps its own words.
+# By pydantic's error types; others keep pydantic's words.
 _WORDS = {
     "missing": "missing, wanted a value",
     "too_short": "got {actual_length}, wanted at least {min_length}",
@@ -36,7 +36,7 @@ _WORDS = {
     "dict_type": "got {got}, wanted an object",
     "literal_error": "got {got}, wanted {expected}",
 }
-# HTTP's statuses for what may be wrong.
+# HTTP status of each cause of a failure.
 STATUSES = {
     FailureKind.bad_request: 400,
     FailureKind.unauthorized: 401,
@@ -55,8 +55,8 @@ class Body(BaseModel):
 
 T = TypeVar("T", bound=Body)
 Item = TypeVar("Item")
-# A list of a body. It is left at its first unfit element: pydantic would make an error of each of
-# millions, which takes seconds, and nothing else is answered meanwhile.
+# A list of a body. Validation stops at its first bad element: pydantic would make an error for each
+# of millions, which takes seconds in which nothing else is answered.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 
 

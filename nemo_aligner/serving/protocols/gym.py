@@ -4,7 +4,7 @@ The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``response
 what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
 API, and ``tools``), ``response.output`` what it said. Both together are scored as one conversation,
 calls of functions and their results included. Reasoning is no part of it, and a rollout with a
-refusal, or with tools that are no functions, cannot be scored.
+refusal, or with tools that are not functions, cannot be scored.
 
 A rollout without a reward gets reward 0, ``failure_kind`` (of Gym's vocabulary) and
 ``failure_reason``. It also has ``mask_sample``, as its 0 is no measurement of the policy: the
@@ -42,7 +42,7 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# Gym's failure_kinds.py; of its own kinds a server says whose they are.
+# From Gym's failure_kinds.py; a server's own kinds have its name as a prefix.
 _KINDS = {
     FailureKind.busy: "transport_unreachable",
     FailureKind.unreachable: "transport_unreachable",
@@ -253,15 +253,15 @@ ROUTES = [
 ]
 
 
-# What NeMo Gym asks a resources server beside rewards, as its ``SimpleResourcesServer`` has it.
+# The other requests of NeMo Gym to a resources server, as in its ``SimpleResourcesServer``.
 #
-# ``POST /seed_session`` and ``POST /close_session`` come before and after each rollout: nothing is
-# kept for one, so they hand back the identifier that they were given. ``POST /aggregate_metrics``
-# comes at a run's end, with all rollouts without their texts: mean, largest, smallest, median and
-# standard deviation of each number that stands in them, of all and of each task, by Gym's names.
-# Masked rollouts have no part in them, and are counted. ``GET /reverify_mode``: a rollout may be
-# scored again at any time. Where Gym observes its rollouts, all paths begin with
-# ``/ng-rollout/ROLLOUT``, which its own servers take off, too.
+# ``POST /seed_session`` and ``POST /close_session`` come before and after each rollout. No state is
+# kept for one, so they return the identifier that they were given. ``POST /aggregate_metrics``
+# comes at a run's end with all rollouts, without their texts. Its answer is the mean, maximum,
+# minimum, median and standard deviation of each number in them, overall and for each task, under
+# Gym's names; masked rollouts are only counted. ``GET /reverify_mode``: a rollout may be scored
+# again at any time. If Gym observes its rollouts, all paths begin with ``/ng-rollout/ROLLOUT``,
+# which is removed.
 
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"

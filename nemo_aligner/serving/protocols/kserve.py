@@ -27,7 +27,7 @@ uncertainty of the rewards, and ``outputs`` FP32 [B, M * A * K].
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
 JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
 start, a JSON object of numbers (see ``Meter.statistics``); and with ``turn_end`` BYTES [1]: what
-the chat template writes behind a reply (see ``TurnEnd``), as JSON, or null. It needs no input;
+the chat template writes after a reply (see ``TurnEnd``), as JSON, or null. It needs no input;
 ``dummy_var`` INT64 [1] is for clients that must send one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
@@ -55,7 +55,7 @@ from nemo_aligner.utils.errors import DataError, ServingError, shown
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
-# Triton has no 401: it is a 400 with these words.
+# Triton has no 401: the client knows a 400 with these words as one.
 NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 
 INPUTS = (
@@ -70,7 +70,7 @@ OUTPUTS = (
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
 )
-# Where rewards are shaped, or a head has several outputs for an attribute.
+# Only if rewards are shaped, or a head has several outputs for an attribute.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),

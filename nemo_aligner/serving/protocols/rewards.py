@@ -29,9 +29,9 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import DataError, ServingError
 
-# What only servers answer that shape their rewards.
+# Only from servers that shape their rewards.
 _SHAPED = ("raw_rewards", "deviation")
-# What only models have with several outputs for each attribute.
+# Only from models with several outputs for each attribute.
 _READ = ("spread", "outputs")
 
 

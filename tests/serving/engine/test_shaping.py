@@ -161,7 +161,9 @@ def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
         dataclasses.replace(ONE, seq_length=32),
         TWO,
     ):
-        with pytest.raises(ConfigError, match=r"ensemble.files: model 1 scores otherwise"):
+        with pytest.raises(
+            ConfigError, match=r"ensemble.files: model 1 does not score as rm_model_file"
+        ):
             check_alike([ONE, other])
 
 

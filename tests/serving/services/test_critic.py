@@ -132,7 +132,7 @@ def test_critic_refuses_what_comes_while_it_trains_where_that_is_set() -> None:
     train = asked.ask("critic_train", ROLLOUT)
     assert asked.ranks.wait_for(1) == [TRAIN]
     refused = asked.infer(1).result(WAIT_S)
-    assert refused == Failure("the critic is at training; retry after 1 s", FailureKind.busy)
+    assert refused == Failure("the critic is training; retry after 1 s", FailureKind.busy)
     asked.ranks.finish(0, STEPS)
     train.result(WAIT_S)
     answered = asked.infer(1)
