@@ -14,6 +14,8 @@ T = TypeVar("T")
 # Under this key a field's metadata has what it is for.
 ABOUT = "about"
 MAX_SEED = 2**32 - 1
+BLOCK_TOKENS = 16
+"""Tokens of a block of the prefix cache: keys and values are kept and found by whole blocks."""
 
 
 class RecordKind(Enum):
@@ -103,6 +105,12 @@ class Checks:
         """Require that each of these is 0 or more."""
         for name in names:
             self.require(getattr(self._section, name) >= 0, name, "0 or more")
+
+    def prefix_cache(self, name: str) -> None:
+        """It is a size in tokens that holds a block, or none."""
+        tokens = getattr(self._section, name)
+        wanted = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
+        self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, wanted)
 
     def finite(self, *names: str) -> None:
         """Require that each of these is below infinity; other checks refuse NaN and low values."""
