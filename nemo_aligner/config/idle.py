@@ -125,7 +125,7 @@ def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
 def idle_notes(
     config: object, ranks: int | None = None, said: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the note that a verb prints at its start for each of ``idle_settings`` not yet ``said``."""
+    """Yield a note for each of ``idle_settings`` not yet ``said``, as a verb prints it."""
     for idle, cause in idle_settings(config, ranks).items():
         if idle not in said:
             yield f"note: {idle} does nothing\n  with {cause}"
