@@ -185,7 +185,7 @@ def test_built_in_template_of_an_earlier_contract_stays(
     ):
         before.encode(tokenizer, [USER, CALL])
     own = contracts(template="tokenizer")
-    with pytest.raises(
+    with pytest.raises(DataError, match=r"template .the tokenizer's own\. does not write that"):
         DataError, match=r"chat template .the tokenizer's own\. does not write that"
     ):
         own.encode(tokenizer, [USER, CALL])
