@@ -108,8 +108,7 @@ def test_a_metric_is_measured_with_the_others(
 def test_a_protocol_is_served_with_the_others(import_example: Import) -> None:
     pytest.importorskip("fastapi")
     from nemo_aligner.config.serving import GatewayConfig
-    from nemo_aligner.serving.http import build_app
-    from nemo_aligner.serving.protocols import ROUTES
+    from nemo_aligner.serving.http import ROUTES, build_app
     from tests.serving.fake_server import total
     from tests.serving.gateway_calls import FakeClient, call
 

@@ -1,14 +1,14 @@
 """ScoringContract: the one rule from a text to token ids, and what a score of them means.
 
 It is written when a reward model is trained, saved in every checkpoint, and read by evaluation and
-by the server; nobody types it again.
+by the server, so its rules are never entered again.
 
 Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
 It gets the messages in their normal form (``messages.py``), tools and documents, and the contract's
 ``chat_template_kwargs``; what it does not write is refused (``template_probe.py``).
 (A newline that a template writes after its last end-of-turn token is part of the text: the last
 token scored is whatever the template ends with.) A message that holds what the template writes
-around messages is refused (``turns.py``): it would read as several.
+around messages is refused (``turns.py``): the model would read several messages.
 
 Raw texts (``str``) are scored as they stand: ``add_bos`` puts BOS in front unless the text already
 begins with it, ``add_eos`` puts EOS at the end unless it already ends with it. When the settings
@@ -433,11 +433,11 @@ def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None
     if contract.reply_marker is not None:
         raise CheckpointError(
             f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {who} cannot represent that"
+            f"reads the last token: {who} cannot average"
         )
     readout = contract.output_readout
     if readout is not None:
         raise CheckpointError(
             f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
-            f"wanted one: {who} cannot turn several into a reward"
+            f"wanted one: {who} cannot turn them into a reward"
         )

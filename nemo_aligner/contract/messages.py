@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -169,6 +169,21 @@ def read_text(given: Any) -> Text:
         raise DataError(f"messages: got {_shown(given['messages'])}, wanted a list of messages")
     messages = _with_reply(read_messages(given["messages"]))
     return with_tools(messages, given.get("tools"), given.get("documents"))
+
+
+def check_texts(texts: Iterable[Any]) -> list[Any]:
+    """A list of texts, in any form that ``read_text`` takes; their contents are not looked at.
+
+    Raises:
+        TypeError: it is one text, a string or a conversation, and no list of them.
+    """
+    wanted = "wanted a list of texts"
+    if isinstance(texts, str | Mapping | Conversation):
+        raise TypeError(f"texts: got one text ({shown(texts)}), {wanted}")
+    rows = list(texts)
+    if rows and isinstance(rows[0], Mapping) and "role" in rows[0] and "messages" not in rows[0]:
+        raise TypeError(f"texts: got the messages of one text ({shown(rows[0])}), {wanted}")
+    return rows
 
 
 def read_messages(given: Sequence[Any]) -> Messages:

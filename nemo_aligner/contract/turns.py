@@ -125,8 +125,8 @@ class TurnMarks:
             start, mark = found
             raise TurnMarkError(
                 f"{where}: got {short(mark)!r} at character {start + 1}, which the "
-                "chat template writes around messages, so one message would read as several; "
-                "wanted content without it"
+                "chat template writes around messages: the model would read several messages here; "
+                "wanted text without it"
             )
 
     def _find(self, content: str, is_said: bool, uses_tools: bool) -> tuple[int, str] | None:

@@ -1,4 +1,4 @@
-"""How good the rewards of held-out records are, by anything that scores texts.
+"""Evaluation of rewards on held-out records, by anything that scores texts.
 
 ``score`` may be a scorer in this process or a client's: the metrics are the trainer's own, over
 every record once. Of a file, records that training would drop (see ``data/dataset.py``) are dropped
@@ -56,7 +56,7 @@ _HOW = Reading(rule=MalformedRule(section="data."))
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """What was measured on N records of one kind.
+    """Measurements on N records of one kind.
 
     Attributes:
         kind: what a record is.
@@ -98,7 +98,7 @@ def evaluate_comparisons(
     attribute_weights: Sequence[float] = (1.0,),
     measure: Measure | None = None,
 ) -> EvaluationReport:
-    """How often, and how clearly, ``chosen`` gets the higher reward.
+    """Measure how often, and how clearly, ``chosen`` gets the higher reward.
 
     Args:
         attribute_weights: A weights that make one reward of a text's A.
@@ -135,7 +135,7 @@ def evaluate_ratings(
     *,
     measure: Measure | None = None,
 ) -> EvaluationReport:
-    """How near the rewards are to the labels, and how well they follow them.
+    """Measure how close rewards are to labels, and how well they correlate.
 
     Raises:
         DataError: a text cannot be scored, or there is no rating.
@@ -225,7 +225,7 @@ def _evaluate_rated(source: RewardSource, ratings: Sequence[Rating]) -> Evaluati
 
 
 def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
-    """Without the records that have a text which the source refuses, counted as ``refused``.
+    """Drop records with a text that the source refuses, and count them as ``refused``.
 
     The source that comes with them has the rewards of their texts already.
 
@@ -378,7 +378,7 @@ def write_rewards(path: str | Path, report: EvaluationReport) -> None:
 
 
 def reward_rows(report: EvaluationReport) -> Iterator[dict[str, Any]]:
-    """What ``write_rewards`` writes of every row."""
+    """Yield the rows that ``write_rewards`` writes."""
     for index, origin in enumerate(report.origins):
         more = {}
         if report.labels.shape[1]:

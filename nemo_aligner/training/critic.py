@@ -281,10 +281,10 @@ def _load(
         precision=Precision(contract.dtype),
         recompute=config.model.activations_checkpoint_granularity,
         seed=config.model.seed,
+        reads_every_token=True,
     )
     if pretrained.head_is_new:
         raise CheckpointError(f"{path}: it has no reward head; {_WANTED}")
-    pretrained.model.reads_every_token = True
     return pretrained
 
 

@@ -79,16 +79,16 @@ def check_run(config: TrainConfig, processes: int) -> str:
             _render_memory(fullest_stage(shape, plan), plan.packs),
             _check_output(config, checkpoints, shape),
             *_resuming(config, data, checkpoints, model_config, total_steps),
-            f"The run can start, on {processes} process{'es' * (processes > 1)}; nothing was "
-            f"written{_kept_tokens(config)}, and no weights were read.",
+            f"The run can begin, on {processes} process{'es' * (processes > 1)}. This dry run read "
+            f"no weights and wrote {_written(config)}.",
         ]
     )
 
 
-def _kept_tokens(config: TrainConfig) -> str:
+def _written(config: TrainConfig) -> str:
     data = config.model.data
     kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
-    return " but the tokens of the data, for the run to use" if kept else ""
+    return "only the tokenized data, which the run will reuse" if kept else "nothing"
 
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
@@ -147,8 +147,8 @@ def _render_memory(memory: Memory, packs: Packs) -> str:
     listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.2f}" for part in parts)
     return (
         f"memory of the fullest rank, by arithmetic: {memory.total / GIB:.2f} GiB ({listed}), "
-        f"with packs of {packs.tokens} tokens, the largest of the first steps; libraries and "
-        "fragmentation need some more"
+        f"with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
+        "and fragmentation come on top"
     )
 
 

@@ -140,8 +140,7 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
     model_server: Server, rewards: np.ndarray
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
-    from nemo_aligner.serving.protocols import ROUTES
+    from nemo_aligner.serving.http import ROUTES, build_app
 
     raw = TEXTS[0]
     chat = next(text for text in TEXTS if not isinstance(text, str))
@@ -218,8 +217,7 @@ def _refusals(
     row: dict[str, Any],
 ) -> dict[str, str]:
     """What each door says of a conversation, or of a row of a file."""
-    from nemo_aligner.serving.http import build_app
-    from nemo_aligner.serving.protocols import ROUTES
+    from nemo_aligner.serving.http import ROUTES, build_app
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
@@ -310,8 +308,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     """Of a head with two bins for one attribute, read by the same rule everywhere."""
     pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
-    from nemo_aligner.serving.protocols import ROUTES
+    from nemo_aligner.serving.http import ROUTES, build_app
 
     texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
     loaded = load_reward_model(archive, scorer._layout)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import ScoreReply
+from nemo_aligner.serving.protocols import ScoreReply, kserve
 from tests.serving.protocols.bodies import not_refused
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
