@@ -55,16 +55,16 @@ from nemo_aligner.models.shape import LoraShape
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 
-# A reward model's ``.nemo`` as a Hugging Face folder, which is checked before it gets its name.
+# Export of a reward model's ``.nemo`` as a Hugging Face folder.
 #
-# Tensors are read from the archive one after the other; LoRA is folded into them. What was written
-# is loaded by transformers, and must give the same token ids, and rewards within 1e-4 in fp32, as
-# the archive does.
+# Tensors are read from the archive one by one, and LoRA is folded in. transformers then loads the
+# folder, and must give the archive's token ids, and its rewards within 1e-4 in fp32, before the
+# folder gets its name.
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """``dtype`` None is as stored; ``merge`` folds the attributes by their weights into one."""
+    """Options of an export: ``dtype`` None keeps the stored one; ``merge`` combines attributes."""
 
     dtype: torch.dtype | None = None
     merge: bool = False
@@ -120,8 +120,8 @@ def export_to_hf(
     """Write the reward model ``archive`` as the new folder ``output``; one process calls it.
 
     Raises:
-        CheckpointError: ``output`` exists, the archive is unsafe or no reward model, it holds what
-            has no place in the folder, or what was written does not score like it.
+        CheckpointError: ``output`` exists, the archive is unsafe or no reward model, it holds
+            something that the folder cannot store, or the export scores differently.
     """
     output = Path(output)
     if layout.tp * layout.pp * layout.dp > 1:
@@ -183,7 +183,7 @@ def _export(
 def exported_contract(
     contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
 ) -> ScoringContract:
-    """The contract of what is written: of other numbers, or with all attributes in one."""
+    """Return the contract of the export: with another dtype, or all attributes merged."""
     if dtype is not None:
         contract = contract.with_dtype(format_of(dtype).precision)
     if not merge:
@@ -238,7 +238,7 @@ _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
 
 @contextmanager
 def folder_when_whole(output: Path) -> Iterator[Path]:
-    """A folder to be filled, that is called ``output`` when the block has ended without an error.
+    """Yield a folder to fill, which gets the name ``output`` if the block succeeds.
 
     Raises:
         CheckpointError: ``output`` exists, or cannot be made.
@@ -310,17 +310,17 @@ class ShardWriter:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """JSON as people read it."""
+    """Write JSON, indented."""
     path.write_text(
         json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
     )
 
 
 def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
-    """A token to pad with, and its id; the id after all others is of a token that is to be added.
+    """Choose a pad token; return it with its id, which is beyond all others for a token to add.
 
-    transformers reads the reward at the last token that is not padding. So the pad token must be
-    none that a text ends with: not EOS, and none of ``last_ids``.
+    transformers reads the reward at the last token that is not padding. So no text may end with the
+    pad token: it is neither EOS nor one of ``last_ids``.
     """
     taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
     specials = {
@@ -414,13 +414,13 @@ def hf_config(
     }
 
 
-# LoRA of a reward model's ``.nemo`` as an adapter of peft, to be loaded onto its base model.
+# Export of LoRA as a peft adapter, to load onto the base model.
 #
-# The names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: the matrices beside each
-# linear layer of the base model, and the reward head as a module that was trained and saved whole.
+# Names as peft 0.17 writes them for ``TaskType.SEQ_CLS``: LoRA matrices of each linear layer, and
+# the reward head as a module that is saved whole.
 
 _CONFIG_NAME, _WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-# peft's model stands around the one that it adapts.
+# peft wraps the model that it adapts.
 _PREFIX = "base_model.model."
 
 
@@ -458,7 +458,7 @@ def _export_adapter(
 ) -> str:
     archive = RewardArchive.of(folder)
     if archive.lora is None:
-        raise CheckpointError(f"{folder.source}: it has no LoRA, so there is no adapter to write")
+        raise CheckpointError(f"{folder.source}: it has no LoRA, so it has no adapter to write")
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
@@ -472,8 +472,8 @@ def _export_adapter(
     pad_token, pad_id = choose_pad(loaded.tokenizer, {ids[-1] for _, ids in texts})
     if pad_id >= archive.config["vocab_size"]:
         raise CheckpointError(
-            f"{folder.source}: its tokenizer has no token to pad with, and an adapter cannot add "
-            "one to its base model; export it without the base model's name"
+            f"{folder.source}: its tokenizer has no pad token, and an adapter cannot add one to "
+            "the base model; export it without --adapter-of"
         )
     say(f"writing {output} ...")
     head = exported_head(archive, contract, merge=options.merge)
@@ -490,7 +490,7 @@ def _export_adapter(
         f"scoring contract: {exported.hash}",
     ]
     if not Path(options.base).is_dir():
-        return "\n".join([*lines, f"NOT CHECKED: {options.base} is no folder on this machine"])
+        return "\n".join([*lines, f"NOT CHECKED: {options.base} is not a folder on this machine"])
     say(f"scoring the same texts with {options.base} ...")
     model = _adapted(options.base, staging, archive.lora.scale, pad_id)
     difference = compare(_tokenizer(staging), model, exported, texts, logits)
@@ -560,7 +560,7 @@ def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
         if weight.shape != (high.size(0), low.size(1)):
             raise CheckpointError(
                 f"{base}: {name.removeprefix(_PREFIX)}: got shape {list(weight.shape)}, wanted "
-                f"{[high.size(0), low.size(1)]}: it is no base of this reward model"
+                f"{[high.size(0), low.size(1)]}: it is not the base of this reward model"
             )
         weight.data = folded(weight.data, low, high, scale)
     return model.to(current_device()).eval()
