@@ -33,6 +33,11 @@ print(load_config(TrainConfig, [], "train_reward_model_cpu").model.freeze_layers
 print(install_command("gguf"))
 print(install_command())
 """
+LOADED = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+print(*{"pytriton", "fastapi", "uvicorn", "prometheus_client", "pydantic"} & sys.modules.keys())
+"""
 NVIDIAS = "Metadata-Version: 2.2\nName: nemo_aligner\nVersion: 0.7.0\nAuthor: NVIDIA\n"
 
 
@@ -160,3 +165,27 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
     assert wrong == []
     readme = (ROOT / "README.md").read_text()
     assert {name for name in extras if not re.search(rf"\b{name}\b[`,\]]", readme)} == set()
+
+
+def test_extras_bring_all_that_is_imported_with_them_alone() -> None:
+    """The client has none, ``serve`` has no gateway's, and the gateway no Triton."""
+    gateways = {"fastapi", "uvicorn", "prometheus_client", "pydantic"}
+    missing = {
+        "serving.client": {"pytriton", *gateways},
+        "integrations.trl": {"pytriton", *gateways},
+        "integrations.nemo_rl": {"pytriton", *gateways},
+        "evaluation.run": {"pytriton", *gateways},
+        "serving.run": gateways,
+        "serving.http": {"pytriton"},
+    }
+    wrong = {}
+    for name, of_others in missing.items():
+        done = subprocess.run(
+            [sys.executable, "-c", LOADED, f"nemo_aligner.{name}"],
+            capture_output=True,
+            text=True,
+            env=tiny.environment(),
+        )
+        if done.returncode or of_others & set(done.stdout.split()):
+            wrong[name] = done.stdout or done.stderr[-500:]
+    assert not wrong, wrong

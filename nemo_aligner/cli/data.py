@@ -129,8 +129,13 @@ def run_inspect(options: argparse.Namespace) -> int:
             overlong=Overlong(options.overlong),
             template=options.template,
         )
-        rules = read_or_build_text_rules(options.tokenizer, data, options.attributes)
-        print(f"scoring contract: {rules[1].hash}")
+        tokenizer, contract, is_built = read_or_build_text_rules(
+            options.tokenizer, data, options.attributes
+        )
+        rules = tokenizer, contract
+        # A run's own precision, objective and label means are in its hash, too.
+        which = " of these options (not yet of a training run)" if is_built else ""
+        print(f"scoring contract{which}: {contract.hash}")
     how = Inspection(
         rules=rules,
         show=options.show,

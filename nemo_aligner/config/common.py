@@ -16,6 +16,8 @@ ABOUT = "about"
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
 _ABOVE_0 = nextafter(0.0, 1.0)
+BLOCK_TOKENS = 16
+"""Tokens of a block of the prefix cache, which keeps and finds keys and values by whole blocks."""
 
 
 class RecordKind(Enum):
@@ -108,6 +110,12 @@ class Checks:
     def not_negative(self, *names: str) -> None:
         """Require that each of these is null, or 0 or more."""
         self.within(0, inf, "0 or more", *names)
+
+    def prefix_cache(self, name: str) -> None:
+        """Require a size in tokens that holds a block, or 0."""
+        tokens = getattr(self._section, name)
+        wanted = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
+        self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, wanted)
 
     def finite(self, *names: str) -> None:
         """Require that each of these is below infinity; other checks refuse NaN and low values."""

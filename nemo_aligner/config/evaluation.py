@@ -121,7 +121,8 @@ class RewardEnvironmentConfig:
 
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
-            checks.not_negative("prefix_cache_tokens", "wait_s", "retry_s")
+            checks.not_negative("wait_s", "retry_s")
+            checks.prefix_cache("prefix_cache_tokens")
             checks.require(
                 not (self.cpu_offload and self.prefix_cache_tokens),
                 "cpu_offload",

@@ -197,7 +197,8 @@ class ServerConfig:
                 "heartbeat_secs",
                 "worker_timeout_secs",
             )
-            checks.not_negative("prefix_cache_tokens", "report_every_secs")
+            checks.not_negative("report_every_secs")
+            checks.prefix_cache("prefix_cache_tokens")
             checks.one_token("token")
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.messages import Text, as_json, reply_of
 from nemo_aligner.data.files import BadLine, read_lines
-from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
+from nemo_aligner.data.records import PAIR_COLUMNS, row_text, write_lines
 from nemo_aligner.metrics.ranking import bootstrap_interval, mcnemar, wilson_interval
 from nemo_aligner.utils.errors import DataError
 
@@ -161,7 +161,7 @@ def _verdict(value: Mapping[str, Any], seen: dict[str, Iterator[int]]) -> PairVe
     margin = rewards[0] - rewards[1]
     if not np.isfinite(margin):
         raise ValueError("a reward is missing")
-    sides = [value["texts"][name] for name in names]
+    sides = [row_text(value["texts"][name]) for name in names]
     # Of three or more completions a record has several pairs.
     occurrence = next(seen.setdefault(str(value["record"]), count(1)))
     return PairVerdict(
@@ -264,10 +264,9 @@ def _table_line(row: ComparedRow, width: int) -> str:
 
 
 def _ending(text: Any, most: int = 200) -> str:
-    several = _is_list_of_texts(text)
-    first = text[0] if several else text
-    reply = reply_of(first)
-    line = f"(one of {len(text)}) " * several + " ".join(reply.split())
+    line = " ".join(reply_of(_at(text, 0)).split())
+    if _is_list_of_texts(text):
+        line = f"(one of {len(text)}) {line}"
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
@@ -283,4 +282,5 @@ def write_rows(path: Path, compared: PairedComparison) -> None:
 
 def write_flips(path: Path, compared: PairedComparison) -> None:
     """A line for every pair that flipped: both margins, and its texts whole."""
-    write_lines(path, (json.dumps(asdict(flip), ensure_ascii=False) for flip in compared.flips))
+    lines = (json.dumps(vars(flip), default=as_json, ensure_ascii=False) for flip in compared.flips)
+    write_lines(path, lines)

@@ -29,7 +29,7 @@ from nemo_aligner.data.readers import (
     Reading,
     RecordFile,
     check_malformed,
-    list_first,
+    list_malformed,
     read_records,
 )
 from nemo_aligner.data.records import (
@@ -41,7 +41,7 @@ from nemo_aligner.data.records import (
     write_lines,
     write_rows,
 )
-from nemo_aligner.data.tokenize import are_same_tokens
+from nemo_aligner.data.tokenize import are_same_tokens, refused_record
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective
 from nemo_aligner.losses.base import measure_set
@@ -294,7 +294,7 @@ def _encode(
         # It is no fault of this record.
         raise DataError(f"{record.origin}: {error}") from error
     except DataError as error:
-        return MalformedRecord(record.origin, str(error))
+        return refused_record(record, source.encode, error)
 
 
 def _checked(
@@ -334,7 +334,7 @@ def render_report(report: EvaluationReport, about: Mapping[str, str]) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
     lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
     if report.malformed:
-        lines += ["left out as malformed:", *list_first(report.malformed, _MALFORMED_SHOWN)]
+        lines += ["left out as malformed:", *list_malformed(report.malformed, _MALFORMED_SHOWN)]
     overall = {k: v for k, v in report.metrics.items() if not k.startswith(BY_SOURCE)}
     width = max(map(len, overall)) + 2
     lines.append("")

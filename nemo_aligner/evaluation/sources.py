@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
@@ -23,10 +23,11 @@ from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarkError, write_conversation
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.server import NoKServeError
-from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.engine.scorer import RowValues, load_scorer, score_encodable
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
@@ -74,6 +75,7 @@ class RewardSource:
         encode: the token ids of a text; None where the source alone knows them.
         measure: the lengths of replies, in tokens; None where they are to be counted in characters.
         score_and_spread: ``score``, where it says in one go how uncertain it is.
+        score_rows: rewards, and why refused texts have none; None for a running server.
     """
 
     name: str
@@ -84,6 +86,7 @@ class RewardSource:
     encode: Callable[[Text], EncodedText] | None = None
     measure: Measure | None = None
     score_and_spread: ScoreAndSpread | None = None
+    score_rows: Callable[[Sequence[Text]], ScoredRows] | None = None
 
     @property
     def takes_ratings(self) -> bool:
@@ -216,7 +219,7 @@ def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> Rewar
         invariant_rows=config.model.invariant_rows,
         watch=Counter("scoring", "texts").show,
     )
-    return of_scorer(scorer, name)
+    return replace(of_scorer(scorer, name), score_rows=scorer.score_rows)
 
 
 def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
@@ -228,6 +231,10 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
             f"source.attribute_weights: got {', '.join(weights)}, "
             f"wanted the model's: {', '.join(model.attributes)}"
         )
+
+    def measure(token_lists: Sequence[list[int]]) -> RowValues:
+        return model.score_token_lists(token_lists), None, None
+
     return RewardSource(
         name=name,
         attributes=model.attributes,
@@ -235,6 +242,7 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
         score=model.score,
         encode=model.encode,
         measure=model.count_reply_tokens,
+        score_rows=lambda texts: score_encodable(texts, model.encode, measure),
     )
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
-
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
-from nemo_aligner.contract.contract import EncodedText, ScoringContract
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
-from nemo_aligner.models.offload import Holds, ResidentPart
+from nemo_aligner.models.offload import OffloadGroup, OffloadPolicy
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.errors import ConfigError
 
 
 class InProcessScorer:
@@ -27,11 +25,11 @@ class InProcessScorer:
     def __init__(self, scorer: RewardScorer, cpu_offload: bool = False) -> None:
         """With ``cpu_offload`` the model is on the device only while it scores."""
         self._scorer = scorer
-        self._weights: ResidentPart | None = None
+        self._weights: OffloadGroup | None = None
         if cpu_offload:
             tensors = [*scorer.model.parameters(), *scorer.model.buffers()]
-            self._weights = ResidentPart(tensors, Holds.constant)
-            self._weights.leave()
+            self._weights = OffloadGroup(tensors, OffloadPolicy.constant)
+            self._weights.offload()
         self._held = ExitStack()
 
     @classmethod
@@ -65,7 +63,7 @@ class InProcessScorer:
         return loaded
 
     def contract(self) -> ScoringContract:
-        """What the model scores by."""
+        """The scoring contract."""
         return self._scorer.contract
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
@@ -74,52 +72,22 @@ class InProcessScorer:
         Raises:
             ServingError: the model's reward of a text is not a finite number.
         """
-        encoded: dict[int, EncodedText] = {}
-        errors: dict[int, str] = {}
-        for row, text in enumerate(texts):
-            try:
-                encoded[row] = self._scorer.encode(text)
-            except DataError as error:
-                errors[row] = str(error)
-        rewards = np.full((len(texts), len(self._scorer.attributes)), np.nan, dtype=np.float32)
         with self._weights_here():
-            token_lists = [each.token_ids for each in encoded.values()]
-            outputs = self._scorer.score_outputs(token_lists)
-        found, spreads = self._scorer.read_outputs(outputs)
-        for row, reward in zip(encoded, found, strict=True):
-            if not np.isfinite(reward).all():
-                raise ServingError(f"row {row}: the model's reward is not a finite number")
-        rewards[list(encoded)] = found
-        exceeded = [row in encoded and encoded[row].truncated for row in range(len(texts))]
-        return ScoredRows(
-            rewards,
-            errors,
-            np.array(exceeded, dtype=bool),
-            self.contract().hash,
-            spread=None if spreads is None else _at_rows(spreads, list(encoded), len(texts)),
-            outputs=None if spreads is None else _at_rows(outputs, list(encoded), len(texts)),
-        )
+            return self._scorer.score_rows(texts)
 
     @contextmanager
     def _weights_here(self) -> Iterator[None]:
         if self._weights is None:
             yield
             return
-        self._weights.come()
+        self._weights.reload()
         try:
             yield
         finally:
-            self._weights.leave()
+            self._weights.offload()
 
     def close(self) -> None:
-        """Let go of the process group, if the model was loaded here; a given one is left whole."""
+        """End the process group if the model was loaded here; a given scorer is left as it is."""
         if self._weights is not None:
-            self._weights.come()
+            self._weights.reload()
         self._held.close()
-
-
-def _at_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
-    """``values`` at these of ``total`` rows, NaN at the others."""
-    found = np.full((total, values.shape[1]), np.nan, dtype=np.float32)
-    found[rows] = values
-    return found

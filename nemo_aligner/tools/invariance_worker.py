@@ -142,8 +142,8 @@ def _trained_on(
         precision=precision,
         recompute=recompute,
         lora=read_lora(read_model_config(checkpoint)),
+        reply_marker=contract.reply_marker,
     )
-    pretrained.model.reply_marker = contract.reply_marker
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)

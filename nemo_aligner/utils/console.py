@@ -128,7 +128,7 @@ def waiting_for(
         pause = first
         while not over.wait(pause):
             pause = time.monotonic() - begun
-            tell(f"{what}: {show_duration(pause)} so far")
+            tell(f"{what} ({show_duration(pause)})")
 
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
     if is_main():

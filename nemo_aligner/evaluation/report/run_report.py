@@ -25,6 +25,7 @@ from nemo_aligner.config.load import flatten
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.data.files import BadLine, read_lines
+from nemo_aligner.data.records import row_text
 from nemo_aligner.evaluation.compare import PairVerdict, read_verdicts, verdicts_of
 from nemo_aligner.evaluation.evaluate import EvaluationReport, reward_rows
 from nemo_aligner.evaluation.robustness import Robustness, read_robustness
@@ -147,7 +148,7 @@ class JudgedRatings:
         """
         rows = list(rows)
         names = tuple(rows[0]["rewards"])
-        texts = tuple(row["texts"]["response"] for row in rows)
+        texts = tuple(row_text(row["texts"]["response"]) for row in rows)
         return cls(
             attributes=names,
             rewards=_columns(rows, "rewards", names),
