@@ -33,6 +33,11 @@ print(load_config(TrainConfig, [], "train_reward_model_cpu").model.freeze_layers
 print(install_command("gguf"))
 print(install_command())
 """
+LOADED = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+print(*{"pytriton", "fastapi", "uvicorn", "prometheus_client", "pydantic"} & sys.modules.keys())
+"""
 NVIDIAS = "Metadata-Version: 2.2\nName: nemo_aligner\nVersion: 0.7.0\nAuthor: NVIDIA\n"
 
 
@@ -144,7 +149,9 @@ def test_conflict_with_nvidias_distribution_is_one_error(tmp_path: Path) -> None
 
 
 def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there_are() -> None:
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text()
+    optional = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", optional, re.MULTILINE))
     files = [*PAGES, *(ROOT / "nemo_aligner").rglob("*.py"), *(ROOT / "scripts").rglob("*.sh")]
     files += [ROOT / "Dockerfile", ROOT / "mkdocs.yml", *(ROOT / "benchmarks").glob("*.py")]
     wrong = []
@@ -156,3 +163,29 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
             if re.search(r"[ \"']nemo[_-]aligner\b", line) or unknown:
                 wrong.append(f"{name_of(path)}: {line}")
     assert wrong == []
+    readme = (ROOT / "README.md").read_text()
+    assert {name for name in extras if not re.search(rf"\b{name}\b[`,\]]", readme)} == set()
+
+
+def test_extras_bring_all_that_is_imported_with_them_alone() -> None:
+    """The client has none, ``serve`` has no gateway's, and the gateway no Triton."""
+    gateways = {"fastapi", "uvicorn", "prometheus_client", "pydantic"}
+    missing = {
+        "serving.client": {"pytriton", *gateways},
+        "integrations.trl": {"pytriton", *gateways},
+        "integrations.nemo_rl": {"pytriton", *gateways},
+        "evaluation.run": {"pytriton", *gateways},
+        "serving.run": gateways,
+        "serving.http": {"pytriton"},
+    }
+    wrong = {}
+    for name, of_others in missing.items():
+        done = subprocess.run(
+            [sys.executable, "-c", LOADED, f"nemo_aligner.{name}"],
+            capture_output=True,
+            text=True,
+            env=tiny.environment(),
+        )
+        if done.returncode or of_others & set(done.stdout.split()):
+            wrong[name] = done.stdout or done.stderr[-500:]
+    assert not wrong, wrong

@@ -6,6 +6,7 @@ Nothing large is imported before a model is loaded: the verbs' options are read 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +18,13 @@ from weakref import WeakKeyDictionary
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
+from nemo_aligner.config.idle import idle_notes, idle_settings
 from nemo_aligner.config.load import load_given
+from nemo_aligner.contract.messages import check_texts
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report
-from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.console import say
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 
 if TYPE_CHECKING:
@@ -32,8 +36,9 @@ if TYPE_CHECKING:
     from nemo_aligner.distributed.layout import ParallelLayout
     from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.evaluation.sources import RewardSource
+    from nemo_aligner.serving.client import ScoredRows
 
-# What an evaluation may set; the rest is of the model, which is loaded already.
+# Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = ("data", "task", "robustness_pairs", "output", "output_rewards", "report")
 _SHARD_BYTES = 5 * 10**9
 
@@ -59,6 +64,9 @@ class RewardModel:
         key, self.name = self._config.source_key()
         if key == "server":
             raise ConfigError("server: it is not of this process: see nemo_aligner.serving.client")
+        self._idle = frozenset(idle_settings(self._config))
+        for note in idle_notes(self._config):
+            say(note)
 
     @classmethod
     def from_pretrained(
@@ -97,11 +105,11 @@ class RewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """What the columns of its rewards are called."""
+        """Names of the columns of its rewards."""
         return self._source().attributes
 
     def contract(self) -> ScoringContract:
-        """By what it scores.
+        """The scoring contract.
 
         Raises:
             ConfigError: it is a model of transformers, which has none.
@@ -116,9 +124,10 @@ class RewardModel:
     ) -> np.ndarray:
         """Rewards ``[N, A]`` float32 of N texts, a column for each of ``attributes``.
 
-        A list of messages (``role`` and ``content``, the reply last) gets the model's chat
-        template; a string is scored as it stands. With ``on_error="nan"`` a text that the contract
-        refuses has NaN, as with the client of a server.
+        A string is scored as it is. A list of messages (``role`` and ``content``, the reply last)
+        gets the model's chat template, and so does a ``Conversation``, or a dict with ``messages``,
+        ``tools`` and ``documents``. With ``on_error="nan"`` a text that the contract refuses has
+        NaN, as with the client of a server.
 
         Raises:
             DataError: the contract refuses a text; the message has its number, from 0.
@@ -127,19 +136,28 @@ class RewardModel:
         """
         if on_error not in ("raise", "nan"):
             raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
-        if isinstance(texts, str) or (texts and isinstance(texts[0], dict)):
-            raise TypeError("texts: got one text, wanted a list of them")
-        import numpy as np
-
-        source = self._source()
-        kept = [row for row, text in enumerate(texts) if on_error == "raise" or _fits(source, text)]
-        found = np.asarray(source.score([texts[row] for row in kept]), dtype=np.float32)
-        bad = np.flatnonzero(~np.isfinite(found).all(axis=1))
-        if bad.size:
-            raise ServingError(f"text {kept[bad[0]]}: the model's reward is not a finite number")
-        rewards = np.full((len(texts), len(source.attributes)), np.nan, dtype=np.float32)
-        rewards[kept] = found
+        if on_error == "nan":
+            return self.score_rows(texts).rewards
+        rewards = self._source().score(check_texts(texts))
+        for row, reward in enumerate(rewards):
+            if not all(map(math.isfinite, reward)):
+                raise ServingError(f"text {row}: the model's reward is not a finite number")
         return rewards
+
+    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+        """``score``, with the reasons why refused texts have none, as ``RewardClient.score_rows``.
+
+        A model with K outputs for each attribute also gives ``spread`` ``[N, A]`` and ``outputs``
+        ``[N, A * K]``.
+
+        Raises:
+            ServingError: the model's reward of a text is not a finite number.
+            TypeError: ``texts`` is one text, and no list of them.
+        """
+        rows = check_texts(texts)
+        score_rows = self._source().score_rows
+        assert score_rows is not None  # only a running server has none
+        return score_rows(rows)
 
     def evaluate(
         self, records: str | PathLike[str] | Iterable[Mapping[str, Any]], **settings: Any
@@ -159,8 +177,8 @@ class RewardModel:
         for key in settings:
             if key.partition(".")[0] not in _OF_EVALUATION:
                 raise ConfigError(
-                    f"{key}: it is none of {', '.join(_OF_EVALUATION)}, which an evaluation has; "
-                    "what is about the model goes to from_pretrained"
+                    f"{key}: it is none of {', '.join(_OF_EVALUATION)}, the settings of an "
+                    "evaluation; those of the model go to from_pretrained"
                 )
         if isinstance(records, str | PathLike):
             return self._evaluate(records, settings)
@@ -210,24 +228,26 @@ class RewardModel:
         )
 
     def close(self) -> None:
-        """Let go of the weights; the next use loads them again."""
+        """Unload the weights; the next use loads them again."""
         _SESSION.leave(self)
 
     def _evaluate(self, path: str | PathLike[str], settings: Mapping[str, Any]) -> Evaluation:
         config = load_given(EvaluateConfig, {**self._settings, **settings, "data.path": path})
         if config.report is not None:
             check_report("report")
+        for note in idle_notes(config, said=self._idle):
+            say(note)
         from nemo_aligner.evaluation.run import evaluate_source
 
         return evaluate_source(config, self._source())
 
     def _source(self) -> RewardSource:
-        """What scores, loaded if need be."""
+        """The loaded source of rewards; loads it if need be."""
         return _SESSION.load(self, self._config)
 
 
 def release_models() -> None:
-    """Let go of all models of this process and their process group, as a run needs its own."""
+    """Unload all models of this process and end their process group, as a run needs its own."""
     _SESSION.close()
 
 
@@ -282,7 +302,7 @@ class _Session:
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
     def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
-        """What scores for ``model``, loaded beside those of the same layout if it is not there.
+        """The source of rewards of ``model``; loads it beside those of the same layout.
 
         Raises:
             AlignerError: it cannot be loaded.
@@ -313,13 +333,13 @@ class _Session:
         return self._layout
 
     def leave(self, model: RewardModel) -> None:
-        """Let go of one model, and with the last of them of the process group."""
+        """Unload one model, and end the process group with the last of them."""
         self._loaded.pop(model, None)
         if not self._loaded:
             self.close()
 
     def close(self) -> None:
-        """Let go of all."""
+        """Unload all models."""
         self._loaded.clear()
         held, self._held, self._sizes, self._layout = self._held, None, None, None
         if held is not None:
@@ -331,16 +351,6 @@ _SESSION = _Session()
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Not after an error among several ranks: a group that is half gone is not waited for."""
+    """Unload models, except after an error among several ranks, whose group may be half gone."""
     if find_process(os.environ).world_size == 1 or getattr(sys, "last_value", None) is None:
         release_models()
-
-
-def _fits(source: RewardSource, text: Text) -> bool:
-    """Whether it is not refused."""
-    assert source.encode is not None
-    try:
-        source.encode(text)
-    except DataError:
-        return False
-    return True

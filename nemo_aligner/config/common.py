@@ -1,4 +1,4 @@
-"""What several sections of the settings have in common: enumerations, and the checks of values."""
+"""Enumerations and value checks that several sections of the settings share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ T = TypeVar("T")
 # Under this key a field's metadata has what it is for.
 ABOUT = "about"
 MAX_SEED = 2**32 - 1
+BLOCK_TOKENS = 16
+"""Tokens of a block of the prefix cache: keys and values are kept and found by whole blocks."""
 
 
 class RecordKind(Enum):
-    """What one record of a data file is."""
+    """Kind of a record in a data file."""
 
     comparison = "comparison"  # two replies, of which one was chosen
     rating = "rating"  # a reply with a label for each attribute
 
 
 class RewardModelType(Enum):
-    """What a reward model is trained for; its records are what it learns from."""
+    """Training task of a reward model; it fixes the kind of record that it learns from."""
 
     binary_ranking = "binary_ranking"
     regression = "regression"
@@ -64,7 +66,7 @@ def setting(default: T, about: str) -> T:
 
 
 class Checks:
-    """What is wrong with the values of one section, whose keys begin with ``prefix``.
+    """Collector of invalid values in one section, whose keys begin with ``prefix``.
 
     As a context manager it raises what was found at its end:
 
@@ -94,23 +96,29 @@ class Checks:
             self._problems.append(f"{self._prefix}{name}: got {shown!r}, wanted {wanted}")
 
     def positive(self, *names: str) -> None:
-        """Each of these is null, or above 0."""
+        """Require that each of these is null or above 0."""
         for name in names:
             value = getattr(self._section, name)
             self.require(value is None or value > 0, name, "a number above 0")
 
     def not_negative(self, *names: str) -> None:
-        """Each of these is 0 or more."""
+        """Require that each of these is 0 or more."""
         for name in names:
             self.require(getattr(self._section, name) >= 0, name, "0 or more")
 
+    def prefix_cache(self, name: str) -> None:
+        """It is a size in tokens that holds a block, or none."""
+        tokens = getattr(self._section, name)
+        wanted = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
+        self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, wanted)
+
     def finite(self, *names: str) -> None:
-        """Each of these is less than infinity; other checks refuse what is no number or too low."""
+        """Require that each of these is below infinity; other checks refuse NaN and low values."""
         for name in names:
             self.require(getattr(self._section, name) != inf, name, "a finite number")
 
     def seed(self, name: str) -> None:
-        """It is a seed that every generator of random numbers takes."""
+        """Require a seed that every random number generator accepts."""
         fits = 0 <= getattr(self._section, name) <= MAX_SEED
         self.require(fits, name, f"a whole number from 0 to {MAX_SEED}")
 
@@ -121,7 +129,7 @@ class Checks:
         self.require(one, variable, f"a {file} or a {variable}, not both")
 
     def fraction(self, *names: str) -> None:
-        """Each of these is a part of a whole."""
+        """Require that each of these is from 0 to 1."""
         for name in names:
             self.require(0 <= getattr(self._section, name) <= 1, name, "a number from 0 to 1")
 

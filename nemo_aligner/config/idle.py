@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -122,10 +122,13 @@ def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
     return found
 
 
-def idle_notes(config: object, ranks: int | None = None) -> Iterator[str]:
-    """What a verb says of each of ``idle_settings`` at its start."""
+def idle_notes(
+    config: object, ranks: int | None = None, said: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield a note for each of ``idle_settings`` not yet ``said``, as a verb prints it."""
     for idle, cause in idle_settings(config, ranks).items():
-        yield f"note: {idle} does nothing\n  with {cause}"
+        if idle not in said:
+            yield f"note: {idle} does nothing\n  with {cause}"
 
 
 def _fits(held: object, value: object) -> bool:

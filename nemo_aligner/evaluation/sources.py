@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
@@ -23,10 +23,11 @@ from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarkError, write_conversation
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.server import NoKServeError
-from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.engine.scorer import RowValues, load_scorer, score_encodable
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
@@ -63,7 +64,7 @@ class SpreadScorer(Protocol):
 
 @dataclass(frozen=True)
 class RewardSource:
-    """What gives texts rewards.
+    """Source of rewards for texts.
 
     Attributes:
         name: the file, folder or URL.
@@ -74,6 +75,7 @@ class RewardSource:
         encode: the token ids of a text; None where the source alone knows them.
         measure: the lengths of replies, in tokens; None where they are to be counted in characters.
         score_and_spread: ``score``, where it says in one go how uncertain it is.
+        score_rows: rewards, and why refused texts have none; None for a running server.
     """
 
     name: str
@@ -84,15 +86,16 @@ class RewardSource:
     encode: Callable[[Text], EncodedText] | None = None
     measure: Measure | None = None
     score_and_spread: ScoreAndSpread | None = None
+    score_rows: Callable[[Sequence[Text]], ScoredRows] | None = None
 
     @property
     def takes_ratings(self) -> bool:
-        """Whether rated files may be measured: not by a model that was made to rank."""
+        """True if rated files can be measured: a model trained to rank has no labels to match."""
         return self.contract is None or self.contract.record_kind is RecordKind.rating
 
     @property
     def stops_at_overlong(self) -> bool:
-        """Whether a text that is too long is an error, and not left out."""
+        """True if a text that is too long is an error, rather than left out."""
         return self.contract is not None and self.contract.overlong == Overlong.error.value
 
     @property
@@ -105,7 +108,7 @@ class RewardSource:
         return one_reward(np.asarray(self.score(texts)), self.attribute_weights)
 
     def fits(self, text: Text) -> bool:
-        """Whether a text is not known to be cut or refused."""
+        """Return False for a text that is known to be truncated or refused."""
         try:
             return self.encode is None or not self.encode(text).truncated
         except (OverlongError, TurnMarkError):
@@ -144,7 +147,7 @@ _USED = {
 
 @contextmanager
 def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
-    """What ``rm_model_file``, ``hf_model`` or ``server`` names, until the end of the block.
+    """Open the source that ``rm_model_file``, ``hf_model`` or ``server`` names, for the block.
 
     Raises:
         AlignerError: it cannot be had, or scores by another contract than ``expect_contract``.
@@ -175,7 +178,7 @@ def layout_sizes(config: EvaluateConfig) -> tuple[int, int, bool]:
 
 
 def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
-    """What ``rm_model_file`` or ``hf_model`` names, on the ranks of ``layout``; all call it.
+    """Load what ``rm_model_file`` or ``hf_model`` names on the ranks of ``layout``; all call it.
 
     Raises:
         AlignerError: as ``open_source``.
@@ -216,7 +219,7 @@ def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> Rewar
         invariant_rows=config.model.invariant_rows,
         watch=Counter("scoring", "texts").show,
     )
-    return of_scorer(scorer, name)
+    return replace(of_scorer(scorer, name), score_rows=scorer.score_rows)
 
 
 def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
@@ -228,6 +231,10 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
             f"source.attribute_weights: got {', '.join(weights)}, "
             f"wanted the model's: {', '.join(model.attributes)}"
         )
+
+    def measure(token_lists: Sequence[list[int]]) -> RowValues:
+        return model.score_token_lists(token_lists), None, None
+
     return RewardSource(
         name=name,
         attributes=model.attributes,
@@ -235,6 +242,7 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
         score=model.score,
         encode=model.encode,
         measure=model.count_reply_tokens,
+        score_rows=lambda texts: score_encodable(texts, model.encode, measure),
     )
 
 
@@ -316,7 +324,7 @@ def _ours(url: str, client: RewardClient) -> RewardSource:
 
 
 def _ask_ours(client: RewardClient, attributes: Sequence[str], texts: Sequence[Text]) -> np.ndarray:
-    """What is wrong with texts that it refuses, the client logs."""
+    """Ask our own server; the client logs why texts were refused."""
     rewards = client.score(texts, on_error="nan")
     if np.isnan(rewards).all():  # a client that has seen no reward does not know how many there are
         return np.full((len(texts), len(attributes)), np.nan, dtype=np.float32)
@@ -410,7 +418,7 @@ def _ask_queries(address: PostingAddress, queries: Sequence[str], size: int) -> 
 
 
 def _written(text: Text, tokenizer: Tokenizer | None) -> str:
-    """As the policy's tokenizer writes it, which is what OpenRLHF's trainer sends."""
+    """Render a text by the policy's tokenizer, as OpenRLHF's trainer sends it."""
     if isinstance(text, str):
         return text
     if tokenizer is None or not tokenizer.chat_template:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
-
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
-from nemo_aligner.contract.contract import EncodedText, ScoringContract
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.models.offload import OffloadGroup, OffloadPolicy
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.errors import ConfigError
 
 
 class InProcessScorer:
@@ -65,7 +63,7 @@ class InProcessScorer:
         return loaded
 
     def contract(self) -> ScoringContract:
-        """What the model scores by."""
+        """The scoring contract."""
         return self._scorer.contract
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
@@ -74,31 +72,8 @@ class InProcessScorer:
         Raises:
             ServingError: the model's reward of a text is not a finite number.
         """
-        encoded: dict[int, EncodedText] = {}
-        errors: dict[int, str] = {}
-        for row, text in enumerate(texts):
-            try:
-                encoded[row] = self._scorer.encode(text)
-            except DataError as error:
-                errors[row] = str(error)
-        rewards = np.full((len(texts), len(self._scorer.attributes)), np.nan, dtype=np.float32)
         with self._weights_here():
-            token_lists = [each.token_ids for each in encoded.values()]
-            outputs = self._scorer.score_outputs(token_lists)
-        found, spreads = self._scorer.read_outputs(outputs)
-        for row, reward in zip(encoded, found, strict=True):
-            if not np.isfinite(reward).all():
-                raise ServingError(f"row {row}: the model's reward is not a finite number")
-        rewards[list(encoded)] = found
-        exceeded = [row in encoded and encoded[row].truncated for row in range(len(texts))]
-        return ScoredRows(
-            rewards,
-            errors,
-            np.array(exceeded, dtype=bool),
-            self.contract().hash,
-            spread=None if spreads is None else _at_rows(spreads, list(encoded), len(texts)),
-            outputs=None if spreads is None else _at_rows(outputs, list(encoded), len(texts)),
-        )
+            return self._scorer.score_rows(texts)
 
     @contextmanager
     def _weights_here(self) -> Iterator[None]:
@@ -112,14 +87,7 @@ class InProcessScorer:
             self._weights.offload()
 
     def close(self) -> None:
-        """Let go of the process group, if the model was loaded here; a given one is left whole."""
+        """End the process group if the model was loaded here; a given scorer is left as it is."""
         if self._weights is not None:
             self._weights.reload()
         self._held.close()
-
-
-def _at_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
-    """``values`` at these of ``total`` rows, NaN at the others."""
-    found = np.full((total, values.shape[1]), np.nan, dtype=np.float32)
-    found[rows] = values
-    return found

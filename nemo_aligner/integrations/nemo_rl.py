@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT_NAME = "nemo_aligner_reward_model"
 PROCESSOR_NAME = "nemo_aligner_messages"
-# Of a sample's extra_env_info: its conversation before the reply, without any template.
+# Key of a sample's extra_env_info: its conversation before the reply, without any template.
 MESSAGES_KEY = "messages"
-# Beside them: the tools that the conversation has.
+# Key beside it: the tools of the conversation.
 TOOLS_KEY = "tools"
-# Of a turn of a log; what else it has is for NeMo RL.
+# Keys of a turn that are scored; the others are NeMo RL's.
 _TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 
 _ACTOR = f"{__name__}.RewardModelActor"
@@ -50,7 +50,7 @@ _OTHER_REPLY = {"role": "assistant", "content": "."}  # that nobody refuses
 
 
 class EnvironmentReturn(NamedTuple):
-    """What a step gives for each of N samples; the fields of NeMo RL's, in its order.
+    """Result of a step for N samples: the fields of NeMo RL's, in its order.
 
     Attributes:
         observations: messages with role ``environment``.
@@ -70,7 +70,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class Rewarder(Protocol):
-    """Who scores: a client of servers, or a model in this process."""
+    """Scorer: a client of servers, or a model in this process."""
 
     def contract(self) -> ScoringContract: ...
 
@@ -182,7 +182,7 @@ class RewardModelEnvironment:
     def _refused_with_any_reply(
         rewarder: Rewarder, texts: Sequence[Text], errors: Mapping[int, str]
     ) -> dict[int, str]:
-        """Of the refused rows those whose prompt is refused with another reply, too, and why."""
+        """Refused rows whose prompt is refused with any reply, and why."""
         if not errors:
             return {}
         others = [_with_other_reply(texts[row]) for row in errors]

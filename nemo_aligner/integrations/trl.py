@@ -29,7 +29,7 @@ class RewardFunction:
         name: str,
         tools: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Of ``attribute`` of the client's model, None as in ``reward_weights``."""
+        """Score by ``attribute`` of the client's model; None as in ``reward_weights``."""
         self._tools = tools
         self.__name__ = name
         self._client = client

@@ -56,7 +56,7 @@ class Metric:
 
 _EVERYWHERE = Shown.step | Shown.validation
 
-LOSS = Metric("loss", "what is trained", None, Better.lower, _EVERYWHERE, True)
+LOSS = Metric("loss", "the value that training minimizes", None, Better.lower, _EVERYWHERE, True)
 
 PAIRS: list[Metric] = [
     Metric(
@@ -83,10 +83,12 @@ PAIRS: list[Metric] = [
         shown=Shown.validation,
         in_step=True,
     ),
-    Metric("reward_chosen_mean", "of the chosen replies", ranking.chosen_mean, in_step=True),
-    Metric("reward_chosen_std", "of the chosen replies", ranking.chosen_std, in_step=True),
-    Metric("reward_rejected_mean", "of the rejected replies", ranking.rejected_mean, in_step=True),
-    Metric("reward_rejected_std", "of the rejected replies", ranking.rejected_std, in_step=True),
+    Metric("reward_chosen_mean", "mean of the chosen replies", ranking.chosen_mean, in_step=True),
+    Metric("reward_chosen_std", "their standard deviation", ranking.chosen_std, in_step=True),
+    Metric(
+        "reward_rejected_mean", "mean of the rejected replies", ranking.rejected_mean, in_step=True
+    ),
+    Metric("reward_rejected_std", "their standard deviation", ranking.rejected_std, in_step=True),
     *(
         Metric(
             f"reward_margin_p{percent:02d}",
@@ -106,26 +108,26 @@ PAIRS: list[Metric] = [
     Metric("temperature", "T for which sigmoid(margin / T) is most likely", ranking.temperature),
     Metric(
         "length_correlation",
-        "Pearson r of reward and length of the reply",
+        "Pearson r of reward and tokens of the reply (characters with server=)",
         ranking.length_correlation,
     ),
     Metric(
         "accuracy_longer_chosen",
-        "where people chose the longer reply",
+        "accuracy where people chose the longer reply",
         ranking.accuracy_longer_chosen,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "accuracy_shorter_chosen",
-        "where people chose the shorter reply",
+        "accuracy where people chose the shorter reply",
         ranking.accuracy_shorter_chosen,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "longer_reply_accuracy",
-        "what taking the longer reply would give",
+        "accuracy of always taking the longer reply",
         ranking.longer_reply_accuracy,
     ),
 ]
@@ -165,15 +167,21 @@ RATINGS: list[Metric] = [
     ),
     Metric(
         "length_correlation",
-        "Pearson r of reward and length of the reply",
+        "Pearson r of reward and tokens of the reply (characters with server=)",
         regression.length_correlation_by_attribute,
     ),
     Metric(
         "length_only_pearson_mean",
-        "mean |r| of the labels with the length of the reply",
+        "mean |r| of label and tokens of the reply (characters with server=)",
         regression.length_only_pearson_mean,
     ),
     *SPREADS,
+]
+
+# Of every attribute, over the texts of a whole set; the scoring contract keeps them.
+REWARDS = [
+    Metric("reward_mean", "mean reward of all texts"),
+    Metric("reward_std", "standard deviation of the rewards of all texts"),
 ]
 
 RUN: list[Metric] = [
@@ -219,7 +227,7 @@ def _measure(rows: Sequence[Metric], data: object, in_step: bool) -> dict[str, f
 
 def all_metrics() -> list[Metric]:
     """List the whole table in display order."""
-    return [LOSS, *PAIRS, *RATINGS, *RUN]
+    return [LOSS, *PAIRS, *RATINGS, *REWARDS, *RUN]
 
 
 def find_metric(name: str) -> Metric | None:

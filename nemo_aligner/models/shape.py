@@ -366,7 +366,7 @@ def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
     """
     if head is not None:
         raise CheckpointError(
-            f"{where}: its head is {head}, wanted one matrix: {who} has no place for more"
+            f"{where}: its head is {head}, wanted one matrix: {who} stores only that"
         )
 
 

@@ -1,6 +1,4 @@
-"""The critic as a service: values in parallel, training and saving exclusive, and its operations
-on all ranks.
-"""
+"""The critic as a service: values side by side, training and saving exclusively, on all ranks."""
 
 from __future__ import annotations
 
@@ -17,28 +15,25 @@ from nemo_aligner.contract.contract import TextEncoder, one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
-from nemo_aligner.serving.engine.batcher import Batcher, Turns
+from nemo_aligner.serving.engine.batcher import Batcher, ReadWriteLock
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.metrics import Meter
+from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.protocols import critic as wire
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind
 from nemo_aligner.serving.reward import RewardService, answer_request, contract_endpoint
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.training.critic import CriticRun, ValueStep
 
-# The critic as a service: values are answered side by side, training and saving take turns.
-
-# What all ranks are asked for.
+# Operations of all ranks.
 VALUES, TRAIN, SAVE = "give values", "train", "save"
 
 
 class CriticService:
     """The endpoints ``critic_infer``, ``critic_train`` and ``critic_save``.
 
-    A request for values, all of it, is answered by one state of the critic: what comes while it
-    trains or saves waits until it has, or is refused (``trainer.ppo.infer_while_training``).
+    All values of a request come from one state of the critic. A request that arrives while it
+    trains or saves waits, or is refused (``trainer.ppo.infer_while_training``).
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class CriticService:
         self._ranks = ranks
         self._shown = shown
         self._has_rewards = has_rewards
-        self._turns = Turns()
+        self._lock = ReadWriteLock()
         self._saved_step = run.learner.step  # it is new, or goes on from what was saved
         self._meter = Meter()
         self._contract = run.contract
@@ -63,7 +58,7 @@ class CriticService:
         self._batcher = Batcher(values, run.learner.tokens_per_call, self._meter, wire.join_rows)
         self._intake = RewardService(
             TextEncoder(run.contract, run.tokenizer),
-            _InTurn(self._batcher, self._turns),
+            _Shared(self._batcher, self._lock),
             config.server,
             self._meter,
         )
@@ -83,7 +78,7 @@ class CriticService:
         return [*endpoints, contract_endpoint(self._contract, self._meter.statistics)]
 
     @property
-    def greeting(self) -> Sequence[str]:
+    def startup_log(self) -> Sequence[str]:
         step, folder = self._run.learner.step, self._run.checkpoints.folder
         return [f"Critic at step {step}; critic_save writes to {folder}", *self._shown]
 
@@ -100,9 +95,9 @@ class CriticService:
 
     async def _infer(self, inputs: Tensors) -> Tensors | Failure:
         refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
-        if refuses and self._turns.is_reserved:
+        if refuses and self._lock.is_exclusive:
             self._meter.refused()
-            return Failure("the critic is at training; retry after 1 s", FailureKind.busy)
+            return Failure("the critic is training; retry after 1 s", FailureKind.busy)
         reply = await answer_request(self._intake, inputs)
         if isinstance(reply, Failure):
             return reply
@@ -121,7 +116,7 @@ class CriticService:
             self._config.model.global_batch_size,
         )
         submit = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
-        steps = await answer_of(self._turns.take(submit, alone=True))
+        steps = await answer_of(self._lock.submit(submit, exclusive=True))
         for step in steps:
             print(_shown(step), flush=True)
         total = sum(step.loss * step.num_tokens for step in steps)
@@ -133,25 +128,25 @@ class CriticService:
 
     async def _save_now(self) -> Tensors:
         submit = partial(self._ranks.submit, SAVE)
-        path = await answer_of(self._turns.take(submit, alone=True))
+        path = await answer_of(self._lock.submit(submit, exclusive=True))
         self._saved_step = self._run.learner.step
         print(f"saved {path} and the state that a restart goes on from", flush=True)
         return {"status": np.zeros(1, dtype=np.int64)}
 
 
-class _InTurn:
-    """A batcher whose requests take turns with what must be alone with the model."""
+class _Shared:
+    """A batcher whose requests share the model, and wait for exclusive work."""
 
-    def __init__(self, batcher: Batcher, turns: Turns) -> None:
+    def __init__(self, batcher: Batcher, lock: ReadWriteLock) -> None:
         self._batcher = batcher
-        self._turns = turns
+        self._lock = lock
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        return self._turns.take(partial(self._batcher.submit, token_lists), alone=False)
+        return self._lock.submit(partial(self._batcher.submit, token_lists), exclusive=False)
 
 
 async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure:
-    """What ``work`` answers, or why it does not."""
+    """Answer by ``work``, or with its failure."""
     try:
         return await work()
     except Exception as error:
@@ -159,7 +154,7 @@ async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure
 
 
 def _never_saved(step: int, saved: int) -> str | None:
-    """What a person who ends the service after ``step`` has lost; None: nothing."""
+    """Warning of training that was not saved when the service ends; None if all is saved."""
     if step <= saved:
         return None
     lost = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
@@ -168,7 +163,7 @@ def _never_saved(step: int, saved: int) -> str | None:
 
 
 def _shown(step: ValueStep) -> str:
-    """What a person who watches sees of a step."""
+    """Log line of a step."""
     norm = "skipped, fp16 overflowed" if step.grad_norm is None else f"{step.grad_norm:.4g}"
     return (
         f"step {step.step}: loss {step.loss:.6g}, grad norm {norm}, lr {step.lr:.4g}, "
@@ -176,10 +171,9 @@ def _shown(step: ValueStep) -> str:
     )
 
 
-# The critic on every rank, and the reward model beside it: what they compute, and where they lie.
-#
-# Of two models that share the ranks only the one at work has its weights on the GPU; the optimizer
-# goes with the critic. They lie in host memory meanwhile (``models/offload.py``).
+# The critic on every rank, beside the reward model if there is one. Only the model at work has its
+# weights on the GPU, with the optimizer if it is the critic; the rest is in host memory meanwhile
+# (``models/offload.py``).
 
 _MEMORY = "show memory"
 _REWARD, _CRITIC, _OPTIMIZER = "reward model", "critic", "optimizer and gradients"
@@ -212,8 +206,8 @@ class CriticServable:
             _MEMORY: self._show_memory,
         }
 
-    def forget(self) -> None:
-        """The critic keeps nothing; the reward model's cache is forgotten by who offers it."""
+    def reset_cache(self) -> None:
+        """Nothing: the critic has no cache, and the reward model's servable resets its own."""
 
     def start(self, ranks: ModelRanks) -> CriticService:
         shown = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
@@ -223,7 +217,7 @@ class CriticServable:
         return CriticService(self._run, self._config, ranks, shown, has_rewards=has_rewards)
 
     def make_room_for_rewards(self) -> None:
-        """Every rank calls it before it scores."""
+        """Bring the reward model to the device; every rank calls it before scoring."""
         self._offloading.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
 
     def _make_room_for_values(self) -> None:
@@ -236,7 +230,7 @@ class CriticServable:
         self._offloading.move([_CRITIC, _OPTIMIZER], away=away)
 
     def _values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of each sequence its values; with a reward model its reward stands before them."""
+        """Values of each sequence; with a reward model its reward comes first."""
         if self._scorer is None:
             return self._values_alone(sequences)
         # The model that is here goes first: one of two moves is saved.
@@ -274,7 +268,7 @@ class CriticServable:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """What lies where before, during and after each kind of work; it moves as the work does."""
+        """Lines with the memory for each kind of work, for which the models move as it needs."""
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
         phases += [

@@ -1,4 +1,4 @@
-"""The gateway's FastAPI application, and uvicorn around it: socket, TLS, shutdown."""
+"""The gateway: its protocols as a FastAPI application, uvicorn around it, and its metrics."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,28 +30,28 @@ import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.metrics import GatewayMetrics
-from nemo_aligner.serving.protocols.base import (
+from nemo_aligner.serving.protocols import (
     Failure,
     FailureKind,
-    HttpAnswer,
-    PlainRoute,
-    Route,
-    ScoredRequest,
     ScoreReply,
     ScoreRequest,
-    Served,
+    gym,
+    openrlhf,
+    rewards,
+    vllm,
 )
-from nemo_aligner.serving.protocols.gym import without_rollout
+from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, ScoredRequest, Served
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
-from nemo_aligner.serving.reward import RelayService, TurnCompletion
+from nemo_aligner.serving.reward import TurnCompletion, UpstreamService
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.triton import ready_file
 from nemo_aligner.utils.errors import ServingError, one_line
 
-# The gateway's routes as a FastAPI application; each answers by its own protocol.
+# Every protocol that the gateway speaks has its line here.
+ROUTES: list[Route[Any]] = [*rewards.ROUTES, *openrlhf.ROUTES, *vllm.ROUTES, *gym.ROUTES]
+PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 
-# Who looks whether it lives has no token.
+# Probes send no token.
 _OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
 _ERRORS = {
@@ -64,10 +73,10 @@ def build_app(
     plain_routes: Sequence[PlainRoute] = (),
     turn_end: Callable[[], Awaitable[TurnEnd | None]] | None = None,
 ) -> ASGIApp:
-    """What answers HTTP; with a ``token``, all but health and readiness asks for it.
+    """Build the application; with a ``token``, every path but health and readiness needs it.
 
-    ``at_end`` is called in its event loop once all is answered. ``turn_end`` says what the chat
-    template of the backends writes behind a reply; None: nothing is completed.
+    ``at_end`` is called in its event loop once all is answered. ``turn_end`` asks the backends what
+    their chat template writes after a reply; with None nothing is completed.
     """
 
     @asynccontextmanager
@@ -82,7 +91,7 @@ def build_app(
         version=nemo_aligner.__version__,
         description="Rewards of a reward model, by several protocols.",
     )
-    relay = RelayService(client, config.max_queue_rows, config.drift_rows)
+    relay = UpstreamService(client, config.max_queue_rows, config.drift_rows)
     metrics = GatewayMetrics()
     completion = None if turn_end is None else TurnCompletion(turn_end)
     for route in routes:
@@ -104,12 +113,12 @@ def build_app(
 
 
 class _Endpoint:
-    """One route: its requests, one by one."""
+    """Handler of one route."""
 
     def __init__(
         self,
         route: Route[Any],
-        relay: RelayService,
+        relay: UpstreamService,
         config: GatewayConfig,
         metrics: GatewayMetrics,
         completion: TurnCompletion | None,
@@ -158,7 +167,7 @@ class _Endpoint:
     async def _whose_fault(
         self, refusal: Failure, other: ScoreRequest
     ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
-        """Of a refused text: the reply's as a row's error, the prompt's as a failure."""
+        """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
         found = await self._relay.answer(other, False, is_probe=True)
         if isinstance(found, Failure):
             return found
@@ -180,7 +189,7 @@ class _TooLargeBodyError(Exception):
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The body; of one that is too large, no more than it takes to know that.
+    """Read the body, and no more of it than is allowed.
 
     Raises:
         _TooLargeBodyError: it has more bytes than ``most``.
@@ -201,7 +210,7 @@ async def _read(request: Request, most: int) -> bytes:
 
 
 def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
-    """Its JSON; with ``Retry-After`` where there is something to wait for."""
+    """Make a JSON response; a 503 gets ``Retry-After``."""
     headers = {}
     if retry_after_s is not None and answer.status == 503:
         headers["Retry-After"] = str(retry_after_s)
@@ -212,20 +221,20 @@ def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
 
 
 class _Plain:
-    """The application, for the paths of NeMo Gym's observed rollouts, too."""
+    """The application, also for the paths of NeMo Gym's observed rollouts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = without_rollout(scope["path"]) if scope["type"] == "http" else None
+        path = gym.without_rollout(scope["path"]) if scope["type"] == "http" else None
         if path is not None and path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)
 
 
 class _Guarded:
-    """The application, for those who have the token."""
+    """The application behind a bearer token."""
 
     def __init__(
         self, app: ASGIApp, token: str, routes: dict[str, Route[Any]], metrics: GatewayMetrics
@@ -265,7 +274,7 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) ->
 
 
 def _add_own_routes(
-    app: FastAPI, relay: RelayService, client: RewardClient, metrics: GatewayMetrics
+    app: FastAPI, relay: UpstreamService, client: RewardClient, metrics: GatewayMetrics
 ) -> None:
     async def health() -> Response:
         return respond(HttpAnswer(200, {"status": "ok"}))
@@ -325,13 +334,13 @@ def _openapi(app: FastAPI, routes: Sequence[Route[Any]]) -> dict[str, Any]:
     return app.openapi_schema
 
 
-# uvicorn around the gateway's application: its socket, TLS, and every end.
+# uvicorn: socket, TLS and shutdown.
 
 _WAITING_CONNECTIONS = 2048
 
 
 def open_socket(config: GatewayConfig) -> socket.socket:
-    """Where the gateway listens.
+    """Open the socket that the gateway listens on.
 
     Raises:
         ServingError: the port is taken, or the host is no address of this machine.
@@ -406,3 +415,132 @@ def _ends_quietly() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# Prometheus metrics of the gateway and its backends.
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
+_GATEWAY, _SERVER = "nemo_aligner_gateway", "nemo_aligner_server"
+# Counters that a backend publishes (``RewardModel.statistics``), with their help texts.
+_COUNTED = {
+    "requests": "requests answered with rewards",
+    "refused_requests": "requests answered with an error",
+    "rows": "texts scored",
+    "tokens": "tokens of the texts scored",
+    "computed_tokens": "tokens that went through the model",
+    "cached_tokens": "tokens whose keys and values were kept (cache hits)",
+    "calls": "calls of the model",
+    "queue_seconds": "seconds that rows waited for their call, added over rows",
+    "forward_seconds": "seconds that the model computed",
+}
+
+Statistics = Mapping[str, Mapping[str, float] | None]
+
+
+class GatewayMetrics:
+    """Counts what the gateway answers; for one event loop."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a line more of each, of which Prometheus makes nothing
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            f"{_GATEWAY}_requests",
+            "requests answered",
+            ["route", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            f"{_GATEWAY}_request_seconds",
+            "from the request's head to its answer",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._rows = Counter(
+            f"{_GATEWAY}_rows",
+            "texts by what became of them: scored, refused; cut and completed ones are among both",
+            ["route", "outcome"],
+            registry=self._registry,
+        )
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """A request to a route has its answer."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def scored(self, path: str, scored: ScoredRequest) -> None:
+        """Rows of a request that was scored."""
+        rows = len(scored.reply.rewards)
+        self._rows.labels(path, "scored").inc(rows - len(scored.errors))
+        self._rows.labels(path, "refused").inc(len(scored.errors))
+        self._rows.labels(path, "cut").inc(int(scored.reply.exceeded.sum()))
+
+    def completed(self, path: str, rows: int) -> None:
+        """Rows of a request got what the chat template has behind an end of turn."""
+        if rows:
+            self._rows.labels(path, "completed").inc(rows)
+
+    def render(self, relay: UpstreamService, statistics: Statistics) -> tuple[bytes, str]:
+        """The text for Prometheus, with what the backends have just said; and its content type."""
+        now = CollectorRegistry()
+        now.register(_Snapshot([*_of_service(relay), *_of_backends(statistics)]))
+        return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
+
+
+class _Snapshot:
+    """Values that were taken elsewhere."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _of_service(relay: UpstreamService) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        f"{_GATEWAY}_rows_in_flight", "texts not answered yet", value=relay.rows_in_flight
+    )
+    contract = relay.contract
+    gauges = {
+        name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=["attribute"])
+        for name, about in (
+            ("rows", "of how many rewards, the last, these are"),
+            ("mean", "mean of the last rewards"),
+            ("std", "standard deviation of the last rewards"),
+            ("mean_drift", "mean less the contract's, in the contract's standard deviations"),
+            ("std_ratio", "standard deviation over the contract's"),
+        )
+    }
+    for column, drift in enumerate(relay.recent.drift(contract)):
+        name = str(column) if contract is None else contract.attributes[column]
+        for field, value in vars(drift).items():
+            if value is not None:
+                gauges[field].add_metric([name], value)
+    yield from gauges.values()
+
+
+def _of_backends(statistics: Statistics) -> Iterator[Metric]:
+    up = GaugeMetricFamily(f"{_SERVER}_up", "whether the backend answers", labels=["backend"])
+    waiting = GaugeMetricFamily(
+        f"{_SERVER}_waiting_rows", "texts that wait for a call of the model", labels=["backend"]
+    )
+    fill = GaugeMetricFamily(
+        f"{_SERVER}_pack_fill",
+        "computed tokens of a call, in the mean, over what a call has room for",
+        labels=["backend"],
+    )
+    counters = {
+        name: CounterMetricFamily(f"{_SERVER}_{name}", about, labels=["backend"])
+        for name, about in _COUNTED.items()
+    }
+    for url, counts in statistics.items():
+        up.add_metric([url], counts is not None)
+        for name in counters.keys() & (counts or {}).keys():
+            counters[name].add_metric([url], counts[name])  # type: ignore[index]
+        if counts and "waiting_rows" in counts:
+            waiting.add_metric([url], counts["waiting_rows"])
+        if counts and counts.get("calls") and counts.get("tokens_per_call"):
+            room = counts["calls"] * counts["tokens_per_call"]
+            fill.add_metric([url], counts.get("computed_tokens", 0.0) / room)
+    yield from (up, waiting, fill, *counters.values())

@@ -21,19 +21,16 @@ from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.client.calls import OnError
-from nemo_aligner.serving.engine.batcher import Admission, Batcher, BusyError
+from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, BusyError
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, ScoreRequest, kserve
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
-# Scoring as a service: check a request, queue its rows for the model, answer it.
-
-# Beside the model: one would let a long text hold up all others.
+# Threads that encode texts beside the model: with one, a long text would hold up all others.
 _ENCODERS = 2
 _SHORT = 2000  # bytes
 
@@ -42,24 +39,24 @@ ReadOutputs = Callable[[np.ndarray], "tuple[np.ndarray, np.ndarray | None]"]
 
 
 class RequestEncoder(Protocol):
-    """What a request is checked and read by."""
+    """Encoder and checker of requests."""
 
     contract: ScoringContract
 
     def encode(self, text: Text) -> EncodedText:
-        """Raises AlignerError where the scoring contract refuses the text."""
+        """Encode a text; raise AlignerError if the scoring contract refuses it."""
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raises AlignerError where these ids cannot be scored as they stand."""
+        """Raise AlignerError if these ids cannot be scored."""
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone."""
 
 
 class ServableScorer(RequestEncoder, Protocol):
-    """What a server needs of a scorer.
+    """Scorer, as a server needs it.
 
-    ``score_token_lists`` and ``forget`` are collective over the ranks, the others are not.
+    ``score_token_lists`` and ``reset_cache`` are collective over the ranks, the others are not.
     """
 
     @property
@@ -68,11 +65,11 @@ class ServableScorer(RequestEncoder, Protocol):
 
     @property
     def tokens_per_call(self) -> int:
-        """With how many tokens a call of ``score_token_lists`` keeps all ranks at work."""
+        """Tokens with which a call of ``score_token_lists`` keeps all ranks at work."""
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """What each rank keeps of texts before, at most."""
+        """Bytes of the prefix cache on each rank."""
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A]`` float32 rewards."""
@@ -83,12 +80,12 @@ class ServableScorer(RequestEncoder, Protocol):
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
 
-    def forget(self) -> None:
-        """Keep nothing of earlier calls."""
+    def reset_cache(self) -> None:
+        """Empty the prefix cache."""
 
 
 class RowQueue(Protocol):
-    """Where rows wait for the model."""
+    """Queue of rows in front of the model."""
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """The future of a row of numbers for each token list."""
@@ -106,9 +103,9 @@ class _Encoded:
 
 
 class RewardService:
-    """Answers requests, as many at once as come; for one event loop.
+    """Answers any number of requests at once; for one event loop.
 
-    Texts are tokenized in threads of their own while the model is at work.
+    Texts are tokenized in other threads while the model computes.
     """
 
     def __init__(
@@ -120,12 +117,12 @@ class RewardService:
         shaper: RewardShaper | None = None,
         read_outputs: ReadOutputs | None = None,
     ) -> None:
-        """With ``read_outputs`` the rows of ``batcher`` are outputs that become rewards by it."""
+        """With ``read_outputs``, which turns outputs into rewards, ``batcher`` returns outputs."""
         self._scorer = scorer
         self._read_outputs = read_outputs
         self._batcher = batcher
         self._max_bytes = config.max_request_bytes
-        self._admission = Admission(config.max_queue_rows, "server.max_queue_rows")
+        self._limit = BackpressureLimit(config.max_queue_rows, "server.max_queue_rows")
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
         self._shaper = shaper
@@ -134,14 +131,14 @@ class RewardService:
 
     @property
     def optional_outputs(self) -> tuple[str, ...]:
-        """What replies have beside rewards: of shaping, and of a head with several outputs."""
+        """Names of the outputs beside rewards, by shaping and by a head with several outputs."""
         shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
         return shaped if self._read_outputs is None else (*shaped, "spread", "outputs")
 
     @property
-    def rows_inside(self) -> int:
+    def rows_in_flight(self) -> int:
         """Rows of requests that are not answered yet."""
-        return self._admission.inside
+        return self._limit.rows_in_flight
 
     async def answer(
         self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
@@ -150,7 +147,7 @@ class RewardService:
         begun = time.monotonic()
         try:
             check_size(num_bytes, self._max_bytes)
-            with self._admission.of(rows):
+            with self._limit.admit(rows):
                 # A short request is sooner tokenized than handed to another thread.
                 is_short = num_bytes <= _SHORT
                 encoded = self._encode(read()) if is_short else await self._in_encoder(read)
@@ -208,7 +205,7 @@ class RewardService:
         return encoded
 
     def _count_reply_tokens(self, request: ScoreRequest) -> list[int]:
-        """Of token ids nobody knows where the reply begins."""
+        """Count reply tokens; in token ids the reply's beginning is unknown, so all count."""
         if request.texts is not None:
             return self._scorer.count_reply_tokens(request.texts)
         return [len(token_list) for token_list in request.token_lists or ()]
@@ -226,14 +223,14 @@ class RewardService:
 
 @contextmanager
 def _naming(row: int) -> Iterator[None]:
-    """Put the row's number before whatever the scorer refuses."""
+    """Prefix the scorer's error with the row's number."""
     try:
         yield
     except AlignerError as error:
         raise ServingError(f"row {row}: {error}") from error
 
 
-# The reward model and its scoring contract, as a server offers them.
+# The endpoints of a server: the reward model and its scoring contract.
 
 _SCORE = "score"
 
@@ -259,8 +256,8 @@ class RewardModelServable:
     def operations(self) -> Mapping[str, Operation]:
         return {_SCORE: self._score}
 
-    def forget(self) -> None:
-        self._scorer.forget()
+    def reset_cache(self) -> None:
+        self._scorer.reset_cache()
 
     def start(self, ranks: ModelRanks) -> RewardModel:
         if self._shaper is not None:
@@ -316,7 +313,7 @@ class RewardModel:
         return [rewards, contract_endpoint(contract, self.statistics, self._turn_end)]
 
     @property
-    def greeting(self) -> Sequence[str]:
+    def startup_log(self) -> Sequence[str]:
         contract = self._service.contract
         lines = [f"Scoring contract {contract.hash}"]
         if contract.shaping is not None:
@@ -332,7 +329,7 @@ class RewardModel:
         return reply if isinstance(reply, Failure) else kserve.encode_reply(reply)
 
     def statistics(self) -> dict[str, float]:
-        """What was counted since the start, and the queue now; see ``Meter.statistics``."""
+        """Counts since the start, and the queue now; see ``Meter.statistics``."""
         counts = self._scorer.counts
         return {
             **self._meter.statistics(),
@@ -349,7 +346,7 @@ class RewardModel:
         return line
 
     def close(self) -> None:
-        left = self._service.rows_inside
+        left = self._service.rows_in_flight
         if left:
             print(f"{left} rows were not answered within server.exit_timeout_secs", flush=True)
         self._service.close()
@@ -357,7 +354,7 @@ class RewardModel:
 
 
 def _shown(rule: Any) -> str:
-    """Of models no more than the beginning of a hash, of one number no brackets."""
+    """Format a rule: hashes shortened, single numbers without brackets."""
     if isinstance(rule, dict):
         return ", ".join(f"{name} {_shown(value)}" for name, value in rule.items())
     if isinstance(rule, list):
@@ -366,7 +363,7 @@ def _shown(rule: Any) -> str:
 
 
 async def answer_request(service: RewardService, inputs: Tensors) -> ScoreReply | Failure:
-    """What one request's tensors are answered with."""
+    """Answer one request's tensors."""
     return await service.answer(
         *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
     )
@@ -395,17 +392,17 @@ def contract_endpoint(
     )
 
 
-# Scoring by other servers: let a request in, have a backend score it, say why it did not.
+# The gateway's service: requests are scored by upstream servers.
 
 logger = logging.getLogger(__name__)
 
 _KINDS = {413: FailureKind.too_large, 422: FailureKind.bad_request, 400: FailureKind.bad_request}
-# There is no telling when a backend comes back; who asks in a second learns soon.
+# When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
 
 
 class AsyncRewardClient(Protocol):
-    """What this needs of a ``RewardClient``."""
+    """The part of ``RewardClient`` that is used here."""
 
     async def score_rows_async(
         self, texts: list[Text], *, on_error: OnError = "nan"
@@ -418,20 +415,20 @@ class AsyncRewardClient(Protocol):
     async def contract_async(self) -> ScoringContract: ...
 
 
-class RelayService:
-    """Hands requests on to the backends of a client; for one event loop."""
+class UpstreamService:
+    """Forwards requests to the backends of a client; for one event loop."""
 
     def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
         self.contract: ScoringContract | None = None
         self.recent = RecentRewards(drift_rows)
         self._has_none = False
         self._client = client
-        self._admission = Admission(max_queue_rows, "gateway.max_queue_rows")
+        self._limit = BackpressureLimit(max_queue_rows, "gateway.max_queue_rows")
 
     @property
-    def rows_inside(self) -> int:
+    def rows_in_flight(self) -> int:
         """Rows of requests that are not answered yet."""
-        return self._admission.inside
+        return self._limit.rows_in_flight
 
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
@@ -442,7 +439,7 @@ class RelayService:
         rewards of a probe are nobody's, and not among the recent ones.
         """
         try:
-            with self._admission.of(len(request.texts or request.token_lists or ())):
+            with self._limit.admit(len(request.texts or request.token_lists or ())):
                 scored = await self._score(request, "nan" if sets_rows_aside else "raise")
                 await self._know_contract(scored.contract_hash)
         except BusyError as error:
@@ -459,7 +456,8 @@ class RelayService:
         if not is_probe:
             self.recent.add(scored.rewards)
         names = [each.name for each in fields(ScoreReply)]
-        return ScoreReply(**{name: getattr(scored, name) for name in names}), scored.errors
+        reply = ScoreReply(**{name: getattr(scored, name) for name in names})
+        return _with_refused(reply, scored.errors, request.refused)
 
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.
@@ -488,7 +486,23 @@ class RelayService:
             self._has_none = True
 
 
-# Texts as a policy leaves them, completed to what the reward model's chat template writes.
+def _with_refused(
+    reply: ScoreReply, errors: Mapping[int, str], refused: Mapping[int, str]
+) -> tuple[ScoreReply, Mapping[int, str]]:
+    """Put the rows that were refused before they were sent among those that were."""
+    total = len(reply.rewards) + len(refused)
+    rows = [row for row in range(total) if row not in refused]
+    arrays: dict[str, Any] = {}
+    for name, values in vars(reply).items():
+        if refused and isinstance(values, np.ndarray):
+            nothing = False if values.dtype == np.bool_ else np.nan
+            arrays[name] = np.full((total, *values.shape[1:]), nothing, dtype=values.dtype)
+            arrays[name][rows] = values
+    every = {**refused, **{rows[row]: reason for row, reason in errors.items()}}
+    return replace(reply, **arrays), dict(sorted(every.items()))
+
+
+# Raw texts that end at an end of turn, completed by what the reward model's template writes there.
 
 
 class TurnCompletion:

@@ -26,8 +26,6 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.critic import CriticServable
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
-from nemo_aligner.serving.http import build_app, open_socket, run_app
-from nemo_aligner.serving.protocols import PLAIN_ROUTES, ROUTES
 from nemo_aligner.serving.reward import RewardModelServable
 from nemo_aligner.serving.service import Servable
 from nemo_aligner.serving.tokens import find_token, say_who_may_ask
@@ -37,14 +35,12 @@ from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError
 from nemo_aligner.utils.processes import environment, verb_command
 
-# A server from its settings until it is told to stop.
-
 
 def run_server(config: ServeConfig) -> int:
     """Serve the reward model on all ranks; the exit code.
 
     Raises:
-        AlignerError: settings or model are unfit.
+        AlignerError: settings or model cannot be used.
     """
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
@@ -53,7 +49,7 @@ def run_server(config: ServeConfig) -> int:
         if not Path(file).exists():
             raise CheckpointError(no_such_archive(Path(file)))
     with launch():
-        check_front(config.server)  # now, and not when a large model is loaded
+        check_front(config.server)  # before a large model is loaded
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -82,21 +78,21 @@ def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScore
     )
 
 
-# The server of a critic from its settings to its end.
+# The critic's server.
 
 
 def run_critic_server(config: ServeCriticConfig) -> int:
-    """Serve a critic on all ranks, and a reward model beside it where it is asked for; exit code.
+    """Serve a critic, and a reward model if asked for, on all ranks; the exit code.
 
     Raises:
-        AlignerError: settings, model or run are unfit.
+        AlignerError: settings, model or run cannot be used.
     """
     if config.pretrained_checkpoint.restore_from_path is None:
         raise ConfigError(
             "pretrained_checkpoint.restore_from_path: it is not set, wanted a reward model's .nemo"
         )
     with launch():
-        check_front(config.server)  # now, and not when a large model is loaded
+        check_front(config.server)  # before a large model is loaded
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
@@ -136,7 +132,7 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
 
 
 def _check_reads_alike(path: str, rewards: ScoringContract, critic: ScoringContract) -> None:
-    """Both read the same token ids; raises ConfigError where the reward model cannot."""
+    """Raise ConfigError if the reward model reads other token ids than the critic."""
     for name in ("tokenizer_fingerprint", "seq_length"):
         got, wanted = getattr(rewards, name), getattr(critic, name)
         if got != wanted:
@@ -145,17 +141,20 @@ def _check_reads_alike(path: str, rewards: ScoringContract, critic: ScoringContr
             )
 
 
-# A gateway from its settings until it is told to stop.
+# The gateway.
 
 
 def run_gateway(config: GatewayRunConfig) -> int:
     """Answer every protocol in front of the backends; the exit code.
 
-    It starts without them: ``/ready`` says whether one is there.
+    It starts without backends: ``/ready`` tells if any is available.
 
     Raises:
-        AlignerError: the settings are unfit, or the port is taken.
+        AlignerError: the settings cannot be used, or the port is taken.
     """
+    # Only here, as a reward server may run without the extra "gateway".
+    from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app, open_socket, run_app
+
     # Answers say which rows are refused or cut: a line for each would only fill the log.
     logging.getLogger("nemo_aligner.serving.client.calls").setLevel(logging.ERROR)
     own = config.gateway
@@ -190,7 +189,7 @@ def read_token(config: GatewayConfig) -> str | None:
     return find_token(config.token_file, config.token_variable, "gateway.token")
 
 
-# A server as a process of its own, for as long as a block lasts.
+# A server in another process, for the duration of a block.
 
 START_S = 300
 STOP_S = 60

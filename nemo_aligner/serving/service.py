@@ -1,4 +1,4 @@
-"""What a server offers: services, each with endpoints, that have their operations on all ranks."""
+"""Services of a server: their endpoints, their operations on all ranks, and their failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_aligner.serving.engine.batcher import BusyError
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation, RanksLostError
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, TensorSpec
+from nemo_aligner.serving.protocols import Failure, FailureKind, TensorSpec
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 Tensors = Mapping[str, np.ndarray]
@@ -21,15 +21,15 @@ Tensors = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One name that requests are sent to.
+    """A named endpoint for requests.
 
     Attributes:
-        inputs: what a request has, and ``outputs`` its answer.
-        answer: a request's tensors -> its answer's, or why it has none. Requests are answered as
-            many at once as come, those of each endpoint in an event loop of its own.
-        max_rows: of a request. The shapes of ``inputs`` and ``outputs`` then leave out the first
-            dimension, which counts rows; 0 is an endpoint that has whole shapes.
-        comes_first: it has to answer before the others do, as clients ask it before they use them.
+        inputs: tensors of a request, and ``outputs`` those of its answer.
+        answer: maps a request's tensors to the answer's, or to a failure. Any number of requests
+            run at once, those of each endpoint in an event loop of its own.
+        max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then leave out
+            the first dimension, which counts rows. 0 means that they are whole shapes.
+        comes_first: available before the others, as clients ask it before they use them.
     """
 
     name: str
@@ -41,24 +41,24 @@ class Endpoint:
 
 
 class Service(Protocol):
-    """What answers requests, on rank 0."""
+    """An answerer of requests, on rank 0."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]: ...
 
     @property
-    def greeting(self) -> Sequence[str]:
-        """Lines that are said once the server answers."""
+    def startup_log(self) -> Sequence[str]:
+        """Lines for the log once the server answers."""
 
     def report(self) -> str | None:
-        """How busy it was since the last report, in a line; None if it was not."""
+        """Load since the last report, in a line; None without any."""
 
     def close(self) -> None:
-        """Finish what was submitted, and end all threads; nothing may be in flight."""
+        """Finish what was submitted and end all threads; no request may be in flight."""
 
 
 def in_order(services: Sequence[Service]) -> list[Endpoint]:
-    """The endpoints of all services, as a transport has to make them known: one after the other."""
+    """The endpoints of all services, in the order in which a transport has to load them."""
     endpoints = [endpoint for each in services for endpoint in each.endpoints]
     return sorted(endpoints, key=lambda endpoint: not endpoint.comes_first)
 
@@ -68,16 +68,16 @@ class Servable(Protocol):
 
     @property
     def operations(self) -> Mapping[str, Operation]:
-        """What it has all ranks compute, by names that no other servable has."""
+        """Computations for all ranks, by names that no other servable has."""
 
-    def forget(self) -> None:
-        """Keep nothing of earlier operations: one has failed on some rank."""
+    def reset_cache(self) -> None:
+        """Drop all caches: an operation has failed on some rank."""
 
     def start(self, ranks: ModelRanks) -> Service:
         """Rank 0: begin, with a first operation that shows whether the model can run."""
 
 
-# Why a request has no answer: errors, and the failures that a client is told of.
+# Errors of requests, and the failures that clients are told of.
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,11 @@ class TooLargeError(ServingError):
 
 
 class ModelError(ServingError):
-    """The request was fit, and the model could not answer it."""
+    """The request was valid, and the model failed on it."""
 
 
 def check_size(num_bytes: int, most: int) -> None:
-    """Raises TooLargeError where a request has more than ``most`` bytes."""
+    """Raise TooLargeError for a request of more than ``most`` bytes."""
     if num_bytes > most:
         raise TooLargeError(
             f"got a request of {num_bytes} bytes, wanted at most {most} (server.max_request_bytes)"
@@ -101,7 +101,7 @@ def check_size(num_bytes: int, most: int) -> None:
 
 
 async def answer_of(ranks: Future[T]) -> T:
-    """What all ranks have computed.
+    """Wait for what all ranks compute.
 
     Raises:
         RanksLostError: they are gone.
@@ -116,7 +116,7 @@ async def answer_of(ranks: Future[T]) -> T:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a client is told, and whether it may come again."""
+    """Turn an error into the failure that a client is told of."""
     text = one_line(error)
     if isinstance(error, BusyError):
         return Failure(str(error), FailureKind.busy, error.retry_after_s)

@@ -1,4 +1,4 @@
-"""The bearer token of a server: where it is read from, and whether a request has it."""
+"""The bearer token of a server: read it from settings, and check requests for it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def find_token(file: str | None, variable: str | None, key: str) -> str | None:
 
 
 def is_token(token: str) -> bool:
-    """Whether a header can have it."""
+    """Tell whether a header can carry it."""
     return bool(token) and token.isascii() and token.isprintable() and " " not in token
 
 
 def has_token(sent: Sequence[bytes], token: str) -> bool:
-    """Whether the values of a request's ``Authorization`` headers are one that has the token."""
+    """Tell whether a request's ``Authorization`` headers are a single one with the token."""
     if len(sent) != 1:
         return False
     scheme, _, given = sent[0].strip().partition(b" ")
@@ -59,7 +59,7 @@ def has_token(sent: Sequence[bytes], token: str) -> bool:
 
 
 def say_who_may_ask(host: str, token: str | None, key: str) -> None:
-    """Warn of a server that other machines reach, and that answers them all."""
+    """Warn of a server without a token that other machines can reach."""
     if token is None and not _is_loopback(host):
         print(
             f"Warning: {host} is reached from other machines, and there is no token ({key}_file, "

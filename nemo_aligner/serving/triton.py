@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.engine.executor import ModelRanks
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind
+from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.service import Endpoint, Servable, Service, Tensors, in_order
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.serving.triton_internals import (
@@ -40,22 +39,21 @@ from nemo_aligner.serving.triton_internals import (
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-# A Triton server on rank 0, the loop of followers on the others: from the start to every end.
-
 _WATCH_SECS = 0.2
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 
 def check_front(config: ServerConfig) -> None:
-    """Collective: refuse on all ranks a port that rank 0 cannot have, or a token.
+    """Collective: refuse on all ranks what rank 0 cannot serve with, before a model is loaded.
 
     Raises:
-        ServingError: the port is taken, the host is no address of rank 0's machine, or the token
-            cannot be read there, or Triton's log not be written.
+        ServingError: the port is taken, the host is no address of rank 0's machine, the token
+            cannot be read there, Triton's log cannot be written, or numpy is too new.
     """
     said: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
+            check_numpy()
             free_port(config.host, config.port)
             _read_token(config)
             TritonLog(config.triton_log_file).close()
@@ -64,6 +62,19 @@ def check_front(config: ServerConfig) -> None:
     dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
         raise ServingError(said[0])
+
+
+def check_numpy() -> None:
+    """Refuse a numpy that PyTriton 0.7 starts with, and then fails on at the first request.
+
+    Raises:
+        ServingError: it is numpy 2 or later.
+    """
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise ServingError(
+            f"numpy: got {np.__version__}, wanted <2, which nvidia-pytriton 0.7 needs to read "
+            "requests: pip install 'numpy<2'"
+        )
 
 
 def _read_token(config: ServerConfig) -> str | None:
@@ -82,7 +93,7 @@ def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
     """
     ranks = ModelRanks(
         {name: call for each in servables for name, call in each.operations.items()},
-        lambda: _forget(servables),
+        lambda: _reset_caches(servables),
         config.heartbeat_secs,
         config.worker_timeout_secs,
     )
@@ -90,27 +101,27 @@ def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
         # The launcher signals every rank; rank 0 decides, after it has drained.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        ranks.follow()
+        ranks.run_worker()
         ranks.stop()
         return 0
     try:
-        return _lead(servables, ranks, config)
+        return _run_leader(servables, ranks, config)
     except AlignerError:
         if ranks.failure is None:  # the others have nothing to say to it
             ranks.stop()
         raise
 
 
-def _forget(servables: Sequence[Servable]) -> None:
+def _reset_caches(servables: Sequence[Servable]) -> None:
     for each in servables:
-        each.forget()
+        each.reset_cache()
 
 
-def _lead(servables: Sequence[Servable], ranks: ModelRanks, config: ServerConfig) -> int:
+def _run_leader(servables: Sequence[Servable], ranks: ModelRanks, config: ServerConfig) -> int:
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
-    ranks.lead(lambda: _answer(servables, ranks, config, lambda: bool(stopping)))
+    ranks.run_leader(lambda: _answer(servables, ranks, config, lambda: bool(stopping)))
     ranks.stop()
     print("Stopped", flush=True)
     return 0
@@ -122,7 +133,7 @@ def _answer(
     config: ServerConfig,
     shall_stop: Callable[[], bool],
 ) -> None:
-    """Have Triton hand requests over until it shall stop, while the model is at work beside."""
+    """Run Triton until asked to stop; the model computes in the main thread."""
     port = free_port(config.host, config.port)
     services = [each.start(ranks) for each in servables]
     endpoints = in_order(services)
@@ -139,7 +150,7 @@ def _answer(
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
         say_who_may_ask(config.host, token, "server.token")
-        for line in (line for each in services for line in each.greeting):
+        for line in (line for each in services for line in each.startup_log):
             print(line, flush=True)
         watch.until(shall_stop)
         print("Draining: in-flight requests are answered, new ones are refused", flush=True)
@@ -181,7 +192,7 @@ def _start(triton: Any, log: TritonLog) -> Guard:
 
 
 class _Report:
-    """Says every few seconds how busy the server is, while it has work."""
+    """Prints the load every few seconds, while there is work."""
 
     def __init__(self, services: Sequence[Service], every_secs: float) -> None:
         self._services = services
@@ -200,7 +211,7 @@ class _Report:
 
 
 class _Watch:
-    """Looks whether everything lives that the server needs, and ends it where one does not."""
+    """Watches everything that the server needs, and ends it if any part dies."""
 
     def __init__(
         self,
@@ -236,16 +247,16 @@ class _Watch:
 
 
 def _die(failure: str) -> NoReturn:
-    """Leave at once with exit code 1; Triton's guard and other ranks notice and do the same."""
+    """Exit at once with code 1; Triton's guard and the other ranks notice and do the same."""
     print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
     os._exit(1)
 
 
-# Endpoints as Triton's models, in KServe's tensors.
+# Endpoints as models of Triton.
 
 _TOKEN_HEADER = "authorization"
-# Of Triton's codes these become HTTP 400, 503 and 500; it has none for 401 and 413.
+# Triton maps these codes to HTTP 400, 503 and 500; it has none for 401 and 413.
 _TRITON_CODES = {
     FailureKind.bad_request: "INVALID_ARG",
     FailureKind.unauthorized: "INVALID_ARG",
@@ -261,8 +272,8 @@ def build_triton(
 ) -> Any:
     """PyTriton's server with a model bound for each endpoint, not yet running.
 
-    With a ``token`` each of them asks for it. What else Triton does over HTTP, as to load a model
-    or to read shared memory, PyTriton's own token keeps for itself.
+    With a ``token`` each of them requires it. Triton's other functions over HTTP, such as loading
+    models or reading shared memory, are protected by PyTriton's own token.
 
     Raises:
         ServingError: another version of PyTriton than is known here.
@@ -333,9 +344,9 @@ def _to_outputs(answer: Tensors | Failure) -> Tensors:
     return {"error": np.array([f"{code} {answer.message}".encode()], dtype=np.object_)}
 
 
-# What a server has on its machine: Triton's processes, its log, and its port.
+# Triton's processes, log and port on this machine.
 
-# As the kernel names them, in 15 letters.
+# Names as the kernel has them, in 15 letters.
 _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
@@ -348,7 +359,7 @@ read -r word
 [ -n "$word" ] || { kill -KILL "-$0" 2>/dev/null; sleep 1; }
 rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
 """
-# Of Triton's log, beside an error.
+# Of Triton's log, shown with an error.
 _SHOWN_LINES, _KEPT_CHARACTERS = 20, 8000
 _ANY_PORT = range(20_000, 32_000)
 
@@ -379,8 +390,8 @@ def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 class Guard:
     """Ends Triton, whose processes are those of session ``server``, when this process ends.
 
-    However that ends: Triton stands in a session of its own, keeps those waiting whom nobody will
-    answer, and leaves its files behind.
+    However that ends: Triton runs in a session of its own, and would keep clients waiting and leave
+    its files behind.
     """
 
     def __init__(self, server: int, workspace: Path) -> None:
@@ -399,14 +410,14 @@ class Guard:
 
 
 class TritonLog:
-    """A file with what Triton prints, and the end of that.
+    """Triton's output: a file, and its last lines in memory.
 
     ``path`` is appended to; None is a file in the system's temporary folder that is gone when this
     process is.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Raises ServingError: it cannot be written."""
+        """Raise ServingError if it cannot be written."""
         try:
             self._folder = make_temporary("nemo_aligner_triton_") if path is None else None
             self.path = Path(path or "triton.log")
@@ -445,7 +456,7 @@ class TritonLog:
 
 
 def is_running(pid: int) -> bool:
-    """Whether ``pid`` is a process that has not ended."""
+    """Tell whether ``pid`` is a process that has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -481,7 +492,7 @@ def _why_taken(host: str, port: int) -> OSError | None:
     return None
 
 
-# The file that says that a server answers, and where.
+# The ready file.
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What Triton can do and PyTriton 0.7 does not offer; all that touches PyTriton's own parts."""
+"""Features of Triton that PyTriton 0.7 does not offer; only this file touches its internals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_aligner.utils.errors import ServingError
 
-# What triton_proxy.py builds on, in PyTriton's own model.py.
+# Parts of PyTriton's own model.py that triton_proxy.py builds on.
 _KNOWN = (b"\ndef _wrap_response(", b"\nclass BatchResponsesHandler", b"def push(self, requests_id")
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any
 
-# Both are there where Triton runs this file, and nowhere else.
+# Both exist only where Triton runs this file.
 pb_utils: Any = import_module("triton_python_backend_utils")
 pytriton_model: Any = import_module(".pytriton_model", __package__)
 
@@ -22,7 +22,7 @@ _wrap_rewards = pytriton_model._wrap_response
 
 
 class _Asked:
-    """What is left of a request that was handed on: its tensors' shared memory is free again."""
+    """A request that was passed on: the shared memory of its tensors is free again."""
 
     def __init__(self, request: Any) -> None:
         self._names = request.requested_output_names()
@@ -58,7 +58,7 @@ pytriton_model.BatchResponsesHandler = _ResponsesHandler
 
 
 def _refused(request: Any) -> bool:
-    """Whether an input has no elements; PyTriton has no way to hand it on."""
+    """Refuse a request with an empty input, which PyTriton cannot pass on."""
     for tensor in request.inputs():
         shape = list(tensor.shape())
         if 0 in shape:

@@ -46,7 +46,7 @@ from nemo_aligner.utils.processes import is_first_rank, report
 def score_everywhere(
     checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
 ) -> Scored:
-    """Every rank calls it, once; the reference is in fp32 at the first layout, each text alone.
+    """Score every variant; the reference is fp32 at the first layout. Every rank calls it once.
 
     Raises:
         ConfigError: no layout of so many processes fits.

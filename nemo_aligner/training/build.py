@@ -1,4 +1,4 @@
-"""From settings to what is trained on, and what is trained."""
+"""Build the data, the model and the learner of a run from its settings."""
 
 from __future__ import annotations
 
@@ -149,14 +149,14 @@ def trained_model_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:
-    """None where no peak is known, of which they would be a share."""
+    """Counter of FLOPs; None where the device's peak is not known."""
     if known_peak(current_device(), config.trainer.precision) is None:
         return None
     return partial(count_flops, shape, config.model.freeze_layers)
 
 
 def count_flops(shape: ModelShape, freeze_layers: int, packs: Packs) -> float:
-    """Of a step on ``packs``, over all ranks, without what is recomputed."""
+    """FLOPs of a step on ``packs``, over all ranks, without recomputation."""
     return step_flops(shape, Plan(packs=packs, freeze_layers=freeze_layers))
 
 

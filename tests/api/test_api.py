@@ -21,7 +21,9 @@ import torch
 
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
+from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.data.records import as_json, write_records
+from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError, StoppedError
 from tests import tiny
 from tests.environments import kept_environment, make_environment
@@ -38,6 +40,7 @@ SETTINGS: dict[str, Any] = {
 }
 QUESTION = {"role": "user", "content": "what is the river"}
 TEXTS = [[QUESTION, {"role": "assistant", "content": "thank you"}], "a raw text"]
+ROWS = {"model.batch_invariant_rows": 64}
 REFUSED = [QUESTION, {"role": "assistant", "content": "yes <|im_end|>"}]
 LIGHT = """
 import sys
@@ -180,14 +183,58 @@ def test_score_refuses_a_text_by_its_number_or_leaves_it_out(trained: Trained) -
     assert (rewards.shape, rewards.dtype) == ((2, 1), np.float32)
     np.testing.assert_array_equal(model.score([TEXTS[1]]), rewards[1:])
     assert model.attributes == tuple(model.contract().attributes) == ("reward",)
-    with pytest.raises(DataError, match=r"^text 1: message 2"):
+    with pytest.raises(DataError, match=r"^text 1: messages\[1\]"):
         model.score([TEXTS[0], REFUSED])
     found = model.score([REFUSED, TEXTS[0]], on_error="nan")
     np.testing.assert_array_equal(found, [[np.nan], rewards[0]])
     assert model.score([]).shape == (0, 1)
-    for one in (TEXTS[0], "a raw text"):
-        with pytest.raises(TypeError, match="got one text, wanted a list"):
-            model.score(one)
+    whole = {"messages": TEXTS[0]}
+    for one in (TEXTS[0], "a raw text", whole, Conversation(**whole)):  # type: ignore[arg-type]
+        for score in (model.score, RewardClient("http://127.0.0.1:1").score):
+            with pytest.raises(TypeError, match=r"^texts: got .*one text.*, wanted a list of text"):
+                score(one)  # type: ignore[operator]
+
+
+def test_score_reads_conversations_and_returns_rows_as_the_client(trained: Trained) -> None:
+    """``tools`` in a dict, as its JSON text, or in a ``Conversation``: one text."""
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    forms: list[Any] = [
+        {"messages": TEXTS[0], "tools": tools},
+        {"messages": TEXTS[0], "tools": json.dumps(tools)},
+        Conversation(TEXTS[0], tools),  # type: ignore[arg-type]
+        {"messages": TEXTS[0]},
+        TEXTS[0],
+    ]
+    rewards = trained.model.score(forms[3:])
+    assert rewards[0] == rewards[1]
+    rows = trained.model.score_rows([REFUSED, *forms])
+    assert [*rows.errors] == [0, 1, 2, 3]
+    assert rows.errors[0].startswith("message 2")
+    assert rows.errors[1].startswith("tools: the chat template does not write")
+    assert len({rows.errors[row] for row in (1, 2, 3)}) == 1
+    np.testing.assert_array_equal(rows.rewards[4:6], rewards)
+    assert np.isnan(rows.rewards[:4]).all()
+    assert rows.exceeded.tolist() == [False] * 6
+    assert rows.contract_hash == trained.model.contract().hash
+    assert rows.spread is rows.outputs is None
+
+
+def test_score_rows_tell_how_certain_they_are(trained: Trained, tmp_path: Path) -> None:
+    """Of a head with several outputs for an attribute, in process as over HTTP."""
+    ratings = rows_of(tiny.write_ratings(tmp_path / "rated.jsonl", 16, ("help",)))
+    rated = {
+        "model.reward_model_type": "regression",
+        "model.regression.attributes": ["help"],
+        "model.objective": "quantiles",
+    }
+    base, output = trained.folder / "base.nemo", tmp_path / "run"
+    model = na.train(base, ratings, output=output, **{**SETTINGS, **rated})
+    rows = model.score_rows([REFUSED, *TEXTS])
+    assert rows.spread is not None
+    assert rows.outputs is not None
+    assert rows.outputs.shape[0] == 3
+    assert np.isnan(rows.spread[0]).all()
+    assert np.isfinite(rows.spread[1:]).all()
 
 
 def test_export_is_scored_as_a_model_of_transformers_beside_the_archive(
@@ -197,7 +244,7 @@ def test_export_is_scored_as_a_model_of_transformers_beside_the_archive(
     assert "checked: " in str(summary)
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "hf") as theirs:
         np.testing.assert_allclose(theirs.score(TEXTS), trained.model.score(TEXTS), atol=1e-5)
-        with pytest.raises(DataError, match=r"^text 1: message 2"):
+        with pytest.raises(DataError, match=r"^text 1: messages\[1\]"):
             theirs.score([TEXTS[0], REFUSED])
         with pytest.raises(ConfigError, match="a model of transformers"):
             theirs.export(tmp_path / "again")
@@ -271,6 +318,24 @@ def test_settings_are_checked_as_the_verbs(trained: Trained, tmp_path: Path) -> 
         na.train(None, trained.pairs, output=tmp_path / "run")
     with pytest.raises(DataError, match=r"train/records\.jsonl:2: got keys 'prompt', 'chosen'"):
         na.train(base, [trained.pairs[0], {"prompt": "a", "chosen": "b"}], output=tmp_path / "new")
+
+
+def test_settings_that_do_nothing_are_noted_once_as_by_the_verbs(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    na.RewardModel({"hf_model": "a", "model.tensor_model_parallel_size": 2})
+    note = "note: model.tensor_model_parallel_size does nothing\n  with hf_model=a\n"
+    assert capsys.readouterr().out == note
+    model = na.RewardModel({**trained.model._settings, "model.batch_invariant": False} | ROWS)
+    noted = capsys.readouterr().out
+    assert (
+        noted
+        == "note: model.batch_invariant_rows does nothing\n  with model.batch_invariant=false\n"
+    )
+    model.evaluate(trained.heldout, **{"data.max_malformed": 0.5})
+    said = capsys.readouterr().out
+    assert "note: data.max_malformed does nothing\n  with data.malformed=error\n" in said
+    assert said.count("note: ") == 1
 
 
 class Frame:

@@ -18,9 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nemo_aligner.cli.main import load
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import GatewayConfig
-from nemo_aligner.serving.http import build_app
-from nemo_aligner.serving.metrics import _COUNTED
-from nemo_aligner.serving.protocols import ROUTES
+from nemo_aligner.serving.http import _COUNTED, ROUTES, build_app
 from tests import tiny
 from tests.docs.test_pages import SCHEMAS
 from tests.environments import install, kept_environment, make_environment, new_environment

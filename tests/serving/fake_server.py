@@ -78,7 +78,7 @@ class FakeScorer:
     def count_reply_tokens(self, texts: Sequence[str | list[dict[str, str]]]) -> list[int]:
         return [len(text if isinstance(text, str) else text[-1]["content"]) for text in texts]
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         print("FORGET", flush=True)
 
     def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:

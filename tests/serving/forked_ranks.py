@@ -50,7 +50,7 @@ def make_score(rank: int, heard: list[list[list[int]]]) -> Callable[[list[list[i
 def led(ranks: ModelRanks) -> Iterator[None]:
     """Calls are computed in a thread, which may hang in one that fails."""
     done = threading.Event()
-    threading.Thread(target=ranks.lead, args=[done.wait], daemon=True).start()
+    threading.Thread(target=ranks.run_leader, args=[done.wait], daemon=True).start()
     try:
         yield
     finally:
@@ -127,7 +127,7 @@ def be_rank(rank: int, name: str, folder: Path) -> None:
     elif name == "second_dies_idle":
         os._exit(9)
     else:
-        ranks.follow()
+        ranks.run_worker()
         ranks.stop()
         found = {"heard": heard}
     (folder / f"{name}{rank}.json").write_text(json.dumps(found))

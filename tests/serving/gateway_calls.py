@@ -96,8 +96,9 @@ class FakeClient:
         if errors and on_error == "raise":
             raise RefusedError("http://one", 400, f"row {min(errors)}: the text is empty")
         rewards = np.array([[value, -value][: self.columns] for value in sums], dtype=np.float32)
+        rewards = rewards.reshape(len(rows), self.columns)
         rewards[[*errors]] = np.nan
-        exceeded = np.array([value > 5000 for value in sums])
+        exceeded = np.array([value > 5000 for value in sums], dtype=bool)
         published = self.contract.hash if self.contract is not None else None
         return ScoredRows(rewards, errors, exceeded, published if len(errors) < len(rows) else None)
 

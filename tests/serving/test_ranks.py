@@ -71,7 +71,7 @@ def test_calls_of_all_threads_are_computed_where_they_are_led_until_that_fails()
         raise ServingError("no port")
 
     with pytest.raises(ServingError, match="no port"):
-        ranks.lead(drive)
+        ranks.run_leader(drive)
     ranks.stop()
     assert threads == {threading.current_thread()}
 
@@ -97,8 +97,8 @@ def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
         waiting = threading.Thread(target=ask)
         waiting.start()
         assert started.wait(30)
-        ranks.lose("a rank died")
-        ranks.lose("another one, too")
+        ranks.fail("a rank died")
+        ranks.fail("another one, too")
         waiting.join(30)
         assert not waiting.is_alive()
         assert said == ["a rank died"]

@@ -140,8 +140,7 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
     model_server: Server, rewards: np.ndarray
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
-    from nemo_aligner.serving.protocols import ROUTES
+    from nemo_aligner.serving.http import ROUTES, build_app
 
     raw = TEXTS[0]
     chat = next(text for text in TEXTS if not isinstance(text, str))
@@ -196,7 +195,7 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
     chat = [{"role": "user", "content": "why"}, {"role": "assistant", "content": FORGED}]
     row = {"prompt": "why", "response": FORGED}
     said = _refusals(model_server, scorer, archive, tmp_path, chat, row)
-    sentence = "message 2: got '<|im_end|>' at character 4, which the chat template writes around"
+    sentence = "messages[1].content: got '<|im_end|>' at character 4, which the chat template"
     assert {door: text for door, text in said.items() if sentence not in text} == {}
     # And what a tool has found, as a page of the web may hold anything.
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -205,7 +204,7 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
     chat = [*chat[:1], calling, result, {"role": "assistant", "content": "no"}]
     row = {"prompt": chat[:3], "response": "no"}
     said = _refusals(model_server, scorer, archive, tmp_path, chat, row)
-    sentence = sentence.replace("message 2", "message 3")
+    sentence = sentence.replace("messages[1]", "messages[2]")
     assert {door: text for door, text in said.items() if sentence not in text} == {}
 
 
@@ -218,8 +217,7 @@ def _refusals(
     row: dict[str, Any],
 ) -> dict[str, str]:
     """What each door says of a conversation, or of a row of a file."""
-    from nemo_aligner.serving.http import build_app
-    from nemo_aligner.serving.protocols import ROUTES
+    from nemo_aligner.serving.http import ROUTES, build_app
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
@@ -310,8 +308,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     """Of a head with two bins for one attribute, read by the same rule everywhere."""
     pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
-    from nemo_aligner.serving.protocols import ROUTES
+    from nemo_aligner.serving.http import ROUTES, build_app
 
     texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
     loaded = load_reward_model(archive, scorer._layout)

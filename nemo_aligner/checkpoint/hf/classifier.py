@@ -133,14 +133,18 @@ class HfRewardModel:
         Raises:
             DataError: as ``encode``; the message has the text's number.
         """
-        token_lists = [self._encode_numbered(*each) for each in enumerate(texts)]
-        rewards = np.zeros((len(texts), len(self.attributes)), dtype=np.float32)
+        return self.score_token_lists([self._encode_numbered(*each) for each in enumerate(texts)])
+
+    def score_token_lists(self, token_lists: Sequence[list[int]]) -> np.ndarray:
+        """``score`` for the token ids of texts that ``encode`` accepted."""
+        total = len(token_lists)
+        rewards = np.zeros((total, len(self.attributes)), dtype=np.float32)
         done = 0
-        self.watch(0, len(texts))
+        self.watch(0, total)
         for rows in self._batches(token_lists):
             rewards[rows] = self._logits([token_lists[row] for row in rows])
             done += len(rows)
-            self.watch(done, len(texts))
+            self.watch(done, total)
         means = getattr(self.model.config, "label_means", None) or {}
         return rewards + np.array([means.get(name, 0) for name in self.attributes], np.float32)
 

@@ -102,9 +102,8 @@ class ExportSummary:
             kept = self.query_groups - self.zero_groups
             ranks = next(n for n in count(2) if -(-kept // n) * n == self.query_groups)
             lines.append(
-                f"query groups: {kept}; {self.zero_groups} of zeros, which the archive has beside "
-                "them for tensor parallelism, are left out; converted with tensor-parallel "
-                f"{ranks} they come back"
+                f"query groups: {kept}; left out {self.zero_groups} of zeros that the archive has "
+                f"for tensor parallelism (convert --tensor-parallel {ranks} adds them again)"
             )
         if any(self.contract.label_means):
             means = dict(zip(self.contract.attributes, self.contract.label_means, strict=True))

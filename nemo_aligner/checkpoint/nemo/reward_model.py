@@ -421,9 +421,10 @@ def _check_read_alike(
 
 def read_or_build_text_rules(
     path: Path, data: DataConfig, attributes: Sequence[str]
-) -> tuple[Tokenizer, ScoringContract]:
+) -> tuple[Tokenizer, ScoringContract, bool]:
     """Load the tokenizer at ``path`` and its contract, or build a contract from the settings.
 
+    The last value is true where the contract was built from the settings.
     ``path`` is a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
 
     Raises:
@@ -435,7 +436,7 @@ def read_or_build_text_rules(
     else:
         tokenizer, contract = read_text_rules(path)
     if contract is not None:
-        return tokenizer, contract
+        return tokenizer, contract, False
     config = ModelConfig(data=data)
     if attributes:
         config = ModelConfig(
@@ -443,4 +444,4 @@ def read_or_build_text_rules(
             regression=RegressionConfig(list(attributes)),
             data=data,
         )
-    return tokenizer, build_contract(config, tokenizer, Precision.fp32)
+    return tokenizer, build_contract(config, tokenizer, Precision.fp32), True

@@ -1,4 +1,4 @@
-"""What clients of servers have in common: a call in the background, with one deadline for all."""
+"""Common base of clients: background calls with one deadline, split into requests of rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ import numpy as np
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.client.pool import Background, Connections, ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import RefusedError, Tensors
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import ScoreReply
+from nemo_aligner.serving.protocols import ScoreReply, kserve
 from nemo_aligner.serving.tokens import is_token
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, shown
 
@@ -140,13 +139,13 @@ async def _in_time(
 
 
 def check_token(token: str | None) -> None:
-    """Raises ConfigError: it is none that a header can have; it is not shown."""
+    """Raise ConfigError for a token that no header can carry; it is not shown."""
     if token is not None and not is_token(token):
         raise ConfigError("token: it is no token, wanted one word of ASCII letters, digits, signs")
 
 
 def checked_urls(urls: Sequence[str]) -> list[str]:
-    """Whole URLs, each once.
+    """Complete the URLs, each once.
 
     Raises:
         ConfigError: there is none, or one is no URL.
@@ -163,7 +162,7 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(checked))
 
 
-# A call of any size as requests that servers take.
+# Splitting: a call of any size as requests that servers accept.
 
 Encode = Callable[[Sequence[Any]], Tensors]
 
@@ -235,7 +234,7 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-# One call: its requests side by side, their rewards in the caller's order, and refused rows.
+# Collecting: rewards in the caller's order, and refused rows.
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +273,7 @@ class ScoredRows:
 
 
 def check_on_error(on_error: str) -> None:
-    """Raises ConfigError: it is neither of the two ways."""
+    """Raise ConfigError for any other way."""
     if on_error not in ("raise", "nan"):
         raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
 
@@ -373,7 +372,7 @@ class RowCollector:
         return part.only([other for other in part.rows if other != row])
 
     async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
-        """What was refused without a row's number: find the rows by halves."""
+        """Find the rows of a refusal without a row's number, by halves."""
         is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.status in _AT_FAULT):
             raise refusal

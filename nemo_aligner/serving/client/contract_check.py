@@ -29,11 +29,11 @@ class _Known:
     whose: str = ""
 
 
-class Agreement:
+class ContractCheck:
     """Compares what each server scores by; also knows how many columns its rewards have."""
 
     def __init__(self, expect: ScoringContract | str | None) -> None:
-        """Raises ConfigError: ``expect`` is neither a contract nor a hash."""
+        """Raise ConfigError if ``expect`` is neither a contract nor a hash."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash"
@@ -49,16 +49,16 @@ class Agreement:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it is known what contract is wanted, or that it is none."""
+        """True once it is known which contract is wanted, or that none is."""
         return self._wanted is not None
 
     @property
     def wants_contract(self) -> bool:
-        """Whether a server without a contract is known to be a wrong one."""
+        """True if a server without a contract is a wrong one."""
         return self._wanted is not None and self._wanted.hash is not None
 
     def check_published(self, server: str, contract: ScoringContract | None) -> None:
-        """What a server says that it scores by; None where it does not say.
+        """Check the contract that a server publishes; None if it publishes none.
 
         Raises:
             OtherContractError: it is not the wanted one, or not that of another server.
@@ -72,7 +72,7 @@ class Agreement:
             self.columns = len(contract.attributes)
 
     def check_reward(self, server: str, contract_hash: str | None) -> None:
-        """What a reward was made by; the first one binds those that follow.
+        """Check the contract of a reward; the first one binds those that follow.
 
         Raises:
             OtherContractError: it is another contract.
@@ -85,7 +85,7 @@ class Agreement:
         _compare(server, mine, self._wanted)
 
     def withdraw(self, server: str) -> None:
-        """What this server has said, as another may have taken its place."""
+        """Drop what this server published, as another may have taken its place."""
         self._published.pop(server, None)
 
 

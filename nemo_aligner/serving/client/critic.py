@@ -22,7 +22,7 @@ from nemo_aligner.serving.client.calls import (
     split_tokens,
     token_rows,
 )
-from nemo_aligner.serving.client.contract_check import Agreement
+from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.server import RefusedError, Tensors
 from nemo_aligner.serving.protocols import critic as wire
@@ -56,7 +56,7 @@ class _Connections:
         token: str | None,
     ) -> None:
         def connect(urls: Sequence[str], name: str) -> ServerPool:
-            return ServerPool(urls, name, Agreement(expect), *patience, max_connections, token)
+            return ServerPool(urls, name, ContractCheck(expect), *patience, max_connections, token)
 
         self.infer = connect([url], wire.INFER_NAME)
         self.train = connect([url], wire.TRAIN_NAME)
@@ -66,7 +66,7 @@ class _Connections:
         self._pools = [pool for pool in pools if pool is not None]
 
     def trouble(self) -> str:
-        """What is wrong with each server that is not there."""
+        """Reasons why servers are unavailable."""
         return "; ".join(filter(None, (pool.trouble() for pool in self._pools)))
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         (critic,) = checked_urls([url])
         rewards = [reward_url] if isinstance(reward_url, str) else list(reward_url or ())
         reward_urls = checked_urls(rewards) if rewards else []
-        Agreement(expect)  # here, and not in the thread, it is refused if it is none
+        ContractCheck(expect)  # here, and not in the thread, it is refused if it is none
         connect = partial(
             _Connections, critic, reward_urls, expect, (wait_s, retry_s), max_connections, token
         )

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.contract_check import Agreement, OtherContractError
+from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
 from nemo_aligner.serving.client.server import (
     NoKServeError,
     RemoteServer,
@@ -23,8 +23,7 @@ from nemo_aligner.serving.client.server import (
     UnavailableError,
     new_session,
 )
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import ScoreReply
+from nemo_aligner.serving.protocols import ScoreReply, kserve
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
@@ -66,18 +65,19 @@ class ServerPool:
         self,
         urls: Sequence[str],
         model_name: str,
-        agreement: Agreement,
+        contract_check: ContractCheck,
         wait_s: float,
         retry_s: float,
         max_connections: int,
         token: str | None = None,
     ) -> None:
         self._session = new_session(token)
-        reads_contract = agreement.is_bound or len(urls) > 1
+        reads_contract = contract_check.is_bound or len(urls) > 1
         self._servers = [
-            RemoteServer(self._session, url, model_name, agreement, reads_contract) for url in urls
+            RemoteServer(self._session, url, model_name, contract_check, reads_contract)
+            for url in urls
         ]
-        self._agreement = agreement
+        self._contract_check = contract_check
         self._wait_s, self._retry_s = wait_s, retry_s
         self._gate = asyncio.Semaphore(max_connections * len(urls))
         self._has_met = False
@@ -86,7 +86,7 @@ class ServerPool:
         self._introduction: asyncio.Task[None] | None = None
 
     async def limit(self) -> tuple[int, int]:
-        """How many rows a request may have, and how many servers are there.
+        """Most rows of a request, and the number of available servers.
 
         Raises:
             ServingError: no server is there.
@@ -106,8 +106,8 @@ class ServerPool:
 
         def read(outputs: Tensors, server: str) -> ScoreReply:
             reply = _decoded(outputs, rows, server)
-            self._agreement.check_reward(server, reply.contract_hash)
-            self._agreement.columns = reply.rewards.shape[1]
+            self._contract_check.check_reward(server, reply.contract_hash)
+            self._contract_check.columns = reply.rewards.shape[1]
             return reply
 
         return await self.ask_for(inputs, rows, read)
@@ -115,7 +115,7 @@ class ServerPool:
     async def ask_for(
         self, inputs: Tensors, rows: int, read: Callable[[Tensors, str], T], *, again: bool = True
     ) -> T:
-        """What ``read`` makes of the answer and the name of the server that gave it.
+        """Ask a server, and return what ``read`` makes of its answer and its name.
 
         Without ``again`` a request that got no answer is not sent once more.
 
@@ -138,14 +138,14 @@ class ServerPool:
 
         async def ask(server: RemoteServer) -> ScoringContract:
             contract = await server.contract()
-            if self._agreement.is_bound:
-                self._agreement.check_published(server.name, contract)
+            if self._contract_check.is_bound:
+                self._contract_check.check_published(server.name, contract)
             return contract
 
         return await self._ask(ask, 1)
 
     async def ask_turn_end(self) -> TurnEnd | None:
-        """What the servers' chat template writes behind a reply; None where none is known.
+        """Text that the servers' chat template writes after a reply; None if unknown.
 
         Raises:
             ServingError: no server answers.
@@ -153,10 +153,10 @@ class ServerPool:
         return await self._ask(RemoteServer.turn_end, 1)
 
     async def probe(self) -> dict[str, str | None]:
-        """Of each server by its URL: why it gives no rewards now, None where it does."""
-        if not self._agreement.is_bound:  # what they say now counts
+        """State of each server by its URL: why it gives no rewards now, None if it does."""
+        if not self._contract_check.is_bound:  # what they say now counts
             for server in self._servers:
-                self._agreement.withdraw(server.name)
+                self._contract_check.withdraw(server.name)
         found = await asyncio.gather(*(server.probe() for server in self._servers))
         clash = self._clash()
         all_wrong = None if clash is None else str(clash)
@@ -165,12 +165,12 @@ class ServerPool:
         }
 
     async def ask_statistics(self) -> dict[str, dict[str, float] | None]:
-        """Of each server by its URL: what it has counted, None where it does not answer."""
+        """Counts of each server by its URL, None if it does not answer."""
         found = await asyncio.gather(*(server.statistics() for server in self._servers))
         return {server.url: counts for server, counts in zip(self._servers, found, strict=True)}
 
     def trouble(self) -> str:
-        """What is wrong with each server that is not there."""
+        """Reasons why servers are unavailable."""
         wrong = [(each.name, each.trouble) for each in self._servers if each.trouble]
         return "; ".join(f"{name}: {why}" for name, why in wrong)
 
@@ -256,7 +256,7 @@ class ServerPool:
 
     def _clash(self) -> ServingError | None:
         """That servers disagree, and no reward says which of them is right."""
-        if self._agreement.is_bound:
+        if self._contract_check.is_bound:
             return None
         faults = [server.fault for server in self._servers]
         return next((fault for fault in faults if isinstance(fault, OtherContractError)), None)
@@ -270,7 +270,7 @@ class ServerPool:
         self._has_met |= any_ready
 
     def _give_up_if_hopeless(self, search: _Search) -> None:
-        """Where each server was met since the request began, and is wrong: no waiting mends it."""
+        """Raise if every server was tried since the request began, and is a wrong one."""
         faults = [
             str(server.fault)
             for server in self._servers
@@ -341,7 +341,7 @@ def _decoded(outputs: Tensors, rows: int, server: str) -> ScoreReply:
     raise ServingError(f"{server}: the answer has no reward for each row")
 
 
-# The servers of a client in an event loop beside the program, which may end at any time.
+# The event loop of a client, in a thread of its own.
 
 Result = TypeVar("Result")
 
@@ -350,7 +350,7 @@ class Connections(Protocol):
     """To servers; made and used in one event loop."""
 
     def trouble(self) -> str:
-        """What is wrong with each server that is not there."""
+        """Reasons why servers are unavailable."""
 
     async def close(self) -> None:
         """Let the sockets go."""
@@ -366,7 +366,7 @@ class Background(Generic[C]):
     """
 
     def __init__(self, connect: Callable[[], C]) -> None:
-        """Raises what ``connect`` does, which is called in the thread."""
+        """Start the thread; raise what ``connect``, called in it, raises."""
         self._process = os.getpid()
         self._lock = Lock()
         self._running: set[Future[Any]] = set()
@@ -380,11 +380,11 @@ class Background(Generic[C]):
         begun.result()
 
     def belongs_here(self) -> bool:
-        """Whether its thread is one of this process, and was not left behind by a fork."""
+        """True if its thread is one of this process, and was not left behind by a fork."""
         return self._process == os.getpid()
 
     def is_current(self) -> bool:
-        """Whether the caller stands in its thread, as what is called when a future is done."""
+        """True in its own thread, as in a future's callback."""
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, Result]]) -> Future[Result]:

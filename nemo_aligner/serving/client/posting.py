@@ -18,7 +18,7 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True)
 class PostingAddress:
-    """Where to; ``timeout_s`` is for one request."""
+    """Target of POST requests; ``timeout_s`` is for one request."""
 
     url: str
     bearer_token: str | None = None

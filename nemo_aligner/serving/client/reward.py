@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.messages import Text, check_texts
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import (
     OnError,
@@ -24,7 +24,7 @@ from nemo_aligner.serving.client.calls import (
     split_tokens,
     token_rows,
 )
-from nemo_aligner.serving.client.contract_check import Agreement
+from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.protocols import kserve
 
@@ -76,10 +76,10 @@ class RewardClient(ServerClient[ServerPool]):
         """
         check_token(token)
         urls = checked_urls([url] if isinstance(url, str) else url)
-        self._agreement = Agreement(expect)
+        self._contract_check = ContractCheck(expect)
         connect = partial(
             ServerPool,
-            *(urls, model_name, self._agreement, wait_s, retry_s, max_connections, token),
+            *(urls, model_name, self._contract_check, wait_s, retry_s, max_connections, token),
         )
         name = f"{', '.join(urls)}, {model_name}"
         super().__init__(name, timeout_s, connect, in_callers_loop)
@@ -160,15 +160,15 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(ServerPool.ask_contract)
 
     async def turn_end_async(self) -> TurnEnd | None:
-        """What the servers' chat template writes behind a reply; None where none is known."""
+        """Text that the servers' chat template writes after a reply; None if unknown."""
         return await self._run(ServerPool.ask_turn_end)
 
     async def probe_async(self) -> dict[str, str | None]:
-        """Of each server by its URL: why it gives no rewards now, None where it does."""
+        """State of each server by its URL: why it gives no rewards now, None if it does."""
         return await self._run(ServerPool.probe)
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:
-        """Of each server by its URL: what it has counted since its start, by name.
+        """Counts of each server since its start, by its URL and by name.
 
         None where it does not answer, empty where it is a server that counts nothing.
         """
@@ -183,11 +183,11 @@ class RewardClient(ServerClient[ServerPool]):
         self, pool: ServerPool, total: int, split: Split, on_error: OnError
     ) -> ScoredRows:
         check_on_error(on_error)
-        return await RowCollector(pool, on_error).collect(total, split, self._agreement.columns)
+        return await RowCollector(pool, on_error).collect(
+            total, split, self._contract_check.columns
+        )
 
 
 def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:
-    if isinstance(texts, str):
-        raise TypeError(f"texts: got one string ({texts[:40]!r}), wanted a list of texts")
-    rows = list(texts)
+    rows = check_texts(texts)
     return len(rows), partial(split_texts, rows)

@@ -21,7 +21,7 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.contract_check import Agreement, OtherContractError
+from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import CheckpointError, ServingError, short, shown
 
@@ -65,7 +65,7 @@ class RefusedError(ServingError):
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the request has too many bytes, so that parts of it may be fit."""
+        """True if the request has too many bytes, so that parts of it may be accepted."""
         return self.status == 413 or (self.status == 400 and bool(_TOO_LARGE.search(self.text)))
 
     @property
@@ -80,7 +80,7 @@ class RefusedError(ServingError):
 
 
 class NoKServeError(ServingError):
-    """What answers at each URL speaks another protocol."""
+    """Every URL is answered by another protocol."""
 
 
 class ForeignError(RefusedError):
@@ -114,7 +114,7 @@ class RemoteServer:
         session: aiohttp.ClientSession,
         url: str,
         model_name: str,
-        agreement: Agreement,
+        contract_check: ContractCheck,
         reads_contract: bool,
     ) -> None:
         self.name = f"{url}, {model_name}"
@@ -129,15 +129,15 @@ class RemoteServer:
         self.again_at = 0.0
         self._has_said_when = False
         self._failures = 0
-        self._session, self._agreement = session, agreement
+        self._session, self._contract_check = session, contract_check
         self._model_name, self._reads_contract = model_name, reads_contract
 
     def is_ready(self, now: float) -> bool:
-        """Whether it may be asked for rewards."""
+        """True if it may be asked for rewards."""
         return self.limit is not None and now >= self.again_at
 
     def is_full(self, now: float) -> bool:
-        """Whether it has said when to come again, and that is not yet."""
+        """True if it has said when to come again, and that is not yet."""
         return self.limit is not None and self._has_said_when and now < self.again_at
 
     def meet(self) -> asyncio.Task[None]:
@@ -159,7 +159,7 @@ class RemoteServer:
     def forget(self) -> None:
         """As if it had never been met."""
         self.limit, self.fault, self.again_at = None, None, 0.0
-        self._agreement.withdraw(self.name)
+        self._contract_check.withdraw(self.name)
 
     async def infer(self, inputs: Tensors) -> Tensors:
         """Its answer.
@@ -187,7 +187,7 @@ class RemoteServer:
             return await self._contract()
 
     async def turn_end(self) -> TurnEnd | None:
-        """What its chat template writes behind a reply; None where it has nothing to say.
+        """Text that its chat template writes after a reply; None if it writes nothing.
 
         Raises:
             UnavailableError: it gave no answer, and is left out for a while.
@@ -208,7 +208,7 @@ class RemoteServer:
                 return None
 
     async def probe(self) -> str | None:
-        """Why it gives no rewards now, None where it does; one that does not is left out."""
+        """Reason why it gives no rewards now, and is left out; None if it gives them."""
         try:
             with self._asked():
                 await self._ask("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
@@ -225,7 +225,7 @@ class RemoteServer:
         return None
 
     async def statistics(self) -> dict[str, float] | None:
-        """What it has counted since its start; empty if it does not say, None without an answer."""
+        """Counts since its start; empty if it publishes none, None without an answer."""
         asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
         try:
             with self._asked():
@@ -275,7 +275,7 @@ class RemoteServer:
                 self._refuse(error)
                 return
             # A model that is still being loaded.
-            self._leave_out(UnavailableError(f"it has no such model ready: {error.text}"))
+            self._leave_out(UnavailableError(f"{self._model_name} is not ready: {error.text}"))
         except BadAddressError as error:
             self._refuse(ServingError(f"{self.name}: {error}"))
         except UnavailableError as error:
@@ -289,8 +289,8 @@ class RemoteServer:
             self.meeting = None
 
     async def _check_contract(self, timeout_s: float) -> None:
-        """Raises OtherContractError; of a lone server the first reward shows what it has."""
-        if not self._reads_contract and not self._agreement.is_bound:
+        """Raise OtherContractError; a lone server shows its contract by its first reward."""
+        if not self._reads_contract and not self._contract_check.is_bound:
             return
         try:
             published = await self._published(timeout_s)
@@ -298,7 +298,7 @@ class RemoteServer:
             if self._reads_contract:
                 raise
             return  # what cannot be read may be newer; its rewards have their contract's hash
-        self._agreement.check_published(self.name, published)
+        self._contract_check.check_published(self.name, published)
 
     async def _published(self, timeout_s: float) -> ScoringContract | None:
         try:
@@ -306,7 +306,7 @@ class RemoteServer:
         except RefusedError as error:  # a server of NeMo-Aligner has none
             if error.status == _UNAUTHORIZED:
                 raise
-            if self._agreement.wants_contract:  # it may still be loaded
+            if self._contract_check.wants_contract:  # it may still be loaded
                 text = f"got the scoring contract (none), wanted one: {error.text}"
                 raise UnavailableError(text) from error
             return None
@@ -329,7 +329,7 @@ class RemoteServer:
         self.trouble, self.fault = str(error), None
         if error.is_lost:
             self.limit = None
-            self._agreement.withdraw(self.name)
+            self._contract_check.withdraw(self.name)
 
     async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
         body, headers = encode_body(inputs)
@@ -385,7 +385,7 @@ class RemoteServer:
 
 
 def _error_of(answer: bytes) -> str | None:
-    """What KServe's server says of a request; None where the answer is none of KServe."""
+    """Error text of a KServe server; None if the answer is not KServe's."""
     try:
         said = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -394,7 +394,7 @@ def _error_of(answer: bytes) -> str | None:
 
 
 def _cause(error: BaseException) -> str:
-    """What was wrong with a connection, in few words."""
+    """Cause of a failed connection, in few words."""
     text = str(error)
     if isinstance(error, aiohttp.ClientConnectorError) and (
         isinstance(error.os_error, ConnectionRefusedError) or "Connect call failed" in text
@@ -422,7 +422,7 @@ def _socket(address: Any) -> socket.socket:
     return made
 
 
-# Tensors as the body of an HTTP message, by KServe v2 with its extension for binary data.
+# Tensors as HTTP bodies: KServe v2 with its extension for binary data.
 
 Tensors = dict[str, np.ndarray]
 

@@ -21,14 +21,14 @@ from nemo_aligner.utils.errors import ServingError
 logger = logging.getLogger(__name__)
 
 Execute = Callable[[list[np.ndarray]], "Future[Any]"]
-"""N sequences of token ids -> the future of what each has, as ``[N, A]``; one call after the other.
+"""Starts scoring N sequences of token ids: the future of ``[N, A]``; calls run one after another.
 """
 Join = Callable[[list[np.ndarray]], np.ndarray]
-"""What the rows of a request have -> what the request is answered with."""
+"""Combines the results of a request's rows into its answer."""
 
-# One runs, and the next is ready for the moment in which it ends.
+# One runs, and the next is ready to follow it.
 _MOST_CALLS = 2
-# A common prefix counts once, so more rows may fit than their lengths tell.
+# Common prefixes count once, so more rows may fit than their lengths say.
 _LOOK_AHEAD = 8
 _GATHER = 0.05
 
@@ -48,12 +48,11 @@ _Row = tuple[_Request, int]
 class Batcher:
     """A queue of texts to score, of all requests, in front of a model that scores many at once.
 
-    A call of the model takes as many of the oldest rows as have ``tokens_per_call`` tokens, what
-    several begin with counted once. A request's rows may fall into several calls, and a call has
-    rows of many requests. While one call runs, a full one is made ready; one that is not full waits
-    for more rows until the model is free, and a moment longer where many have just been answered:
-    they come back one by one, and the first would have a call of its own, and all others wait for
-    it.
+    A call of the model takes the oldest rows up to ``tokens_per_call`` tokens, common prefixes
+    counted once. A request's rows may fall into several calls, and a call may have rows of many
+    requests. While one call runs, a full one is prepared. One that is not full waits for more rows
+    until the model is free, and a moment longer if many rows have just been answered: their senders
+    come back one by one, and the first would get a call of its own while all others wait for it.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Batcher:
 
     @property
     def waiting_rows(self) -> int:
-        """How many rows no call has taken yet."""
+        """Number of rows that no call has taken yet."""
         return len(self._waiting)
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
@@ -209,7 +208,7 @@ def _fail(request: _Request, error: BaseException) -> None:
         request.answer.set_exception(error)
 
 
-# How many rows a server lets in, and when it asks the others to come back.
+# Backpressure: a limit of the rows in flight.
 
 _FIRST_GUESS = 100.0  # rows/s, before any was scored
 
@@ -222,69 +221,69 @@ class BusyError(ServingError):
         self.retry_after_s = retry_after_s
 
 
-class Admission:
-    """How many rows are inside, of all that may (the setting ``key``); for one event loop."""
+class BackpressureLimit:
+    """A limit of the rows in flight (the setting ``key``); for one event loop."""
 
     def __init__(self, most: int, key: str) -> None:
-        self.inside = 0
+        self.rows_in_flight = 0
         self._most, self._key = most, key
         self._rows_per_second = _FIRST_GUESS
 
     @contextmanager
-    def of(self, rows: int) -> Iterator[None]:
-        """Let so many in for a block; alone, a request is always let in.
+    def admit(self, rows: int) -> Iterator[None]:
+        """Count these rows as in flight for a block; a lone request is always admitted.
 
         Raises:
-            BusyError: too many are inside.
+            BusyError: too many are in flight.
         """
-        if self.inside and self.inside + rows > self._most:
-            seconds = max(1, round(self.inside / self._rows_per_second))
+        if self.rows_in_flight and self.rows_in_flight + rows > self._most:
+            seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
             raise BusyError(
-                f"the queue is full ({self.inside} rows wait of {self._most}, {self._key}); "
-                f"retry after {seconds} s",
+                f"the queue is full ({self.rows_in_flight} rows wait of {self._most}, "
+                f"{self._key}); retry after {seconds} s",
                 seconds,
             )
-        ahead, begun = self.inside, time.monotonic()
-        self.inside += rows
+        ahead, begun = self.rows_in_flight, time.monotonic()
+        self.rows_in_flight += rows
         try:
             yield
         finally:
-            self.inside -= rows
+            self.rows_in_flight -= rows
             self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
 
 
-# Whose turn it is: work that others may stand beside, and work that must be alone.
+# Shared and exclusive use of the model.
 
 T = TypeVar("T")
 Begin = Callable[[], "Future[Any]"]
 """Starts some work; it has ended when the future is done."""
 
 
-class Turns:
-    """Work in the order in which it came: what need not be alone, beside what came just before.
+class ReadWriteLock:
+    """Runs work in the order of its arrival: shared work side by side, exclusive work alone.
 
-    So a request for values that the model has half answered is answered whole before the model
-    learns, and what is asked for meanwhile waits. Safe from any thread.
+    So a request for values that the model has half answered is finished before the model learns,
+    and later requests wait until it has. Safe from any thread.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._waiting: deque[tuple[bool, Begin, Future[Any]]] = deque()
         self._running = 0
-        self._runs_alone = False
+        self._runs_exclusive = False
 
     @property
-    def is_reserved(self) -> bool:
-        """Whether something is alone, or waits to be."""
+    def is_exclusive(self) -> bool:
+        """True if exclusive work runs, or waits."""
         with self._lock:
-            return self._runs_alone or any(alone for alone, _, _ in self._waiting)
+            return self._runs_exclusive or any(exclusive for exclusive, _, _ in self._waiting)
 
-    def take(self, begin: Callable[[], Future[T]], *, alone: bool) -> Future[T]:
-        """Call ``begin`` when its turn has come: the future of what comes of it."""
+    def submit(self, begin: Callable[[], Future[T]], *, exclusive: bool) -> Future[T]:
+        """Call ``begin`` once it may run; the future of its result."""
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()  # nobody can cancel it any more
         with self._lock:
-            self._waiting.append((alone, begin, answer))
+            self._waiting.append((exclusive, begin, answer))
         self._begin_what_may()
         return answer
 
@@ -294,7 +293,7 @@ class Turns:
             try:
                 work = begin()
             except Exception as error:
-                self._end_turn()
+                self._release()
                 answer.set_exception(error)
             else:
                 work.add_done_callback(partial(self._end, answer))
@@ -303,16 +302,16 @@ class Turns:
         with self._lock:
             if not self._waiting:
                 return None
-            alone, begin, answer = self._waiting[0]
-            if self._running and (alone or self._runs_alone):
+            exclusive, begin, answer = self._waiting[0]
+            if self._running and (exclusive or self._runs_exclusive):
                 return None
             self._waiting.popleft()
             self._running += 1
-            self._runs_alone = alone
+            self._runs_exclusive = exclusive
             return begin, answer
 
     def _end(self, answer: Future[Any], work: Future[Any]) -> None:
-        self._end_turn()
+        self._release()
         self._begin_what_may()
         error = work.exception()
         if error is None:
@@ -320,7 +319,7 @@ class Turns:
         else:
             answer.set_exception(error)
 
-    def _end_turn(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             self._running -= 1
-            self._runs_alone = False
+            self._runs_exclusive = False

@@ -1,8 +1,8 @@
-"""Rank 0 drives, the others follow: one operation on every rank at once.
+"""Rank 0 leads, the workers follow: one operation on every rank at once.
 
-Two gloo groups, apart from the model's own: *work* carries the calls and waits as long as it takes;
-*pulse* beats every few seconds in a thread of its own, so that a rank that died or froze is noticed
-by all others within seconds, also in the middle of a forward pass or when nobody asks for anything.
+Two gloo groups, apart from the model's own: *work* carries the calls, without a time limit;
+*pulse* beats every few seconds in its own thread, so that all ranks notice within seconds if one
+died or froze, also in the middle of a forward pass or without any requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Operation = Callable[..., Any]
-"""Collective: each rank calls it with the same arguments; what rank 0's gives is the answer."""
+"""Collective: each rank calls it with the same arguments; rank 0's result is the answer."""
 _Call = tuple[str, tuple[Any, ...]]
 """An operation's name and its arguments."""
 
@@ -38,33 +38,33 @@ class RanksLostError(ServingError):
     """A rank is gone: this server answers nothing any more."""
 
 
-# Calls have ever other sizes, and what they leave between live blocks would grow for days.
+# Calls differ in size, so free memory between live blocks would grow for days.
 _CALLS_BETWEEN_TRIMS = 100
 _NO_LIMIT = timedelta(days=365)
 
 
 class ModelRanks:
-    """``operations`` on all ranks, by name: rank 0 is in ``lead``, the others in ``follow``.
+    """Runs operations, by name, on all ranks: rank 0 by ``run_leader``, workers by ``run_worker``.
 
-    One runs at a time, in the order in which they were submitted.
-    A follower that cannot go on ends its process with exit code 1. On rank 0 ``failure`` then says
-    why, None as long as the ranks can go on, and what was submitted has its error.
+    Operations run one at a time, in the order of their submission. A worker that cannot go on ends
+    its process with exit code 1. On rank 0 ``failure`` then says why (None while the ranks can go
+    on), and everything submitted fails.
     """
 
     def __init__(
         self,
         operations: Mapping[str, Operation],
-        forget: Callable[[], None] = lambda: None,
+        reset_cache: Callable[[], None] = lambda: None,
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
     ) -> None:
         """Collective over all ranks of the default group, if there is one.
 
-        ``forget`` is called on every rank after a call that failed on any: what operations keep
-        from call to call must be the same on all.
+        ``reset_cache`` is called on every rank after a call that failed on any of them: the state
+        that operations keep between calls must be the same on all ranks.
         """
         self._operations = dict(operations)
-        self._forget = forget
+        self._reset_cache = reset_cache
         self._heartbeat_secs = heartbeat_secs
         self._timeout_secs = worker_timeout_secs
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -84,11 +84,11 @@ class ModelRanks:
             self._pulse_thread.start()
 
     def submit(self, operation: str, *arguments: Any) -> Future[Any]:
-        """Run an operation on all ranks, after what was submitted before; rank 0, from any thread.
+        """Run an operation on all ranks, after those submitted before; on rank 0, from any thread.
 
-        ``arguments`` are arrays, numbers, or lists of them, and may not be changed any more. The
-        future's error is a ServingError: the operation failed (the next call may succeed); or a
-        RanksLostError, which comes before the model comes back, as it may never do.
+        ``arguments`` are arrays, numbers, or lists of them, and must not change afterwards. The
+        future fails with a ServingError if the operation failed (the next one may succeed), or with
+        a RanksLostError, without waiting for a model that may never return.
         """
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
@@ -108,8 +108,8 @@ class ModelRanks:
         """
         return self.submit(operation, *arguments).result()
 
-    def lead(self, drive: Callable[[], T]) -> T:
-        """Rank 0: compute here what is submitted, until ``drive`` returns in a thread beside.
+    def run_leader(self, drive: Callable[[], T]) -> T:
+        """Rank 0: compute in this thread what is submitted, until ``drive`` returns in another.
 
         The caller is the thread that has loaded the model. OpenMP gives every thread that computes
         its own helpers, and once there are more of them than cores, all of them go to sleep after
@@ -122,7 +122,7 @@ class ModelRanks:
                 self._compute(*call)
             return driving.result()
 
-    def follow(self) -> None:
+    def run_worker(self) -> None:
         """Serve rank 0's calls until it stops; every rank but 0."""
         while True:
             header = self._broadcast(torch.zeros(1, dtype=torch.int64))
@@ -133,15 +133,15 @@ class ModelRanks:
             self._attempt(pickle.loads(payload.numpy().data))
 
     def stop(self) -> None:
-        """Release the followers and end the heartbeat; every rank calls it when idle."""
+        """Release the workers and end the heartbeat; every rank calls it when idle."""
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
                 self._broadcast(torch.zeros(1, dtype=torch.int64))
             self._leaving.set()
             self._pulse_thread.join()
 
-    def lose(self, why: str) -> None:
-        """Note that the ranks cannot go on; a follower's process ends here."""
+    def fail(self, why: str) -> None:
+        """Mark the ranks as lost; a worker's process ends here."""
         if self.rank != 0:
             logger.error("rank %d leaves: %s", self.rank, why)
             os._exit(1)
@@ -189,7 +189,7 @@ class ModelRanks:
             yield
         except Exception as error:
             why = f"the ranks lost each other: {first_line(error)[:200]}"
-            self.lose(why)
+            self.fail(why)
             raise RanksLostError(why) from error
 
     def _attempt(self, call: _Call) -> Any:
@@ -205,7 +205,7 @@ class ModelRanks:
         self._freed.end_step()
         errors = self._acknowledge(error)
         if errors:
-            self._forget()
+            self._reset_cache()
         if self.rank == 0 and errors:
             raise ServingError("; ".join(errors)) from error
         return found
@@ -215,7 +215,7 @@ class ModelRanks:
         try:
             wait_for_device()
         except Exception as error:
-            self.lose(f"the device of rank {self.rank} is lost: {first_line(error)[:200]}")
+            self.fail(f"the device of rank {self.rank} is lost: {first_line(error)[:200]}")
 
     def _acknowledge(self, error: Exception | None) -> list[str]:
         mine = None if error is None else f"{type(error).__name__}: {error}"
@@ -223,7 +223,7 @@ class ModelRanks:
             return [] if mine is None else [mine]
         # A rank that fails alone leaves the others waiting for it inside the model.
         watch = threading.Timer(
-            self._timeout_secs, self.lose, [f"rank {self.rank} failed alone: {mine}"]
+            self._timeout_secs, self.fail, [f"rank {self.rank} failed alone: {mine}"]
         )
         watch.daemon = True
         if error is not None:
@@ -241,7 +241,7 @@ class ModelRanks:
             try:
                 dist.all_reduce(leaving, op=dist.ReduceOp.MAX, group=self._pulse)
             except Exception as error:
-                self.lose(f"a rank died or froze: {first_line(error)[:200]}")
+                self.fail(f"a rank died or froze: {first_line(error)[:200]}")
                 return
             if leaving.item():
                 return

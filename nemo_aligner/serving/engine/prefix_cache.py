@@ -1,11 +1,11 @@
-"""Which beginnings of texts are kept, where, and what a call has to compute because of it.
+"""The prefix cache: which beginnings of texts are kept, where, and what a call has to compute.
 
-Keys and values are kept by blocks of 16 tokens. A block is known by the block before it and its own
-token ids, which are compared as they are: no hash decides a score. The least recently used go
-first, and a block goes before the one that it follows.
+Keys and values are kept in blocks of 16 tokens. A block is identified by the block before it and
+its own token ids, which are compared themselves: no hash decides a score. The least recently used
+blocks are evicted first, and a block before the one that it follows.
 
-Every rank has the indices of all data parallel replicas, and finds the same by the same calls; keys
-and values are in the pool of each rank's model.
+Every rank has the block managers of all data parallel replicas and makes the same calls, so all of
+them agree; keys and values are in the pool of each rank's model.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy as np
 import torch
 
 from nemo_aligner.batch.packed import CachedPrefix, PackedBatch, Stored
+from nemo_aligner.config.common import BLOCK_TOKENS
 from nemo_aligner.contract.turns import find_marker
 from nemo_aligner.data.packing import PrefixGroup, find_prefix_groups, pack_groups
 from nemo_aligner.distributed.layout import ParallelLayout
 
-BLOCK_TOKENS = 16
 _BLOCK_BYTES = BLOCK_TOKENS * 4
 _NONE = -1  # the block before the first
 
 
 @dataclass(frozen=True)
-class BlockUse:
-    """The blocks of one sequence: those that are kept, and those that are new from block ``first``.
+class BlockTable:
+    """The blocks of one sequence: cached ones, and those to compute and keep from ``first`` on.
 
-    Between them may be some that another sequence of the same call has computed.
+    Blocks between them are computed by another sequence of the same call.
     """
 
     found: tuple[int, ...]
@@ -40,19 +40,19 @@ class BlockUse:
 
 
 def as_key(tokens: np.ndarray) -> bytes:
-    """Token ids as ``PrefixIndex`` has them."""
+    """Token ids as the key that ``BlockManager`` looks up."""
     return tokens.astype(np.int32).tobytes()
 
 
-class PrefixIndex:
-    """Which block of tokens is in which place of a pool of ``capacity`` blocks."""
+class BlockManager:
+    """Finds, places and evicts the blocks of a pool of ``capacity`` blocks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Evict all blocks."""
         self._blocks: dict[tuple[int, bytes], int] = {}
         # By block, the least recently used first; a block comes before the one that it follows.
         self._keys: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
@@ -62,7 +62,7 @@ class PrefixIndex:
         return len(self._keys)
 
     def find(self, key: bytes) -> tuple[int, ...]:
-        """The blocks that a sequence begins with and may use: its last token is computed anew."""
+        """The cached blocks at a sequence's beginning; its last token is always computed."""
         found: list[int] = []
         block = _NONE
         for start in range(0, len(key) - _BLOCK_BYTES, _BLOCK_BYTES):
@@ -73,11 +73,11 @@ class PrefixIndex:
             found.append(block)
         return tuple(found)
 
-    def use(self, keys: Sequence[bytes]) -> list[BlockUse]:
-        """What is found of the sequences of one call, and the places for what is new.
+    def use(self, keys: Sequence[bytes]) -> list[BlockTable]:
+        """Look up the sequences of one call, and allocate blocks for what is new.
 
-        What a call uses stays until it is over. If it has more than there is place for, beginnings
-        are kept.
+        Blocks that the call uses are not evicted by it. If the pool is too small for all of its
+        blocks, the earliest of each sequence are kept.
         """
         found = [self.find(key) for key in keys]
         paths = [list(blocks) for blocks in found]
@@ -89,12 +89,12 @@ class PrefixIndex:
             for block in reversed(path):
                 self._keys.move_to_end(block)
         uses = zip(found, new, strict=True)
-        return [BlockUse(known, min(its, default=0), tuple(its.values())) for known, its in uses]
+        return [BlockTable(known, min(its, default=0), tuple(its.values())) for known, its in uses]
 
     def _extend(
         self, keys: Sequence[bytes], paths: Sequence[list[int]], pinned: set[int]
     ) -> list[dict[int, int]]:
-        """Make the paths whole as far as there is place, all of them a block further at a time.
+        """Extend the paths as far as the pool allows, all of them by one block at a time.
 
         Returns:
             For each the blocks that it is the first to have, by their number in the sequence.
@@ -151,10 +151,10 @@ class CallPlan:
 
 
 class PrefixCache:
-    """Plans the calls, of which every rank sees all, of a model and its data parallel replicas.
+    """Plans the calls of a model and its data parallel replicas; every rank plans all of them.
 
-    ``slots`` are what each replica's pool has to have, at most ``tokens``. Of a model that reads
-    all of the reply, nothing from ``reply_marker`` on is kept: the states of it are needed.
+    ``slots`` is the size of each replica's pool in tokens, at most ``tokens``. For a model that
+    reads the whole reply nothing from ``reply_marker`` on is kept, as its states are needed.
     """
 
     def __init__(
@@ -165,25 +165,25 @@ class PrefixCache:
         reply_marker: Sequence[int] | None = None,
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
-        self._indices = [PrefixIndex(blocks) for _ in range(layout.dp)]
+        self._managers = [BlockManager(blocks) for _ in range(layout.dp)]
         self._spent = [0] * layout.dp
         self._replica = layout.dp_rank
         self._budget = micro_batch_tokens
         self._reply_marker = reply_marker
         self.slots = blocks * BLOCK_TOKENS
 
-    def forget(self) -> None:
-        """Nothing is kept: what was planned may not have been computed."""
-        for index in self._indices:
-            index.clear()
+    def reset_cache(self) -> None:
+        """Evict all blocks: what was planned may not have been computed."""
+        for manager in self._managers:
+            manager.clear()
 
     def plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
-        """What to compute, in which packs; it counts as kept from here on."""
+        """Plan what to compute, in which packs; it counts as cached from here on."""
         keys = [as_key(self._kept(sequence)) for sequence in sequences]
         packs: list[PackedBatch] = []
         computed = cached = 0
         for replica, members in enumerate(self._share_out(sequences, keys)):
-            uses = self._indices[replica].use([keys[member] for member in members])
+            uses = self._managers[replica].use([keys[member] for member in members])
             prefixes = dict(zip(members, _prefixes_of(uses), strict=True))
             groups = find_prefix_groups(sequences, self._budget, prefixes)
             size = sum(group.size for group in groups)
@@ -196,28 +196,28 @@ class PrefixCache:
         return CallPlan(packs, computed, cached)
 
     def _kept(self, sequence: np.ndarray) -> np.ndarray:
-        """What of a sequence may be kept, and one token, as the last one is always computed."""
+        """The part of a sequence that may be cached, and one token, which is always computed."""
         if self._reply_marker is None:
             return sequence
         return sequence[: max(0, find_marker(sequence, self._reply_marker)) + 1]
 
     def _share_out(self, sequences: Sequence[np.ndarray], keys: Sequence[bytes]) -> list[list[int]]:
-        """Which sequences each replica has: the largest groups first, each where it ends soonest.
+        """Assign sequences to replicas: the largest groups first, each where it ends soonest.
 
-        A group is split where it is more than a replica's share of all.
+        A group larger than a replica's share of all tokens is split.
         """
-        replicas = range(len(self._indices))
+        replicas = range(len(self._managers))
         if len(replicas) == 1:
             return [list(range(len(sequences)))]
         total = sum(group.size for group in find_prefix_groups(sequences, self._budget))
         share = min(self._budget, -(-total // len(replicas)))
-        known = [[BLOCK_TOKENS * len(of.find(key)) for key in keys] for of in self._indices]
+        known = [[BLOCK_TOKENS * len(of.find(key)) for key in keys] for of in self._managers]
         parts: list[list[int]] = [[] for _ in replicas]
         loads = [0] * len(replicas)
         groups = find_prefix_groups(sequences, share)
         for group in sorted(groups, key=lambda group: (-group.size, group.members[0])):
             costs = [_cost(group, sequences, known[replica]) for replica in replicas]
-            # Of equal ones, that which has had less to do: its pool has more place.
+            # Among equals the replica with less work so far: its pool has more room.
             chosen = min(replicas, key=lambda r: (loads[r] + costs[r], self._spent[r], r))
             loads[chosen] += costs[chosen]
             parts[chosen] += group.members
@@ -225,7 +225,7 @@ class PrefixCache:
 
 
 def _cost(group: PrefixGroup, sequences: Sequence[np.ndarray], known: Sequence[int]) -> int:
-    """Tokens of a group to compute where so many of each sequence are known."""
+    """Tokens of a group to compute if so many of each sequence are cached."""
     prefix = max(0, group.prefix - max(known[member] for member in group.members))
     rests = (len(sequences[member]) - max(group.prefix, known[member]) for member in group.members)
     return prefix + sum(rests)
@@ -235,12 +235,12 @@ def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
     return (torch.tensor(blocks)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
 
 
-def _prefixes_of(uses: Sequence[BlockUse]) -> list[CachedPrefix | None]:
-    """What each begins with, the same object for the same blocks."""
+def _prefixes_of(uses: Sequence[BlockTable]) -> list[CachedPrefix | None]:
+    """The cached prefix of each sequence, one object for the same blocks."""
     distinct = dict.fromkeys(use.found for use in uses if use.found)
     made = {found: CachedPrefix(_slots_of(found)) for found in distinct}
     return [made.get(use.found) for use in uses]
 
 
-def _stored_of(use: BlockUse) -> Stored | None:
+def _stored_of(use: BlockTable) -> Stored | None:
     return Stored(use.first * BLOCK_TOKENS, _slots_of(use.new)) if use.new else None

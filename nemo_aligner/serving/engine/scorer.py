@@ -6,7 +6,7 @@ scored in process or over HTTP, alone or among others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import GPTRewardModel, make_batch_invariant
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
+from nemo_aligner.serving.client.calls import ScoredRows
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RewardScorer:
 
     With a prefix cache the keys and values of ``prefix_cache_tokens`` tokens are kept on each data
     parallel replica, the last ones used, and a text that begins as one before it is computed from
-    there on. After a call that failed on any rank, every rank has to ``forget``.
+    there on. After a call that failed on any rank, every rank has to ``reset_cache``.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RewardScorer:
         watch: Watch = unwatched,
         prefix_cache_tokens: int = 0,
     ) -> None:
-        """Raises ConfigError when a text of the contract's ``seq_length`` exceeds the budget."""
+        """Raise ConfigError if a text of the contract's ``seq_length`` exceeds the budget."""
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "
@@ -90,26 +91,26 @@ class RewardScorer:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """What the columns of the rewards are called."""
+        """Names of the columns of the rewards."""
         return tuple(self.contract.attributes)
 
     @property
     def tokens_per_call(self) -> int:
-        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        """Tokens with which a call of ``score_token_lists`` has a pack for every rank."""
         return self._micro_batch_tokens * self._layout.dp * self._layout.pp
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """What the prefix cache takes on this rank."""
+        """Bytes of the prefix cache on this rank."""
         return 0 if self._pool is None else self._pool.num_bytes
 
     def turn_end(self) -> TurnEnd | None:
-        """What the contract's chat template writes behind a reply."""
+        """Text that the contract's chat template writes after a reply."""
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
-    def forget(self) -> None:
-        """Forget what is cached, as keys and values of a call that failed may not be there."""
-        self._cache.forget()
+    def reset_cache(self) -> None:
+        """Empty the prefix cache: keys and values of a failed call may be missing."""
+        self._cache.reset_cache()
 
     def score(self, texts: Sequence[Text]) -> np.ndarray:
         """Rewards of raw texts and conversations.
@@ -140,17 +141,31 @@ class RewardScorer:
         return self._encoder.count_reply_tokens(texts)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, what the model would fail on or take for something else."""
+        """Refuse, with a DataError, ids that the model would fail on or misread."""
         self._encoder.check_tokens(token_ids)
 
     def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]:
-        """``score``, and ``[N, A]`` float32 how uncertain they are, None where no output says so.
+        """``score``, and the rewards' spreads ``[N, A]`` float32, None if the head has none.
 
         Raises:
             DataError: as ``score``.
         """
         ids = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
         return self.read_outputs(self.score_outputs(ids))
+
+    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+        """Rewards, NaN for each text that the contract refuses, and the reasons; as a client's.
+
+        Raises:
+            ServingError: the model's reward of a text is not a finite number.
+        """
+
+        def measure(token_lists: Sequence[list[int]]) -> RowValues:
+            outputs = self.score_outputs(token_lists)
+            rewards, spreads = self.read_outputs(outputs)
+            return rewards, spreads, None if spreads is None else outputs
+
+        return score_encodable(texts, self.encode, measure, self.contract.hash)
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
@@ -170,7 +185,7 @@ class RewardScorer:
         try:
             return self._score([np.array(tokens, dtype=np.int64) for tokens in token_lists])
         except BaseException:
-            self.forget()
+            self.reset_cache()
             raise
 
     def _score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
@@ -205,6 +220,49 @@ class RewardScorer:
             raise DataError(f"text {number}: {error}") from error
 
 
+RowValues = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
+"""``[N, A]`` rewards, their spreads, and the ``[N, A * K]`` outputs, the last two if there are."""
+
+
+def score_encodable(
+    texts: Sequence[Text],
+    encode: Callable[[Text], EncodedText],
+    measure: Callable[[Sequence[list[int]]], RowValues],
+    contract_hash: str | None = None,
+) -> ScoredRows:
+    """Score by ``measure`` the texts that ``encode`` accepts; the others get NaN and the reason.
+
+    Raises:
+        ServingError: the reward of a text is not a finite number.
+    """
+    encoded: dict[int, EncodedText] = {}
+    errors: dict[int, str] = {}
+    for row, text in enumerate(texts):
+        try:
+            encoded[row] = encode(text)
+        except DataError as error:
+            errors[row] = str(error)
+    rows = list(encoded)
+    rewards, spreads, outputs = measure([list(each.token_ids) for each in encoded.values()])
+    wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
+    if wrong.size:
+        raise ServingError(f"row {rows[wrong[0]]}: the model's reward is not a finite number")
+
+    def at_rows(values: np.ndarray) -> np.ndarray:
+        every = np.full((len(texts), values.shape[1]), np.nan, dtype=np.float32)
+        every[rows] = values
+        return every
+
+    return ScoredRows(
+        at_rows(rewards),
+        errors,
+        np.array([row in encoded and encoded[row].truncated for row in range(len(texts))], bool),
+        contract_hash,
+        spread=None if spreads is None else at_rows(spreads),
+        outputs=None if outputs is None else at_rows(outputs),
+    )
+
+
 def load_scorer(
     path: str | Path,
     layout: ParallelLayout,
@@ -237,9 +295,9 @@ def load_scorer(
     )
 
 
-# Several reward models that score the same token ids, as one scorer.
+# Ensembles.
 
-# All else decides what ids a text becomes, or what the columns are.
+# All other fields decide which ids a text becomes, or what the columns are.
 _MAY_DIFFER = ("label_means", "attribute_weights")
 
 
@@ -250,7 +308,7 @@ class RewardEnsemble:
     """
 
     def __init__(self, members: Sequence[RewardScorer]) -> None:
-        """Raises ConfigError: two of them make other token ids, or other attributes, of a text."""
+        """Raise ConfigError if two of them make different token ids, or attributes, of a text."""
         check_alike([member.contract for member in members])
         self._members = list(members)
         self.contract = members[0].contract
@@ -265,12 +323,12 @@ class RewardEnsemble:
 
     @property
     def tokens_per_call(self) -> int:
-        """With how many tokens a call of ``score_token_lists`` has a pack for every rank."""
+        """Tokens with which a call of ``score_token_lists`` has a pack for every rank."""
         return self._members[0].tokens_per_call
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """What the prefix caches take on this rank."""
+        """Bytes of the prefix caches on this rank."""
         return sum(member.prefix_cache_bytes for member in self._members)
 
     def encode(self, text: Text) -> EncodedText:
@@ -278,7 +336,7 @@ class RewardEnsemble:
         return self._members[0].encode(text)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, what a model would fail on or take for something else."""
+        """Refuse, with a DataError, ids that a model would fail on or misread."""
         self._members[0].check_tokens(token_ids)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
@@ -309,10 +367,10 @@ class RewardEnsemble:
             np.concatenate(spreads, axis=1) if spreads else None,
         )
 
-    def forget(self) -> None:
-        """Forget what is cached, as keys and values of a call that failed may not be there."""
+    def reset_cache(self) -> None:
+        """Empty the prefix cache: keys and values of a failed call may be missing."""
         for member in self._members:
-            member.forget()
+            member.reset_cache()
 
 
 def check_alike(contracts: Sequence[ScoringContract]) -> None:
@@ -326,6 +384,6 @@ def check_alike(contracts: Sequence[ScoringContract]) -> None:
         parting = {name: each for name, each in differences.items() if name not in _MAY_DIFFER}
         if parting:
             raise ConfigError(
-                f"ensemble.files: model {number} scores otherwise than rm_model_file: "
+                f"ensemble.files: model {number} does not score as rm_model_file does: "
                 + describe_differences(parting)
             )

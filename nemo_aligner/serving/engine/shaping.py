@@ -1,10 +1,9 @@
-"""From a model's raw rewards to the reward that a trainer learns from, by rules it can read.
+"""Reward shaping: from a model's raw rewards to the reward that a trainer learns from.
 
-In this order, each off by default: every attribute of every model is standardised; the attributes
-are weighed into one reward; a multiple of its uncertainty comes off; the models' rewards are
-combined; a penalty for length comes off; the reward is clipped, and compared with a threshold. The
-rules are part of the contract that a server publishes, so that a client which expects one is not
-given another.
+In this order, each step off by default: standardize every attribute of every model, weight the
+attributes into one reward, subtract a multiple of its uncertainty, combine the models' rewards,
+subtract a length penalty, clip, compare with a threshold. The rules are part of the contract that
+a server publishes, so a client that expects other rules refuses its rewards.
 """
 
 from __future__ import annotations
@@ -82,6 +81,7 @@ class RewardShaper:
             )
         self._fixed = _fixed_statistics(shaping, contracts)
         hashes = [contract.hash for contract in contracts]
+        self._has_crossed = False
         self._running = None
         if _is(shaping, Standardize.running):
             self._running = RunningStatistics(shaping.statistics_file, hashes, self._shape)
@@ -89,12 +89,12 @@ class RewardShaper:
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether ``shape`` takes the replies' lengths."""
+        """True if ``shape`` needs the replies' lengths."""
         return self._shaping.length_penalty > 0
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What there is beside ``rewards`` and ``raw_rewards``."""
+        """Names of the outputs beside ``rewards`` and ``raw_rewards``."""
         has = {
             "deviation": self._shape[0] > 1,
             "passed": self._shaping.threshold is not None,
@@ -117,6 +117,7 @@ class RewardShaper:
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
         spread = None
         if spreads is not None:
+            self._note_crossing(spreads)
             spread = spreads.astype(np.float64).reshape(values.shape).clip(0)
         std: np.ndarray | float = 1.0
         if self._running is not None:
@@ -150,7 +151,7 @@ class RewardShaper:
         )
 
     def check_file(self) -> None:
-        """Once, by the one process that saves.
+        """Check that statistics can be saved; called once, on rank 0.
 
         Raises:
             ConfigError: the file of running statistics cannot be written.
@@ -159,9 +160,20 @@ class RewardShaper:
             self._running.check_file()
 
     def save(self) -> None:
-        """Keep running statistics for the next start, where there is a file for them."""
+        """Save running statistics for the next start, if there is a file for them."""
         if self._running is not None:
             self._running.save()
+
+    def _note_crossing(self, spreads: np.ndarray) -> None:
+        """Log the first negative spread: a penalty must not become a bonus, so it counts as 0."""
+        if self._has_crossed or not self._shaping.spread_penalty or not (spreads < 0).any():
+            return
+        self._has_crossed = True
+        logger.warning(
+            "shaping.spread_penalty: quantiles of a reward cross, with a spread of %.4g; such a "
+            "reward has no penalty (said once)",
+            spreads.min(),
+        )
 
     def _combine(self, values: np.ndarray, deviation: np.ndarray) -> np.ndarray:
         """``[N, M, A] -> [N, A]``."""
@@ -236,7 +248,7 @@ class RunningStatistics:
         return np.where(std > 0, std, 1.0)
 
     def add(self, values: np.ndarray) -> None:
-        """Take in ``[N, M, A]``."""
+        """Update by ``[N, M, A]`` more values."""
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
         difference, total = mean - self.mean, self.count + count
@@ -247,11 +259,11 @@ class RunningStatistics:
             self.save()
 
     def standardize(self, values: np.ndarray) -> np.ndarray:
-        """``[N, M, A]`` less the mean, over the deviation."""
+        """Standardize ``[N, M, A]`` values."""
         return (values - self.mean) / self.std
 
     def check_file(self) -> None:
-        """Raises ConfigError where the file cannot be written."""
+        """Raise ConfigError if the file cannot be written."""
         if self._file is None:
             return
         try:
@@ -260,7 +272,7 @@ class RunningStatistics:
             raise ConfigError(f"shaping.statistics_file: {self._file}: {short(error)}") from error
 
     def save(self) -> None:
-        """Keep them where there is a file; that it cannot be written now is a warning."""
+        """Save them if there is a file; a failure is a warning."""
         self._saved = time.monotonic()
         if self._file is None:
             return
@@ -302,7 +314,7 @@ class RunningStatistics:
 def build_shaper(
     shaping: ShapingConfig, ensemble: EnsembleConfig, contracts: Sequence[ScoringContract]
 ) -> RewardShaper | None:
-    """None where one model's rewards are to stay as they are.
+    """Build the shaper; None if rewards stay as they are.
 
     Raises:
         ConfigError: see ``RewardShaper``.
@@ -367,7 +379,7 @@ def _of_contracts(contracts: Sequence[ScoringContract]) -> tuple[np.ndarray, np.
 
 
 def _rules(shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]) -> dict[str, Any]:
-    """What is not at its default; where a file lies is no rule."""
+    """Rules that are not at their default; the path of a file is none."""
     rules: dict[str, Any] = {
         item.name: getattr(shaping, item.name)
         for item in dataclasses.fields(shaping)

@@ -1,11 +1,85 @@
-"""Every protocol that the gateway speaks; each file has its own, and none knows another."""
+"""Requests and replies, whichever protocol they come by; each file of this package is a protocol.
+
+The client imports this, so nothing here needs pydantic: that is for ``base.py`` and the gateway.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from nemo_aligner.serving.protocols import gym, openrlhf, rewards, vllm
-from nemo_aligner.serving.protocols.base import PlainRoute, Route
+import numpy as np
 
-ROUTES: list[Route[Any]] = [*rewards.ROUTES, *openrlhf.ROUTES, *vllm.ROUTES, *gym.ROUTES]
-PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
+from nemo_aligner.contract.messages import Text
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
+
+    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B. ``refused``
+    has further rows that cannot be scored, by their numbers in the whole request, and why; the B
+    are the rest, in order.
+    """
+
+    texts: list[Text] | None = None
+    token_lists: list[list[int]] | None = None
+    add_eos: list[bool] | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoreReply:
+    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known.
+
+    Where the server shapes rewards (see engine/shaping.py): what they were before, ``[B, M * A]``
+    for M models; ``deviation`` ``[B, A]`` between models; ``passed`` ``[B]`` bool. None if not.
+
+    Where a head has several outputs for an attribute: ``spread`` ``[B, A]``, how uncertain the
+    rewards are, and the ``outputs`` ``[B, M * A * K]`` themselves.
+    """
+
+    rewards: np.ndarray
+    exceeded: np.ndarray
+    contract_hash: str | None = None
+    raw_rewards: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+    passed: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    outputs: np.ndarray | None = None
+
+
+class FailureKind(Enum):
+    """Cause of a failure, which says what the sender can do."""
+
+    bad_request = "bad request"  # mend it
+    unauthorized = "unauthorized"  # send the token
+    too_large = "too large"  # send less at once
+    busy = "busy"  # send it again later
+    unreachable = "unreachable"  # start the server; a request sent again later is answered then
+    internal = "internal"  # look at the server's log
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Reason why a request has no answer, in one line; and when to ask again, if that may help.
+
+    ``row`` is set if the model refused one text, and not the request as a whole.
+    """
+
+    message: str
+    kind: FailureKind
+    retry_after_s: int | None = None
+    row: int | None = field(default=None, compare=False)

@@ -1,15 +1,15 @@
-r"""What a protocol over plain HTTP and JSON is to the gateway that serves it.
+r"""A protocol over plain HTTP and JSON, as the gateway serves it.
 
-A protocol is one file of this folder with its ``Route``\ s, and their line in ``__init__.py``. It
-only translates: its body to a ``ScoreRequest``, and what became of that to its own answer.
+A protocol is one file of this folder with its ``Route``\ s, listed in ``ROUTES`` of
+``serving/http.py``. It only translates: its body to a ``ScoreRequest``, and what became of that to
+its own answer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -19,82 +19,13 @@ from pydantic_core import ErrorDetails
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.contract.contract import one_reward
 from nemo_aligner.contract.messages import Text, read_text
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-# What a client asks and what it is answered, by whichever protocol the two talk.
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
-
-    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B.
-    """
-
-    texts: list[Text] | None = None
-    token_lists: list[list[int]] | None = None
-    add_eos: list[bool] | None = None
-
-
-@dataclass(frozen=True)
-class ScoreReply:
-    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known.
-
-    Where the server shapes rewards (see engine/shaping.py): what they were before, ``[B, M * A]``
-    for M models; ``deviation`` ``[B, A]`` between models; ``passed`` ``[B]`` bool. None if not.
-
-    Where a head has several outputs for an attribute: ``spread`` ``[B, A]``, how uncertain the
-    rewards are, and the ``outputs`` ``[B, M * A * K]`` themselves.
-    """
-
-    rewards: np.ndarray
-    exceeded: np.ndarray
-    contract_hash: str | None = None
-    raw_rewards: np.ndarray | None = None
-    deviation: np.ndarray | None = None
-    passed: np.ndarray | None = None
-    spread: np.ndarray | None = None
-    outputs: np.ndarray | None = None
-
-
-class FailureKind(Enum):
-    """Whose fault it is, and so what its sender may do."""
-
-    bad_request = "bad request"  # mend it
-    unauthorized = "unauthorized"  # send the token
-    too_large = "too large"  # send less at once
-    busy = "busy"  # send it again later
-    unreachable = "unreachable"  # start the server; a request sent again later is answered then
-    internal = "internal"  # look at the server's log
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why one request is not answered, in one line; and when to ask again, where that may help.
-
-    ``row`` is there where the model refused one text: which, and so not the request as a whole.
-    """
-
-    message: str
-    kind: FailureKind
-    retry_after_s: int | None = None
-    row: int | None = field(default=None, compare=False)
-
-
 _SHOWN_PROBLEMS = 3
-# Of a value that is unfit; the line has room for what was wanted, too.
+# Characters of a bad value, so that the line has room for what was wanted.
 _SHOWN_VALUE = 60
-# By pydantic's types of errors; what is not here keeps its own words.
+# By pydantic's error types; others keep pydantic's words.
 _WORDS = {
     "missing": "missing, wanted a value",
     "too_short": "got {actual_length}, wanted at least {min_length}",
@@ -105,7 +36,7 @@ _WORDS = {
     "dict_type": "got {got}, wanted an object",
     "literal_error": "got {got}, wanted {expected}",
 }
-# HTTP's statuses for what may be wrong.
+# HTTP status of each cause of a failure.
 STATUSES = {
     FailureKind.bad_request: 400,
     FailureKind.unauthorized: 401,
@@ -117,21 +48,21 @@ STATUSES = {
 
 
 class Body(BaseModel):
-    """What a request or an answer has; names that a request has beyond it are kept."""
+    """Base of requests and answers; unknown names of a request are kept."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 T = TypeVar("T", bound=Body)
 Item = TypeVar("Item")
-# A list of a body. It is left at its first unfit element: pydantic would make an error of each of
-# millions, which takes seconds, and nothing else is answered meanwhile.
+# A list of a body. Validation stops at its first bad element: pydantic would make an error for each
+# of millions, which takes seconds in which nothing else is answered.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the gateway serves, for answers that say so.
+    """The model behind the gateway, for answers that name it.
 
     ``attributes`` are the names of a reward's columns, and ``weights`` (None where no server says)
     make one number of them.
@@ -143,7 +74,7 @@ class Served:
     reward_threshold: float | None = None
 
     def one_reward(self, rewards: np.ndarray) -> list[float]:
-        """Of ``[B, A]`` rewards one for each row, as evaluation has it: A = 1 as it stands.
+        """Merge ``[B, A]`` rewards into one per row, as evaluation does; A = 1 is left as it is.
 
         Raises:
             ServingError: A > 1, and nobody says how much each attribute counts.
@@ -229,25 +160,35 @@ class PlainRoute:
 
 
 def as_json(value: Any) -> str:
-    """A value of a body for an error message, as its sender wrote it: short, and of one line."""
+    """A value of a body for an error message, as its sender wrote it, in one short line."""
     try:
         return short(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         return shown(value)
 
 
-def conversation_of(given: Any, where: str) -> Text:
+def read_conversation(given: Any) -> Text:
     """A conversation of a body in the normal form.
+
+    Raises:
+        DataError: it is none.
+    """
+    if isinstance(given, str):
+        raise DataError(f"got {as_json(given)}, wanted a list of messages")
+    return read_text(given)
+
+
+def conversation_of(given: Any, where: str) -> Text:
+    """``read_conversation`` for a request of one conversation, which fails as a whole.
 
     Raises:
         ServingError: it is none.
     """
-    if isinstance(given, str):
-        raise ServingError(f"{where}: got {as_json(given)}, wanted a list of messages")
     try:
-        return read_text(given)
+        return read_conversation(given)
     except DataError as error:
-        raise ServingError(f"{where}: {error}") from error
+        place = "" if str(error).startswith(f"{where}[") else f"{where}: "
+        raise ServingError(f"{place}{error}") from error
 
 
 def text_of(content: Any, where: str) -> str:
@@ -274,7 +215,7 @@ def _refuse_content(content: Any, where: str) -> NoReturn:
 
 
 def problems_of(error: ValidationError, request: type[BaseModel]) -> str:
-    """What is unfit in a body, in one line."""
+    """Describe what is wrong with a body, in one line."""
     problems = error.errors(include_url=False)
     found = [
         f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"

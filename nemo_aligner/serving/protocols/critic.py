@@ -28,8 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import TensorSpec
+from nemo_aligner.serving.protocols import TensorSpec, kserve
 from nemo_aligner.utils.errors import DataError
 
 INFER_NAME, TRAIN_NAME, SAVE_NAME = "critic_infer", "critic_train", "critic_save"
@@ -79,7 +78,7 @@ def encode_values(
 
 
 def decode_values(outputs: Mapping[str, np.ndarray]) -> ValueReply:
-    """What a client of ``critic_infer`` got.
+    """Decode an answer of ``critic_infer``.
 
     Raises:
         KeyError: there are no values.

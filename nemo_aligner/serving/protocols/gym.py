@@ -4,14 +4,14 @@ The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``response
 what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
 API, and ``tools``), ``response.output`` what it said. Both together are scored as one conversation,
 calls of functions and their results included. Reasoning is no part of it, and a rollout with a
-refusal, or with tools that are no functions, cannot be scored.
+refusal, or with tools that are not functions, cannot be scored.
 
-A rollout whose reward is no measurement of the policy has ``mask_sample``, ``failure_kind`` (of
-Gym's vocabulary) and ``failure_reason``, and reward 0: where the servers failed, where it cannot be
-scored, or with no other reply could be, and where the model refuses what the policy said (too
-long, or with the template's own tokens; with ``gateway.reward_threshold`` that is a rollout that
-failed: reward 0, and no mask), or it said nothing, as one does whose thoughts took all of its
-tokens. An answer other than 200 is for a body that is no rollout.
+A rollout without a reward gets reward 0, ``failure_kind`` (of Gym's vocabulary) and
+``failure_reason``. It also has ``mask_sample``, as its 0 is no measurement of the policy: the
+servers failed, or the rollout could not be scored with any reply. Where the reply is at fault (too
+long, with the template's own tokens, with arguments that are no JSON, or missing, as when the
+reasoning took all tokens), it is masked too, except with ``gateway.reward_threshold``: such a
+rollout failed the test, so its 0 counts. An answer other than 200 is for a body that is no rollout.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
 from nemo_aligner.contract.messages import Message, Messages, Text
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
-    Failure,
-    FailureKind,
     HttpAnswer,
     PlainRoute,
     Route,
     ScoredRequest,
-    ScoreRequest,
     Served,
     as_json,
     conversation_of,
@@ -44,7 +42,7 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# Gym's failure_kinds.py; of its own kinds a server says whose they are.
+# From Gym's failure_kinds.py; a server's own kinds have its name as a prefix.
 _KINDS = {
     FailureKind.busy: "transport_unreachable",
     FailureKind.unreachable: "transport_unreachable",
@@ -60,7 +58,7 @@ _OTHER_REPLY = "."  # that nobody refuses
 
 
 class ResponseParams(Body):
-    """What the policy was asked."""
+    """Prompt of the policy."""
 
     input: str | list[Any]
     instructions: str | None = None
@@ -68,7 +66,7 @@ class ResponseParams(Body):
 
 
 class PolicyResponse(Body):
-    """What the policy said."""
+    """Output of the policy."""
 
     output: list[Any]
 
@@ -110,11 +108,15 @@ class VerifyResponse(Body):
 
 
 def read(body: VerifyRequest) -> ScoreRequest:
-    """Raises ServingError: it has items that are no text."""
+    """Read a rollout; raise ServingError if it has items that are no text."""
     said = _turns(body.response.output, "response.output")
-    if not _has_reply(said):
-        raise ServingError(_NO_REPLY)
-    return ScoreRequest(texts=[_conversation(body, said)])
+    if not said or said[-1]["role"] != "assistant":
+        return ScoreRequest(texts=[], refused={0: _NO_REPLY})
+    try:
+        return ScoreRequest(texts=[_conversation(body, said)])
+    except ServingError as error:
+        read_with_other_reply(body)  # raises where it is the prompt that cannot be read
+        return ScoreRequest(texts=[], refused={0: str(error)})
 
 
 def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
@@ -143,10 +145,6 @@ def _tool(given: Any, number: int) -> dict[str, Any]:
         raise ServingError(f"{place}: got {as_json(given)}, wanted a function")
     kept = {key: given[key] for key in _OF_FUNCTION if given.get(key) is not None}
     return {"type": "function", "function": kept}
-
-
-def _has_reply(said: Messages) -> bool:
-    return bool(said) and said[-1]["role"] == "assistant"
 
 
 def _turns(items: list[Any], where: str) -> Messages:
@@ -202,7 +200,9 @@ def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[s
     """The rollout with its reward: 1 or 0 where there is a threshold, else as it is."""
     threshold = served.reward_threshold
     if scored.errors:
-        reason = f"the model refuses what the policy said: {scored.errors[0]}"
+        reason = scored.errors[0]
+        if reason != _NO_REPLY:
+            reason = f"the model refuses what the policy said: {reason}"
         return {**_echo(body), **_unmeasured(_REFUSED, reason, is_masked=threshold is None)}
     (reward,) = served.one_reward(scored.reply.rewards)
     components = dict(zip(served.attributes, scored.reply.rewards[0].tolist(), strict=True))
@@ -219,7 +219,7 @@ def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[s
 
 def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
     """A rollout without a reward; an error where the body is none, or its sender unknown."""
-    kind = _REFUSED if failure.message == _NO_REPLY else _KINDS.get(failure.kind)
+    kind = _KINDS.get(failure.kind)
     if body is None or kind is None:
         return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
     unmeasured = _unmeasured(kind, failure.message, is_masked=True)
@@ -253,15 +253,15 @@ ROUTES = [
 ]
 
 
-# What NeMo Gym asks a resources server beside rewards, as its ``SimpleResourcesServer`` has it.
+# The other requests of NeMo Gym to a resources server, as in its ``SimpleResourcesServer``.
 #
-# ``POST /seed_session`` and ``POST /close_session`` come before and after each rollout: nothing is
-# kept for one, so they hand back the identifier that they were given. ``POST /aggregate_metrics``
-# comes at a run's end, with all rollouts without their texts: mean, largest, smallest, median and
-# standard deviation of each number that stands in them, of all and of each task, by Gym's names.
-# Masked rollouts have no part in them, and are counted. ``GET /reverify_mode``: a rollout may be
-# scored again at any time. Where Gym observes its rollouts, all paths begin with
-# ``/ng-rollout/ROLLOUT``, which its own servers take off, too.
+# ``POST /seed_session`` and ``POST /close_session`` come before and after each rollout. No state is
+# kept for one, so they return the identifier that they were given. ``POST /aggregate_metrics``
+# comes at a run's end with all rollouts, without their texts. Its answer is the mean, maximum,
+# minimum, median and standard deviation of each number in them, overall and for each task, under
+# Gym's names; masked rollouts are only counted. ``GET /reverify_mode``: a rollout may be scored
+# again at any time. If Gym observes its rollouts, all paths begin with ``/ng-rollout/ROLLOUT``,
+# which is removed.
 
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
@@ -332,7 +332,7 @@ def _parsed(model: Any, content: bytes) -> Any:
 
 
 def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each number that stands in rollouts, by its name."""
+    """Statistics of each number in the rollouts, by its name."""
     columns: dict[str, list[float]] = defaultdict(list)
     for each in rollouts:
         for name, value in each.items():
@@ -355,7 +355,7 @@ def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _coverage(
     rollouts: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], tasks: int
 ) -> dict[str, int]:
-    """How much was masked; empty where nothing was."""
+    """Counts of masked rollouts; empty if there are none."""
     if len(measured) == len(rollouts):
         return {}
     every_task = {each.get(_TASK, 0) for each in rollouts}

@@ -27,7 +27,7 @@ uncertainty of the rewards, and ``outputs`` FP32 [B, M * A * K].
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
 JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
 start, a JSON object of numbers (see ``Meter.statistics``); and with ``turn_end`` BYTES [1]: what
-the chat template writes behind a reply (see ``TurnEnd``), as JSON, or null. It needs no input;
+the chat template writes after a reply (see ``TurnEnd``), as JSON, or null. It needs no input;
 ``dummy_var`` INT64 [1] is for clients that must send one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
@@ -49,13 +49,13 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json, read_text
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.protocols.base import ScoreReply, ScoreRequest, TensorSpec
+from nemo_aligner.serving.protocols import ScoreReply, ScoreRequest, TensorSpec
 from nemo_aligner.utils.errors import DataError, ServingError, shown
 
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
-# Triton has no 401: it is a 400 with these words.
+# Triton has no 401: the client knows a 400 with these words as one.
 NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 
 INPUTS = (
@@ -70,7 +70,7 @@ OUTPUTS = (
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
 )
-# Where rewards are shaped, or a head has several outputs for an attribute.
+# Only if rewards are shaped, or a head has several outputs for an attribute.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
@@ -126,7 +126,7 @@ def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
 
 
 def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
-    """What a client got; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
+    """Decode an answer; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     hashes = outputs.get("contract_hash", np.array([b""]))
@@ -144,13 +144,13 @@ def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
 
 
 def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
-    """What the ``contract`` model says of the model's scores."""
+    """Outputs of the ``contract`` model: the scoring contract."""
     text = json.dumps(contract.to_dict(), ensure_ascii=False, allow_nan=False)
     return {"contract": np.array([text.encode()], dtype=np.object_)}
 
 
 def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
-    """What the ``contract`` model answered.
+    """Decode the scoring contract.
 
     Raises:
         CheckpointError: it is of another version, or was changed.
@@ -159,13 +159,13 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
 
 
 def encode_turn_end(turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
-    """What the ``contract`` model says of the chat template's end."""
+    """Outputs of the ``contract`` model: the end of the chat template."""
     text = json.dumps(None if turn_end is None else turn_end.to_dict())
     return {"turn_end": np.array([text.encode()], dtype=np.object_)}
 
 
 def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
-    """What a server's template writes behind a reply; None where it has nothing to say.
+    """Decode what a server's template writes after a reply; None if it writes nothing.
 
     Raises:
         ServingError: it does not say, as one of an earlier version.
@@ -178,12 +178,12 @@ def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """What the ``contract`` model says of the server itself."""
+    """Outputs of the ``contract`` model: the server's counts."""
     return {"statistics": np.array([json.dumps(statistics).encode()], dtype=np.object_)}
 
 
 def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """What a server has counted; what is no number is left out.
+    """Decode a server's counts; values that are no numbers are left out.
 
     Raises:
         ServingError: it does not say, or not as a JSON object.
@@ -291,7 +291,7 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
 
 
 def _conversation(row: int, text: str) -> Text:
-    """What is wrong with its messages, the error of its row says in the scorer's words."""
+    """Parse a conversation of a row; raise ServingError with the row if it is none."""
     try:
         given = json.loads(text)
     except ValueError as error:

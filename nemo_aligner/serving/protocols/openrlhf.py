@@ -13,15 +13,14 @@ from typing import Any
 
 from pydantic import Field
 
+from nemo_aligner.serving.protocols import Failure, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
-    Failure,
     HttpAnswer,
     Items,
     Route,
     ScoredRequest,
-    ScoreRequest,
     Served,
 )
 

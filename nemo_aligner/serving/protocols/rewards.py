@@ -3,7 +3,7 @@
 The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, or
 objects with ``messages``, ``tools`` and ``documents``, which get the model's chat template) and
 ``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
-of ``attributes``, or null where the model refuses it, and ``errors`` says why. ``truncated`` says
+of ``attributes``, or null where it cannot be scored, and ``errors`` says why. ``truncated`` says
 which texts were cut to the model's length. With ``outputs: true`` a model with several outputs for
 each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``.
 """
@@ -16,23 +16,22 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
+from nemo_aligner.serving.protocols import Failure, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
-    Failure,
     HttpAnswer,
     Items,
     Route,
     ScoredRequest,
-    ScoreRequest,
     Served,
-    conversation_of,
+    read_conversation,
 )
-from nemo_aligner.utils.errors import ServingError
+from nemo_aligner.utils.errors import DataError, ServingError
 
-# What only servers answer that shape their rewards.
+# Only from servers that shape their rewards.
 _SHAPED = ("raw_rewards", "deviation")
-# What only models have with several outputs for each attribute.
+# Only from models with several outputs for each attribute.
 _READ = ("spread", "outputs")
 
 
@@ -68,7 +67,7 @@ class RewardsRequest(Body, extra="forbid"):
 
 
 class RowError(Body):
-    """Why a row has no reward."""
+    """Reason why a row has no reward."""
 
     row: int
     message: str
@@ -90,7 +89,7 @@ class RewardsResponse(Body):
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
-    """Raises ServingError: not exactly one form."""
+    """Read a request; raise ServingError if it does not have exactly one form."""
     forms = [name for name in ("texts", "conversations", "tokens") if getattr(body, name)]
     if len(forms) != 1:
         got = " and ".join(forms) or "none of them"
@@ -99,11 +98,13 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
-    texts = [
-        conversation_of(given, f"conversations.{number}")
-        for number, given in enumerate(body.conversations or ())
-    ]
-    return ScoreRequest(texts=texts)
+    texts, refused = [], {}
+    for row, given in enumerate(body.conversations or ()):
+        try:
+            texts.append(read_conversation(given))
+        except DataError as error:
+            refused[row] = str(error)
+    return ScoreRequest(texts=texts, refused=refused)
 
 
 def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:

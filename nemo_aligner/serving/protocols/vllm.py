@@ -16,22 +16,20 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
-    Failure,
-    FailureKind,
     HttpAnswer,
     Items,
     Route,
     ScoredRequest,
-    ScoreRequest,
     Served,
     as_json,
     conversation_of,
@@ -94,6 +92,13 @@ _PAIRS = (
 )
 
 
+# A list of objects, or its JSON text; ``read_text`` says what is wrong with it.
+JsonObjects = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "string"}]}),
+]
+
+
 class PoolingRequest(Body):
     """``input`` or ``messages``."""
 
@@ -102,8 +107,8 @@ class PoolingRequest(Body):
         None, examples=[["What is red? A rose."]]
     )
     messages: Items[dict[str, Any]] | None = None
-    tools: Items[dict[str, Any]] | None = None
-    documents: Items[dict[str, Any]] | None = None
+    tools: JsonObjects = None
+    documents: JsonObjects = None
     request_id: str | None = None
 
 
@@ -117,7 +122,7 @@ class PairsRequest(Body):
     documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
         None, examples=[["A rose.", "The sky."]]
     )
-    tools: Items[dict[str, Any]] | None = None
+    tools: JsonObjects = None
     request_id: str | None = None
 
 
@@ -144,7 +149,7 @@ class PoolingResponse(Body):
 
 
 def read_input(body: PoolingRequest) -> ScoreRequest:
-    """Raises ServingError: neither input nor messages, or it asks for another score."""
+    """Read a request; raise ServingError for one without texts, or for another score."""
     if (body.input is None) == (body.messages is None):
         raise ServingError("wanted one of input and messages")
     if body.messages is not None:
@@ -172,7 +177,7 @@ def _token_lists(given: Any) -> list[list[int]] | None:
 
 
 def read_pairs(body: PairsRequest) -> ScoreRequest:
-    """Raises ServingError: no pair of names, or lists of lengths that do not fit."""
+    """Read pairs; raise ServingError without a pair of names, or if their lengths do not match."""
     _check_fixed(body, special_tokens=True)
     fields = dict(body)
     names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
@@ -208,7 +213,7 @@ def _sides(given: Any, name: str) -> list[Any]:
 
 
 def _check_fixed(body: Body, special_tokens: bool) -> None:
-    """Raises ServingError: a field asks for what the scoring contract decides."""
+    """Raise ServingError if a field asks for what the scoring contract decides."""
     fixed = {**_FIXED, "add_special_tokens": (None, special_tokens)}
     for name, value in (body.model_extra or {}).items():
         if name in fixed and value not in fixed[name]:

@@ -78,7 +78,7 @@ def compare(
 def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLayout) -> float:
     """How far rewards are off where a call failed before all its keys were stored."""
     exchange = KeyValuePool.exchange
-    cached.forget()
+    cached.reset_cache()
     assert cached._pool is not None
     for layer in cached._pool._layers.values():
         for each in layer:
@@ -103,7 +103,7 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
     else:
         # As if another rank had failed: what was planned is in no pool.
         cached._cache.plan([np.array(text) for text in texts])
-        cached.forget()
+        cached.reset_cache()
     again = [[*text, 3] for text in texts]
     difference = cached.score_token_lists(again) - plain.score_token_lists(again)
     return float(np.abs(np.nan_to_num(difference, nan=np.inf)).max())

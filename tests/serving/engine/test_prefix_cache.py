@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.config.evaluation import RewardEnvironmentConfig
+from nemo_aligner.config.serving import CriticServerConfig, ServerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.serving.engine.prefix_cache import BLOCK_TOKENS, PrefixCache, PrefixIndex, as_key
+from nemo_aligner.serving.engine.prefix_cache import BLOCK_TOKENS, BlockManager, PrefixCache, as_key
+from nemo_aligner.utils.errors import SettingsError
 from tests.serving.engine.company import draw, traffic
 
 BUDGET = 512
@@ -31,7 +36,7 @@ def test_prefix_index_has_a_block_in_one_place_and_after_the_one_that_it_follows
 
 def put_under(calls: list[list[list[int]]], capacity: int) -> None:
     """Hold an index of so many blocks to its rules in every call."""
-    index, blocks_of = PrefixIndex(capacity), {}  # what a pool would have in each block
+    index, blocks_of = BlockManager(capacity), {}  # what a pool would have in each block
     for call in calls:
         keys = [key(text) for text in call]
         before = [index.find(each) for each in keys]
@@ -55,7 +60,7 @@ def put_under(calls: list[list[list[int]]], capacity: int) -> None:
         check(index, capacity, blocks_of)
 
 
-def check(index: PrefixIndex, capacity: int, blocks_of: dict[int, list[int]]) -> None:
+def check(index: BlockManager, capacity: int, blocks_of: dict[int, list[int]]) -> None:
     order = list(index._keys)
     assert len(order) == len(set(order)) == len(index._blocks) == len(index)
     assert len(index) + len(index._free) == capacity
@@ -72,7 +77,7 @@ def check(index: PrefixIndex, capacity: int, blocks_of: dict[int, list[int]]) ->
 
 
 def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:
-    index = PrefixIndex(10)
+    index = BlockManager(10)
     text = list(range(48))
     (use,) = index.use([key(text)])
     assert (use.found, len(use.new)) == ((), 3)
@@ -85,11 +90,11 @@ def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:
 
 def test_prefix_index_that_is_full() -> None:
     """The least recently used goes first; of a call that is too large beginnings are kept."""
-    index, texts = PrefixIndex(3), [[n] * 17 for n in range(4)]
+    index, texts = BlockManager(3), [[n] * 17 for n in range(4)]
     for text in (*texts[:3], texts[0], texts[3]):
         index.use([key(text)])
     assert [bool(index.find(key(text))) for text in texts] == [True, False, True, True]
-    index = PrefixIndex(5)
+    index = BlockManager(5)
     texts = [[n] * 160 for n in range(4)]
     uses = index.use([key(text) for text in texts])
     assert [(use.first, len(use.new)) for use in uses] == [(0, 2), (0, 1), (0, 1), (0, 1)]
@@ -113,7 +118,7 @@ def test_prefix_cache_plan_counts_what_is_asked_once() -> None:
     later = cache.plan(texts[1:])
     # 96 of the prompt are whole blocks; the other 4 are too few for a segment of both.
     assert (later.computed, later.cached, tokens_of(later.packs)) == (48, 192, 48)
-    cache.forget()
+    cache.reset_cache()
     assert cache.plan(texts[1:]).computed == 140
 
 
@@ -166,3 +171,14 @@ def test_prefix_cache_sends_a_text_to_the_replica_that_has_its_beginning() -> No
     texts = [np.array(prompt + draw(rng, 30)) for _ in range(8)]
     plans = [PrefixCache(640, layout(2, rank), BUDGET).plan(texts) for rank in range(2)]
     assert sorted(sum(len(pack.rows) for pack in plan.packs) for plan in plans) == [3, 5]
+
+
+def test_cache_below_one_block_is_refused_by_the_settings() -> None:
+    """It would be none, and nobody would know."""
+    made: tuple[Any, ...] = (ServerConfig, CriticServerConfig, RewardEnvironmentConfig)
+    for config in made:
+        for tokens in (1, BLOCK_TOKENS - 1, -1):
+            with pytest.raises(SettingsError, match=rf"got {tokens}, wanted 0 .*at least 16"):
+                config(prefix_cache_tokens=tokens)
+        for tokens in (0, BLOCK_TOKENS):
+            assert config(prefix_cache_tokens=tokens).prefix_cache_tokens == tokens

@@ -90,7 +90,7 @@ def test_cached_texts_of_any_length(archives: dict[str, Path], layout: ParallelL
         rewards = cached.score_token_lists([text[:length]])
         np.testing.assert_allclose(rewards, plain.score_token_lists([text[:length]]), atol=1e-5)
     # A text that came before computes its last block.
-    cached.forget()
+    cached.reset_cache()
     texts = [[7, 8, 9, 10] * 20]
     cached.score_token_lists(texts)
     before = cached.counts

@@ -63,8 +63,8 @@ def test_shaping_by_each_rule() -> None:
     assert build_shaper(ShapingConfig(), EnsembleConfig(), [ONE]) is None
 
 
-def test_shaping_takes_a_multiple_of_the_uncertainty_off() -> None:
-    """In the unit of the shaped reward; of quantiles that cross it is none."""
+def test_shaping_takes_a_multiple_of_the_uncertainty_off(caplog: pytest.LogCaptureFixture) -> None:
+    """In the unit of the shaped reward; of quantiles that cross it is none, which is said once."""
     bins = Readout("bins", ((0.0, 4.0),) * 2).to_json()
     two = dataclasses.replace(TWO, readout=bins)
     given = {"standardize": Standardize.given, "mean": [0.0, 0.0], "std": [2.0, 1.0]}
@@ -77,6 +77,9 @@ def test_shaping_takes_a_multiple_of_the_uncertainty_off() -> None:
     assert shaped.spread.tolist() == [[0.75], [0.25]]
     assert shaped.rewards.tolist() == [[4 / 2 - 1 - 2 * 0.75], [4 / 2 - 1 - 2 * 0.25]]
     assert made.contract.readout is None
+    assert made.shape(raw, None, spreads).rewards.tolist() == shaped.rewards.tolist()
+    crossed = [each for each in caplog.messages if "cross" in each and "-3" in each]
+    assert len(crossed) == len(caplog.messages) == 1
     models = [dataclasses.replace(ONE, readout=Readout("bins", ((0.0, 4.0),)).to_json())] * 2
     both = RewardShaper(ShapingConfig(spread_penalty=1.0), EnsembleConfig(), models)
     pair = both.shape(np.array([[1.0, 3.0]]), None, np.array([[0.5, 1.5]]))
@@ -158,7 +161,9 @@ def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
         dataclasses.replace(ONE, seq_length=32),
         TWO,
     ):
-        with pytest.raises(ConfigError, match=r"ensemble.files: model 1 scores otherwise"):
+        with pytest.raises(
+            ConfigError, match=r"ensemble.files: model 1 does not score as rm_model_file"
+        ):
             check_alike([ONE, other])
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.serving.protocols.base import ScoredRequest, ScoreReply
+from nemo_aligner.serving.protocols import ScoreReply
+from nemo_aligner.serving.protocols.base import ScoredRequest
 from nemo_aligner.utils.errors import ServingError
 
 

@@ -21,7 +21,8 @@ from nemo_aligner.integrations import nemo_gym
 from nemo_aligner.integrations.nemo_rl import RewardModelEnvironment
 from nemo_aligner.integrations.trl import RewardFunction
 from nemo_aligner.serving.client import ScoredRows
-from nemo_aligner.serving.protocols import ROUTES, kserve
+from nemo_aligner.serving.http import ROUTES
+from nemo_aligner.serving.protocols import kserve
 from tests.contracts import Contracts
 from tests.data.files import read, write
 from tests.serving.protocols.bodies import parsed

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, Served
+from nemo_aligner.serving.protocols import Failure, FailureKind
+from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.gym import ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
@@ -90,29 +91,33 @@ def test_gym_rollout_with_calls_of_functions_is_one_conversation_with_its_tools(
     ]
 
 
-def test_gym_rollout_without_a_reply_of_its_own_is_masked() -> None:
-    for output in ([], [THOUGHT]):
-        body = rollout([{"role": "user", "content": "a"}, said("earlier")], *output)
-        with pytest.raises(ServingError, match="no message of the assistant at its end") as refused:
-            texts(body)
-        failure = Failure(str(refused.value), FailureKind.bad_request)
-        answer = GYM.refuse(failure, parsed(GYM, body))
-        got = (answer.status, answer.content["reward"], answer.content["mask_sample"])
-        assert got == (200, 0, True)
-        assert answer.content["failure_kind"] == "reward_model:refused_text"
+def test_gym_rollout_without_a_reply_or_with_broken_calls_is_a_row_that_is_refused() -> None:
+    """By what the policy said; what the prompt has is refused as a whole."""
+    broken = {"type": "function_call", "name": "f", "arguments": "{"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "2"}
+    asked = [{"role": "user", "content": "a"}, said("earlier")]
+    no_reply = "response.output: got no message of the assistant"
+    arguments = "rollout: message 2, tool_calls[0].function.arguments: got '{'"
+    cases: list[tuple[Any, str]] = [
+        (rollout(asked), no_reply),
+        (rollout(asked, THOUGHT), no_reply),
+        (rollout([], {"role": "user", "content": "b"}), no_reply),
+        (rollout("a", said("b"), result), no_reply),
+        (rollout("a", broken), arguments),
+    ]
+    for body, wanted in cases:
+        request = GYM.read(parsed(GYM, body))
+        assert request.texts == []
+        assert request.refused[0].startswith(wanted), body
+    with pytest.raises(ServingError, match=r"arguments: got '\{'"):
+        texts(rollout([{"role": "user", "content": "a"}, broken], said("b")))
 
 
 def test_gym_rollout_that_is_no_conversation_is_refused() -> None:
     refusal = {"type": "message", "role": "assistant", "content": [{"refusal": "no"}]}
     search = {"type": "web_search_call", "status": "completed"}
-    broken = {"type": "function_call", "name": "f", "arguments": "{"}
-    result = {"type": "function_call_output", "call_id": "1", "output": "2"}
     wrong = [
-        (rollout("a"), "response.output: got no message of the assistant"),
-        (rollout([], {"role": "user", "content": "b"}), "got no message of the assistant"),
         (rollout("a", search), "response.output.0: got .*message"),
-        (rollout("a", broken), r"rollout: message 2, tool_calls\[0\].function.arguments: got '{'"),
-        (rollout("a", said("b"), result), "response.output: got no message of the assistant"),
         (rollout("a", said("b"), tools=[{"type": "web_search"}]), "tools.0: got .*, wanted a func"),
         (rollout([5], said("b")), "responses_create_params.input.0: got 5, wanted a message"),
         (rollout("a", refusal), "response.output.0: got .*, wanted a text"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import ScoreReply
+from nemo_aligner.serving.protocols import ScoreReply, kserve
 from tests.serving.protocols.bodies import not_refused
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
@@ -63,7 +62,7 @@ MALFORMED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"conversations": column(b'{"role": "user"}')}, "row 0: got .*, wanted a list of messages"),
     (
         {"conversations": column(b'[{"role": "user", "content": 1}]')},
-        "^row 0: message 1, content: ",
+        r"^row 0: messages\[0\].content: ",
     ),
 ]
 

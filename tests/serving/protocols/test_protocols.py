@@ -12,16 +12,9 @@ import pytest
 pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
-from nemo_aligner.serving.protocols import ROUTES, openrlhf
-from nemo_aligner.serving.protocols.base import (
-    STATUSES,
-    Failure,
-    FailureKind,
-    ScoredRequest,
-    ScoreReply,
-    Served,
-    text_of,
-)
+from nemo_aligner.serving.http import ROUTES
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, openrlhf
+from nemo_aligner.serving.protocols.base import STATUSES, ScoredRequest, Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
@@ -67,7 +60,6 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
 
 LONG: list[tuple[str, str, list[Any]]] = [
     ("/v1/rewards", "texts", [5] * 1000),
-    ("/v1/rewards", "conversations", [[{}] * 1000] * 5),
     ("/v1/rewards", "tokens", [["a"] * 1000] * 5),
     ("/get_reward", "query", [5] * 1000),
     ("/classify", "input", [[None] * 1000] * 5),
@@ -83,9 +75,6 @@ def test_lists_are_left_at_their_first_unfit_element() -> None:
         body = {"query": ["a"], "queries": "a", "documents": "a"} if path != "/v1/rewards" else {}
         with pytest.raises(ServingError) as caught:
             route.read(parsed(route, {**body, field: wrong}))
-        if field == "conversations":
-            assert str(caught.value).startswith("conversations.0: message 1: "), caught.value
-            continue
         assert isinstance(caught.value.__cause__, ValidationError)
         # One for each form that a list may have.
         assert caught.value.__cause__.error_count() <= 6, (path, field)
@@ -107,17 +96,6 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"texts": [1]}, "texts.0: got 1, wanted a text"),
     ({"tokens": [[1.5]]}, "tokens.0.0: got 1.5, wanted an integer"),
     ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
-    ({"conversations": [[{"role": "user"}]]}, "conversations.0: message 1, content: got null, wan"),
-    ({"conversations": [[{"role": "nobody", "content": ""}]]}, "0: message 1: got role 'nobody', "),
-    ({"conversations": ["a"]}, 'conversations.0: got "a", wanted a list of messages'),
-    (
-        {"conversations": [{"messages": TURNS, "kwargs": {}}]},
-        "0: got the key 'kwargs', wanted mess",
-    ),
-    (
-        {"conversations": [{"messages": TURNS, "tools": [1]}]},
-        r"0: tools\[0\]: got 1, wanted an obje",
-    ),
     ({"text": ["a"]}, r"text: unknown key; did you mean texts\?; known are texts, "),
     ({"seed": 1}, "seed: unknown key; known are texts, "),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
@@ -125,12 +103,35 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
     (dict.fromkeys("vwxyz", 1), "and 2 more"),
 ]
+NO_CONVERSATIONS: list[tuple[Any, str]] = [
+    ([{"role": "user"}], "message 1, content: got null, wanted"),
+    ([{"role": "nobody", "content": ""}], "message 1: got role 'nobody', wanted"),
+    ("a", 'got "a", wanted a list of messages'),
+    (5, "got 5, wanted"),
+    ({"messages": TURNS, "kwargs": {}}, "got the key 'kwargs', wanted messages"),
+    ({"messages": TURNS, "tools": [1]}, "tools[0]: got 1, wanted an object"),
+    (
+        [TURNS[0], {**TURNS[1], "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "message 2, tool_calls[0].function.arguments: got '{', wanted a JSON object",
+    ),
+    ([{"role": "user", "content": [{"type": "image_url"}]}, TURNS[1]], "message 1, content[0]: "),
+]
 NO_JSON = [b"", b"{", b"\xff", b"[" * 100_000, b'{"texts": ["\\ud800"]}']
 
 
 def test_rewards_of_another_body_are_refused_in_a_line() -> None:
     assert not not_refused(lambda body: REWARDS.read(parsed(REWARDS, body)), NO_REWARDS)
     assert not not_refused(REWARDS.parse, [(body, "JSON") for body in NO_JSON])
+
+
+def test_rewards_of_a_conversation_that_cannot_be_read_are_an_error_of_its_row() -> None:
+    given = [TURNS, *(each for each, _ in NO_CONVERSATIONS), TURNS]
+    request = REWARDS.read(parsed(REWARDS, {"conversations": given}))
+    assert request.texts == [TURNS, TURNS]
+    assert [*request.refused] == [*range(1, len(given) - 1)]
+    wanted = [pattern for _, pattern in NO_CONVERSATIONS]
+    found = [*request.refused.values()]
+    assert not [pair for pair in zip(found, wanted, strict=True) if not pair[0].startswith(pair[1])]
 
 
 def test_rewards_have_their_rows_or_their_errors() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreRequest, Served
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.vllm import ROUTES
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
@@ -57,6 +59,8 @@ def test_vllm_messages_are_one_conversation() -> None:
     for beside in ({"tools": tools}, {"tools": tools, "documents": documents}):
         (whole,) = read(CLASSIFY, {"messages": messages, **beside}).texts or ()
         assert whole == Conversation(conversation, **beside)  # type: ignore[arg-type]
+        as_text = {name: json.dumps(each) for name, each in beside.items()}
+        assert read(CLASSIFY, {"messages": messages, **as_text}).texts == [whole]
 
 
 def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
@@ -74,7 +78,9 @@ def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
             for prompt, reply in pairs
         ], body
     tools = [{"type": "function", "function": {"name": "f"}}]
-    (whole,) = read(SCORE, {"text_1": "a", "text_2": "b", "tools": tools}).texts or ()
+    pair = {"text_1": "a", "text_2": "b"}
+    (whole,) = read(SCORE, {**pair, "tools": tools}).texts or ()
+    assert read(SCORE, {**pair, "tools": json.dumps(tools)}).texts == [whole]
     assert isinstance(whole, Conversation)
     assert whole.tools == tools
 
@@ -87,8 +93,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CLASSIFY, {"input": []}, "input: got nothing"),
     (CLASSIFY, {"input": ["a", 1]}, "input.*: "),
     (CLASSIFY, {"messages": []}, "messages: got an empty conversation"),
-    (CLASSIFY, {"messages": [{"content": "a"}]}, "messages: message 1: got .*, wanted an object"),
-    (CLASSIFY, {"messages": TOOLS}, r"messages: message 1, tool_calls\[0\]: got .*, wanted an obj"),
+    (CLASSIFY, {"messages": [{"content": "a"}]}, r"messages\[0\]: got .*, wanted an object"),
+    (CLASSIFY, {"messages": TOOLS}, r"messages\[0\].tool_calls\[0\]: got .*, wanted an obj"),
     (CLASSIFY, {"input": "a", "tools": [{}]}, "tools: got them beside input, wanted messages"),
     (CLASSIFY, {"messages": TOOLS, "chat_template_kwargs": {"a": 1}}, "kwargs: got .* contract$"),
     (CLASSIFY, {"input": "a", "use_activation": True}, "got true, wanted .* no activation$"),

@@ -1,4 +1,4 @@
-"""The critic's requests take turns, and each has its own answer, without a server or a model."""
+"""The critic's requests share a lock, and each has its own answer, without a server or a model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import pytest
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
-from nemo_aligner.serving.engine.batcher import Turns
+from nemo_aligner.serving.engine.batcher import ReadWriteLock
 from nemo_aligner.serving.engine.executor import RanksLostError
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind
+from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.run import _check_reads_alike, run_critic_server
 from nemo_aligner.serving.service import in_order
 from nemo_aligner.training.critic import ValueStep
@@ -133,7 +132,7 @@ def test_critic_refuses_what_comes_while_it_trains_where_that_is_set() -> None:
     train = asked.ask("critic_train", ROLLOUT)
     assert asked.ranks.wait_for(1) == [TRAIN]
     refused = asked.infer(1).result(WAIT_S)
-    assert refused == Failure("the critic is at training; retry after 1 s", FailureKind.busy)
+    assert refused == Failure("the critic is training; retry after 1 s", FailureKind.busy)
     asked.ranks.finish(0, STEPS)
     train.result(WAIT_S)
     answered = asked.infer(1)
@@ -182,14 +181,15 @@ def test_critic_says_why_a_training_fails_and_begins_the_next_one() -> None:
 
 
 def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
-    turns, first, last = Turns(), Future[str](), Future[str]()
+    lock, first, last = ReadWriteLock(), Future[str](), Future[str]()
 
     def refuse() -> Future[str]:
         raise ValueError("closed")
 
-    failing = turns.take(lambda: first, alone=True)
-    refused, next_one = turns.take(refuse, alone=True), turns.take(lambda: last, alone=False)
-    assert turns.is_reserved
+    failing = lock.submit(lambda: first, exclusive=True)
+    refused = lock.submit(refuse, exclusive=True)
+    next_one = lock.submit(lambda: last, exclusive=False)
+    assert lock.is_exclusive
     first.set_exception(KeyError("a"))
     with pytest.raises(KeyError):
         failing.result(0)
@@ -197,7 +197,7 @@ def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
         refused.result(0)
     last.set_result("B")
     assert next_one.result(0) == "B"
-    assert not turns.is_reserved
+    assert not lock.is_exclusive
 
 
 def test_critic_offers_its_contract_first_and_says_at_its_end_what_was_never_saved(

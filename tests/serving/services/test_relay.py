@@ -12,8 +12,8 @@ import pytest
 
 from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.metrics import AttributeDrift, RecentRewards
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreRequest
-from nemo_aligner.serving.reward import RelayService
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.reward import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient
@@ -21,11 +21,11 @@ from tests.serving.gateway_calls import FakeClient
 TWO = ScoreRequest(texts=["ab", "c"])
 
 
-def service(client: FakeClient, most_rows: int = 100) -> RelayService:
-    return RelayService(client, most_rows, drift_rows=100)
+def service(client: FakeClient, most_rows: int = 100) -> UpstreamService:
+    return UpstreamService(client, most_rows, drift_rows=100)
 
 
-def ask(relay: RelayService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
+def ask(relay: UpstreamService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
     return asyncio.run(relay.answer(request, sets_rows_aside))
 
 
@@ -54,6 +54,18 @@ def test_relay_sets_a_refused_row_aside_or_fails_the_request() -> None:
     assert relay.recent.drift(None)[0].rows == 1
 
 
+def test_relay_puts_rows_that_were_refused_before_among_the_others() -> None:
+    request = ScoreRequest(texts=["ab", "", "c"], refused={0: "an image", 3: "no text"})
+    reply, errors = ask(service(FakeClient()), request, sets_rows_aside=True)
+    assert errors == {0: "an image", 2: "the text is empty", 3: "no text"}
+    assert list(errors) == [0, 2, 3]
+    assert reply.rewards[[1, 4], 0].tolist() == [total("ab"), total("c")]
+    assert np.isnan(reply.rewards[[0, 2, 3]]).all()
+    assert reply.exceeded.tolist() == [False] * 5
+    reply, errors = ask(service(FakeClient()), ScoreRequest(texts=[], refused={0: "an image"}))
+    assert (np.isnan(reply.rewards).tolist(), errors) == ([[True, True]], {0: "an image"})
+
+
 def test_relay_says_whose_fault_each_way_to_fail_is() -> None:
     ways: list[tuple[Exception, Failure]] = [
         (RefusedError("s", 400, "row 0: no"), Failure("row 0: no", FailureKind.bad_request)),
@@ -74,7 +86,7 @@ def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
         relay = service(client, most_rows=3)
         first = asyncio.ensure_future(relay.answer(TWO, False))
         await asyncio.sleep(0)
-        inside = relay.rows_inside
+        inside = relay.rows_in_flight
         second = await relay.answer(TWO, False)
         client.gate.set()
         return await first, second, inside

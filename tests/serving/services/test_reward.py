@@ -12,8 +12,7 @@ import pytest
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.metrics import Meter
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.base import Failure, FailureKind, ScoreReply
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, kserve
 from nemo_aligner.serving.reward import RewardService, answer_request
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer

@@ -16,8 +16,7 @@ pytest.importorskip("prometheus_client")
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
-from nemo_aligner.serving.http import build_app
-from nemo_aligner.serving.protocols import PLAIN_ROUTES, ROUTES
+from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, call_async
@@ -198,7 +197,7 @@ class Picky(FakeClient):
         self.refused, self.refusal = refused, refusal
 
     async def score_rows_async(self, texts: Any, *, on_error: str = "nan") -> Any:
-        if self.refused in [turn["content"] for turn in texts[0]]:
+        if texts and self.refused in [turn["content"] for turn in texts[0]]:
             if on_error == "raise":
                 raise self.refusal
             nothing = np.full((1, 2), np.nan, dtype=np.float32)
@@ -211,6 +210,7 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
     asked = {"responses_create_params": {"input": "ask"}}
     call_of_tool = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    broken = {**call_of_tool, "arguments": "{"}
     reply = {"role": "assistant", "content": "say"}
     of_text = RefusedError("http://one", 400, "row 0: got 99 tokens, wanted at most 64")
     of_all = RefusedError("http://one", 413, "too large")
@@ -220,6 +220,8 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
         "proxy": ("say", of_all, reply, True, "verifier_error"),
         "call of a tool": ("", of_text, call_of_tool, True, "verifier_error"),
         "refusal": ("", of_text, refusal, True, "verifier_error"),
+        "no reply": ("", of_text, {"type": "reasoning"}, False, "reward_model:refused_text"),
+        "broken call": ("", of_text, broken, False, "reward_model:refused_text"),
     }
     wrong = {}
     for name, (refused, error, said, is_masked, kind) in cases.items():

@@ -111,7 +111,7 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
         return self
 
     def settings(self) -> list[str]:
-        """Of ``nemo-aligner serve``, for the model at ``model_path``."""
+        """Settings of ``nemo-aligner serve`` for the model at ``model_path``."""
         pairs: dict[str, Any] = {"rm_model_file": self.model_path}
         if self.batch_size is not None and self.max_length is not None:
             pairs["model.micro_batch_tokens"] = self.batch_size * self.max_length
@@ -152,7 +152,7 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
 
 
 class RewardModelResourcesServer(SimpleResourcesServer):
-    """Answers ``/verify``; it has no tools and keeps nothing between requests."""
+    """Answers ``/verify``, without tools or state between requests."""
 
     ray_enabled = False
     config: RewardModelResourcesServerConfig
@@ -184,7 +184,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         return _measured(body, scored)
 
     async def close(self) -> None:
-        """Let the connections go, and end a server that was started here."""
+        """Close the connections, and end a server that was started here."""
         if self._servers is not None:
             await self._servers.close()
         if self._started is not None:
@@ -204,13 +204,13 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         return self._servers
 
     def _refused(self, body: RewardModelVerifyRequest, reason: str) -> RewardModelVerifyResponse:
-        """The policy's own doing: with a threshold it has failed."""
+        """Answer for a reply at fault: with a threshold it has failed."""
         reward = self.config.refused_reward if body.reward_threshold is None else 0.0
         return _unmeasured(body, REFUSED, reason, reward)
 
 
 def _token(variable: str | None) -> str | None:
-    """Raises RewardServerError: the variable is not set."""
+    """Read the token; raise RewardServerError if the variable is not set."""
     if variable is not None and variable not in os.environ:
         reason = f"server_token_variable: {variable}: it is not set in the environment"
         raise RewardServerError("verifier_error", reason)

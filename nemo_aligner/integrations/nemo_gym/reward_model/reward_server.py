@@ -118,7 +118,7 @@ class RewardServers:
         return await self._ask(MODEL, _tensor("conversations", "BYTES", [1, 1], [text]))
 
     async def _check_prompt(self, other: Conversation) -> None:
-        """Whose fault a refusal is: raises RewardServerError where any reply would be refused."""
+        """Raise RewardServerError if any reply is refused, so that the prompt is at fault."""
         try:
             await self._ask_for(other)
         except _RefusedTextError as refusal:
@@ -220,7 +220,7 @@ class StartedServer:
         atexit.register(self.stop)
 
     async def url(self, within_s: float) -> str:
-        """Where it answers, once it does.
+        """Wait until it answers; its URL.
 
         Raises:
             RewardServerError: it ended, or needs longer; its own output says why.

@@ -9,10 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.triton import (
     TritonLog,
+    check_front,
     free_port,
     is_running,
     ready_file,
@@ -133,6 +136,15 @@ def test_ready_file_is_there_while_the_server_answers_and_never_half_written(
     assert not path.exists()
     with ready_file(None, "http://here"):
         assert list(tmp_path.iterdir()) == []
+
+
+def test_numpy_that_pytriton_cannot_read_requests_with_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, layout: Any
+) -> None:
+    check_front(ServerConfig(port=0))
+    monkeypatch.setattr(np, "__version__", "2.4.6")
+    with pytest.raises(ServingError, match=r"^numpy: got 2\.4\.6, wanted <2.*install 'numpy<2'$"):
+        check_front(ServerConfig(port=0))
 
 
 def test_pytritons_proxy_is_ours_for_the_model_that_is_bound_so() -> None:

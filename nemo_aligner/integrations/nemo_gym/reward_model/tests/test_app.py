@@ -1,4 +1,4 @@
-"""What the environment answers, by a stand-in for the server of the reward model."""
+"""Answers of the environment, with a stand-in for the reward model's server."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def standing(model: FakeModel) -> AsyncIterator[str]:
 async def answers(
     count: int, body: dict[str, Any], settings: RewardModelResourcesServerConfig
 ) -> list[dict[str, Any]]:
-    """Of so many requests side by side."""
+    """Answers of so many requests side by side."""
     server = served(settings)
     request = RewardModelVerifyRequest.model_validate(body)
     found = await asyncio.gather(*(server.verify(request) for _ in range(count)))
@@ -106,7 +106,7 @@ async def answers(
 
 
 def verified(model: FakeModel, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What ``verify`` makes of a body, with the stand-in behind it."""
+    """Answer of ``verify`` to a body, with the stand-in behind it."""
 
     async def run() -> dict[str, Any]:
         async with standing(model) as url:
