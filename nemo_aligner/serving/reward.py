@@ -492,7 +492,7 @@ def _with_refused(
     """Put the rows that were refused before they were sent among those that were."""
     total = len(reply.rewards) + len(refused)
     rows = [row for row in range(total) if row not in refused]
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, values in vars(reply).items():
         if refused and isinstance(values, np.ndarray):
             nothing = False if values.dtype == np.bool_ else np.nan
